@@ -1,0 +1,62 @@
+# Everything runs in .venv, which the first target that needs it makes. Wanted: Python 3.11 or newer,
+# make, and a package index. Variables: PYTHON (which interpreter), PIP_FLAGS (an index, a proxy,
+# a cache), TORCH_FLAGS (another index for PyTorch alone).
+
+PYTHON      ?= python3
+PIP_FLAGS   ?=
+TORCH_FLAGS ?=
+TORCH       := $(shell sed -n '/^torch==/p' constraints.txt)
+EXTRAS      := cpu,server,export,dev,sim
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types unit format proto bench bench-gpu clean
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(READY)  ## Run device, verifier and a slow link on this machine, and compare.
+	$(BIN)/edgespec demo
+
+test: lint types unit  ## Run every check: style, types, tests.
+
+lint: $(READY)  ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## Check types, strictly.
+	$(BIN)/mypy
+
+unit: $(READY)  ## Run the tests alone; PYTEST_ARGS chooses some of them.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: $(READY)  ## Format the code and apply the safe fixes.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(READY)  ## Generate the gRPC stubs from protos/.
+	$(BIN)/python protos/generate.py
+
+bench: $(READY)  ## Measure decoding on this machine; BENCH_ARGS goes to `edgespec bench`.
+	$(BIN)/edgespec bench $(BENCH_ARGS)
+
+bench-gpu: $(READY)  ## Run the GPU tests and benches, for a machine with CUDA.
+	PATH="$(CURDIR)/$(BIN):$$PATH" benchmarks/gpu.sh
+
+clean:  ## Remove the environment, caches and build results.
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PyTorch goes in first and by itself: then nothing that follows can choose another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	    f"edgespec needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_FLAGS) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,218 @@
+"""Which part may import which, over the syntax tree: the architecture, as a test.
+
+Oracle: every import in the product is looked up in ``FLOORS``, imports inside functions and under
+``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). Planted imports must be
+found. That the heavy libraries are loaded late is asked of a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.sources import PACKAGES, ROOT, Module, imports, modules, parse, within
+
+HEAVY = frozenset({"grpc", "onnx", "onnxruntime", "torch", "transformers"})
+# What would let the outside world (time, chance, other threads) into a pure machine.
+IMPURE = frozenset(
+    "asyncio concurrent datetime logging multiprocessing os random secrets select selectors "
+    "signal socket ssl subprocess threading time uuid".split()
+)
+# The simulator keeps its own clock; seeded ``random.Random`` and ``logging`` do it no harm.
+REAL_WORLD = IMPURE - {"datetime", "logging", "os", "random"}
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The rules of one package: which of our modules it may use, which libraries it may not."""
+
+    package: str
+    ours: tuple[str, ...]
+    never: frozenset[str] = frozenset()
+    stdlib_only: bool = False
+
+    def violations(self, module: Module) -> Iterator[str]:
+        said: set[tuple[str, int]] = set()
+        for found in imports(module):
+            top = found.name.partition(".")[0]
+            reason = self._refuses(found.name)
+            if reason and (top, found.line) not in said:
+                said.add((top, found.line))
+                yield (
+                    f"{module.path}:{found.line}: {self.package} may not import {found.name}: "
+                    + (reason)
+                )
+
+    def _refuses(self, name: str) -> str | None:
+        top = name.partition(".")[0]
+        if top in PACKAGES:
+            # Nobody may lean on all of `edgespec`, its own top module included.
+            own = () if self.package == "edgespec" else (self.package,)
+            allowed = (*own, *self.ours)
+            # `from edgespec.core import tree` also yields `edgespec.core`, and the bare
+            # `edgespec` of `from edgespec import ports` says nothing by itself.
+            fine = name == "edgespec" or any(within(name, ours) for ours in allowed)
+            return None if fine else "it lies on another floor"
+        if top in self.never:
+            return "the library belongs to another floor"
+        if self.stdlib_only and top not in sys.stdlib_module_names:
+            return "standard library only"
+        return None
+
+
+CORE, PORTS, TELEMETRY, CONFIG = (
+    f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
+)
+# The first floor that holds a module is its floor. The toys come before their packages: they are
+# the simulator's models, so they keep its rules.
+FLOORS = (
+    Floor(CORE, (), IMPURE, stdlib_only=True),
+    Floor(PORTS, (CORE,), IMPURE, stdlib_only=True),
+    Floor(TELEMETRY, (CORE,), HEAVY),
+    Floor(CONFIG, (CORE,), HEAVY),
+    Floor("edgespec.drafters.token_cache", (CORE, PORTS), HEAVY | IMPURE),
+    Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
+    Floor("edgespec.targets.toy", (CORE, PORTS), HEAVY | IMPURE),
+    # A device has no torch, not even to export a draft.
+    Floor("edgespec.drafters", (CORE, PORTS), frozenset({"grpc", "torch", "transformers"})),
+    Floor("edgespec.targets", (CORE, PORTS), frozenset({"grpc", "onnx", "onnxruntime"})),
+    Floor("edgespec.transport", (CORE, PORTS), HEAVY - {"grpc"}),
+    Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
+    Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
+    Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
+    Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
+    Floor(
+        "edgespec_sim",
+        (CORE, PORTS, TELEMETRY, CONFIG, "edgespec.drafters.toy", "edgespec.targets.toy"),
+        HEAVY | REAL_WORLD,
+    ),
+    Floor("edgespec.__main__", ("edgespec.cli",), HEAVY),
+    # What is left: edgespec/__init__.py, which everyone loads.
+    Floor("edgespec", (CORE, PORTS), HEAVY),
+)
+
+
+def floor_of(module: Module) -> Floor | None:
+    return next((floor for floor in FLOORS if within(module.name, floor.package)), None)
+
+
+def violations(module: Module) -> list[str]:
+    floor = floor_of(module)
+    return list(floor.violations(module)) if floor else []
+
+
+def test_every_import_stays_on_its_floor() -> None:
+    found = [violation for module in modules() for violation in violations(module)]
+    assert not found, f"{len(found)} violations:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("edgespec/core/x.py", "import numpy"),
+        ("edgespec/core/x.py", "from edgespec.ports import Drafter"),
+        ("edgespec/core/x.py", "from edgespec import config"),
+        *(("edgespec/core/x.py", f"import {name}") for name in sorted(IMPURE)),
+        ("edgespec/ports.py", "import numpy"),
+        ("edgespec/ports.py", "from edgespec import agent"),
+        ("edgespec/config.py", "from edgespec.agent import device"),
+        ("edgespec/telemetry/x.py", "import grpc.aio"),
+        ("edgespec/drafters/x.py", "from edgespec.targets.x import T"),
+        ("edgespec/drafters/x.py", "import grpc"),
+        ("edgespec/drafters/x.py", "from transformers import AutoTokenizer"),
+        ("edgespec/drafters/toy.py", "import onnxruntime"),
+        ("edgespec/targets/x.py", "import onnxruntime as ort"),
+        ("edgespec/targets/toy.py", "import torch"),
+        ("edgespec/targets/x.py", "from edgespec.models import hub"),
+        ("edgespec/transport/x.py", "from torch import nn"),
+        ("edgespec/transport/x.py", "import edgespec.verifier.server"),
+        ("edgespec/models/x.py", "from edgespec.transport import channel"),
+        *(("edgespec/agent/x.py", f"import {name}") for name in sorted(HEAVY)),
+        *(("edgespec/verifier/x.py", f"import {name}") for name in sorted(HEAVY)),
+        ("edgespec/agent/x.py", "from edgespec.verifier import scheduler"),
+        ("edgespec/verifier/x.py", "from edgespec.agent import device"),
+        ("edgespec/verifier/x.py", "from edgespec.targets import toy"),
+        ("edgespec/agent/x.py", "import importlib; importlib.import_module('torch')"),
+        ("edgespec/agent/x.py", "from ..verifier import scheduler"),
+        ("edgespec/agent/__init__.py", "from ..verifier import scheduler"),
+        ("sim/edgespec_sim/x.py", "from edgespec.drafters.onnx import OnnxDrafter"),
+        ("sim/edgespec_sim/x.py", "from edgespec.transport import loopback"),
+        *(("sim/edgespec_sim/x.py", f"import {name}") for name in sorted(HEAVY | REAL_WORLD)),
+        ("edgespec/__init__.py", "from edgespec.agent.device import Device"),
+        ("edgespec/__init__.py", "import torch"),
+    ],
+)
+def test_a_planted_import_is_found(path: str, line: str) -> None:
+    for text in (line, f"def f():\n    {line}", f"if TYPE_CHECKING:\n    {line}"):
+        assert len(violations(parse(path, text + "\n"))) == 1, text
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("edgespec/core/x.py", "import math"),
+        ("edgespec/core/x.py", "from edgespec.core import tree"),
+        ("edgespec/ports.py", "from edgespec.core.messages import Uplink"),
+        ("edgespec/drafters/onnx.py", "import onnxruntime"),
+        ("edgespec/targets/torch.py", "import torch"),
+        ("edgespec/transport/grpc_client.py", "import grpc"),
+        ("edgespec/agent/x.py", "import asyncio"),
+        ("edgespec/agent/x.py", "from edgespec import ports"),
+        ("edgespec/cli/x.py", "from edgespec_sim import world"),
+        ("sim/edgespec_sim/x.py", "from edgespec.drafters.toy import ToyDrafter"),
+        ("sim/edgespec_sim/x.py", "import heapq, random"),
+        ("tests/x.py", "import torch, grpc, time"),
+    ],
+)
+def test_a_permitted_import_passes(path: str, line: str) -> None:
+    assert violations(parse(path, line + "\n")) == []
+
+
+def test_every_product_module_has_a_floor() -> None:
+    for module in modules():
+        if any(within(module.name, package) for package in PACKAGES):
+            floor = floor_of(module)
+            assert floor is not None
+            assert floor.package != "edgespec" or module.name == "edgespec", module.path
+
+
+@pytest.mark.parametrize("module", ["edgespec", "edgespec.cli.main"])
+def test_the_heavy_libraries_are_loaded_late(module: str) -> None:
+    assert _loaded_by(module) & HEAVY == set()
+
+
+@pytest.mark.parametrize("package", ["edgespec.core", "edgespec_sim"])
+def test_the_heavy_libraries_are_never_loaded(package: str) -> None:
+    """Transitively, for every module of the package: the table above only sees one step."""
+    names = [module.name for module in modules() if within(module.name, package)]
+    assert names, f"{package} holds no module"
+    assert _loaded_by(*names) & (HEAVY | {"asyncio"}) == set()
+
+
+def test_an_early_load_would_be_seen() -> None:
+    assert {"asyncio", "colorsys"} <= _loaded_by("asyncio", "colorsys")
+
+
+def _loaded_by(*names: str) -> set[str]:
+    """Top-level names in ``sys.modules`` of a fresh interpreter that imported ``names``."""
+    code = (
+        f"import json, sys, {', '.join(names)}\n"
+        "print(json.dumps([name for name in sys.modules if '.' not in name]))"
+    )
+    path = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
