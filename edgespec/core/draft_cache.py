@@ -1,0 +1,47 @@
+"""What the drafter's cache holds, and the cheapest way from there to the next step.
+
+The drafter only truncates and appends; this object knows which tokens it has seen, so rolling back
+after a miss costs one integer and nothing is fed twice.
+"""
+
+from __future__ import annotations
+
+from edgespec.core.prefix import CommittedPrefix
+
+
+class DraftCache:
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._agreed = 0
+        """Leading cached tokens known to equal the committed prefix."""
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, prefix: CommittedPrefix, path: list[int]) -> tuple[int, tuple[int, ...]]:
+        """Make the cache hold ``prefix`` and then ``path``: (tokens to keep, tokens to append).
+
+        At least one token is appended, because its row of logits is what the step is for.
+        """
+        self._catch_up(prefix)
+        keep = self._agreed
+        if keep == prefix.length:
+            for token in path:
+                if keep >= len(self._tokens) or self._tokens[keep] != token:
+                    break
+                keep += 1
+        keep = min(keep, prefix.length + len(path) - 1)
+        behind = path[max(0, keep - prefix.length) :]
+        appended = (*prefix.tokens[keep:], *behind)
+        del self._tokens[keep:]
+        self._tokens.extend(appended)
+        self._agreed = min(self._agreed, keep)
+        return keep, appended
+
+    def _catch_up(self, prefix: CommittedPrefix) -> None:
+        while self._agreed < min(len(self._tokens), prefix.length):
+            if self._tokens[self._agreed] != prefix.tokens[self._agreed]:
+                del self._tokens[self._agreed :]
+                return
+            self._agreed += 1

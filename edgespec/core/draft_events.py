@@ -1,0 +1,159 @@
+"""What can happen to a ``DraftSession``, what it can ask for, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from edgespec.core.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
+from edgespec.core.work import Candidate
+
+
+class LinkState(Enum):
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    STREAMING = "streaming"
+    BACKING_OFF = "backing_off"
+    DONE = "done"
+
+
+class TokenKind(Enum):
+    """How a delivered token came about."""
+
+    ACCEPTED = "accepted"
+    """Drafted here, verified there."""
+    CORRECTED = "corrected"
+    """A draft was sent for this position, and the target said otherwise."""
+    DECODED = "decoded"
+    """The target's own: a bonus after a run of accepted ones, or run-ahead."""
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The stream that ``Connect`` asked for is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The stream ended or could not be had."""
+
+    why: str
+    retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The drafter cannot go on; the session can."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The user has enough, or a stop string was found."""
+
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline has come."""
+
+
+DraftEvent = (
+    Start | Connected | LinkDown | StepDone | StepFailed | Stop | Tick | Opened | Commit | Fault
+)
+
+
+# --- actions --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a stream; answer with ``Connected`` or ``LinkDown``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Let the stream go; no ``LinkDown`` need follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    message: Uplink
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    """Run the drafter (``ports.Drafter.step``); answer with ``StepDone`` or ``StepFailed``."""
+
+    keep_length: int
+    feed: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Committed tokens for the user, once and in order."""
+
+    position: int
+    tokens: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The generation cannot be completed; what was delivered stays valid."""
+
+    why: str
+    code: FaultCode | None = None
+
+
+DraftAction = Connect | Disconnect | Transmit | StartStep | Deliver | Finish | Fail
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Over the session. ``tried`` counts positions decided while the drafter had a guess there,
+    ``hits`` those its first choice won: hits / tried is the acceptance rate."""
+
+    steps: int = 0
+    sent: int = 0
+    committed: int = 0
+    accepted: int = 0
+    corrected: int = 0
+    passes: int = 0
+    rows: int = 0
+    tried: int = 0
+    hits: int = 0
+    stale: int = 0
+    reconnects: int = 0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        return self.hits / self.tried if self.tried else 0.0
+
+    @property
+    def wasted(self) -> int:
+        """Nodes sent that did not become tokens by being verified."""
+        return self.sent - self.accepted

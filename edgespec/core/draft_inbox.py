@@ -1,0 +1,111 @@
+"""Where drafts arrive at the verifier: checked, grown into the tree, and timed.
+
+Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent is
+dropped and counted, a draft on tokens the verifier does not have is a ``Fault`` that makes the
+device come back with what it holds.
+"""
+
+from __future__ import annotations
+
+from edgespec.core.estimators import ArrivalEstimator, MovingAverage
+from edgespec.core.messages import Draft, Fault, FaultCode, Limits
+from edgespec.core.prefix import CommittedPrefix
+from edgespec.core.run_ahead import RunAheadView
+from edgespec.core.tree import ROOT, Growth, Node, SpeculationTree
+
+
+class DraftInbox:
+    def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, limits: Limits) -> None:
+        self.tree = SpeculationTree(prefix)
+        self.arrivals = ArrivalEstimator()
+        self.told_to_go = False
+        """The device said that no draft is coming."""
+        self.overflow = 0
+        """Nodes dropped because the tree was full."""
+        self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
+        self._hit_rate = MovingAverage(0.05)
+        self._stale = 0
+        self._waiting_since: float | None = None
+
+    def reset(self, drafting: bool) -> None:
+        """A new stream: ids start over and nothing is outstanding."""
+        self.tree.clear()
+        self.told_to_go, self._waiting_since = not drafting, None
+
+    def receive(self, draft: Draft, now: float) -> Fault | None:
+        """Grow the tree by ``draft``; a fault when it cannot have been meant for this prefix."""
+        if not draft.tokens:
+            self.told_to_go = True
+            return None
+        size = self._vocabulary_size
+        bad = next((token for token in draft.tokens if not 0 <= token < size), None)
+        if bad is not None:
+            why = f"draft token {bad} is outside the vocabulary of {size}"
+            return Fault(FaultCode.INVALID, why)
+        base, length = draft.base_position, self._prefix.length
+        if ROOT in draft.parents:
+            if base > length:
+                why = f"draft on position {base}, but only {length} are committed"
+                return Fault(FaultCode.RESYNC, why)
+            if self._prefix.hash_at(base) != draft.base_hash:
+                why = f"the first {base} tokens differ here from those the draft stands on"
+                return Fault(FaultCode.RESYNC, why)
+        self.told_to_go = False
+        if self._grow(draft):
+            self.arrivals.on_useful_draft(now)
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return None
+
+    def _grow(self, draft: Draft) -> bool:
+        useful = False
+        for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+            if len(self.tree) >= self._limits.max_nodes_outstanding:
+                self.overflow += len(draft.tokens) - index
+                break
+            node_id = draft.first_node_id + index
+            growth = self.tree.grow(node_id, parent, token, draft.base_position)
+            useful |= growth is Growth.ALIVE
+            self._stale += growth is Growth.STALE
+        return useful
+
+    def verifiable(self, room: int, end: int) -> list[Node]:
+        """The oldest alive nodes that can still matter: the target's token after a node must lie
+        before ``end``. Ids are ordered, so every parent comes along."""
+        chosen: list[Node] = []
+        for node in self.tree:
+            if len(chosen) >= room:
+                break
+            if node.position < end - 1:
+                chosen.append(node)
+        return chosen
+
+    def take_queue_s(self, now: float) -> float:
+        """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
+        since, self._waiting_since = self._waiting_since, None
+        return 0.0 if since is None else now - since
+
+    def take_stale(self) -> int:
+        """Nodes dropped as stale on arrival since the last call."""
+        stale, self._stale = self._stale, 0
+        return stale
+
+    def view(self, now: float, idle_since: float, pass_s: float) -> RunAheadView:
+        """What a run-ahead policy may know when no node is waiting."""
+        return RunAheadView(
+            now,
+            idle_since,
+            pass_s,
+            self.arrivals.expected_at(),
+            self.told_to_go,
+            self._hit_rate.get(0.0),
+        )
+
+    def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
+        """A pass committed ``tokens``; ``hit``: whether the first was a node of it (None: it had
+        no nodes)."""
+        if hit is not None:
+            self._hit_rate.add(hit)
+        self.tree.commit(tokens)
+        if not len(self.tree):
+            self._waiting_since = None
+            self.arrivals.on_miss(now)

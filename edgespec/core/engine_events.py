@@ -1,0 +1,117 @@
+"""What can happen to a ``VerifyEngine`` and what it asks of its driver.
+
+Streams are named by a number the driver chooses; sequences in the target's cache by session id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.core.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.work import PassRequest, PassResult
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    max_sessions: int = 64
+    max_rows_per_pass: int = 1024
+    """Rows of one packed pass: fed tokens and nodes of all its sessions."""
+    max_rows_per_session: int = 512
+    """Of these, one session's; a longer prompt is fed in several passes."""
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpened:
+    stream: int
+    request: Open
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMessage:
+    stream: int
+    message: Draft | Received | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLost:
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    results: tuple[PassResult, ...]
+    """In the order of the batch's requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    """Nothing was cached or sampled. ``full``: the target had no room for the pass."""
+
+    why: str
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRefused:
+    """The target had no room to open this sequence."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The deadline has come."""
+
+
+EngineEvent = (
+    StreamOpened | StreamMessage | StreamLost | BatchDone | BatchFailed | SequenceRefused | Poll
+)
+
+
+# --- actions: to be carried out in order ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    stream: int
+    message: Downlink
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End the stream after what was sent on it; no ``StreamLost`` need follow."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    key: str
+    prompt_length: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSequence:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNodes:
+    key: str
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunBatch:
+    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
+
+    requests: tuple[PassRequest, ...]
+
+
+EngineAction = SendTo | CloseStream | OpenSequence | CloseSequence | KeepNodes | RunBatch

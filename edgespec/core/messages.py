@@ -1,0 +1,157 @@
+"""What travels between a device and a verifier, as plain data.
+
+The protobuf form (``protos/edgespec/v1/speculation.proto``) is one encoding of these classes;
+``transport/codec.py`` translates and enforces the bounds. Positions are absolute indices into
+prompt + generated tokens. ``length`` of a committed prefix is the position of the next token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from edgespec.core.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+EXACT_RULE = "exact"
+
+
+class RunAhead(Enum):
+    """May the verifier decode on without a draft? (``core/run_ahead.py``)"""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class FaultCode(Enum):
+    """Why the verifier ended a stream. ``retryable`` ones are worth a reconnect."""
+
+    RESYNC = "resync"
+    INVALID = "invalid"
+    UNKNOWN_MODEL = "unknown_model"
+    VOCABULARY_MISMATCH = "vocabulary_mismatch"
+    CONTEXT_TOO_LONG = "context_too_long"
+    OVERLOADED = "overloaded"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+    @property
+    def retryable(self) -> bool:
+        return self in (FaultCode.RESYNC, FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds a verifier announces in ``Opened`` and enforces."""
+
+    context_length: int = 4096
+    """Prompt plus output, in tokens."""
+    max_nodes_outstanding: int = 128
+    """Alive nodes of one session's speculation tree."""
+    max_nodes_per_pass: int = 64
+    max_unreceived: int = 256
+    """Committed tokens the device has not acknowledged before the verifier pauses."""
+    lease_s: float = 30.0
+    """How long a session outlives its link."""
+
+
+# --- device -> verifier ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    session_id: str
+    model: str
+    """Name of the model wanted; empty accepts whatever the verifier serves."""
+    vocabulary: str
+    """Fingerprint of the drafter's vocabulary; empty when the device does not draft."""
+    prompt: tuple[int, ...]
+    committed: tuple[int, ...] = ()
+    """Generated tokens the device already holds (resume)."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    run_ahead: RunAhead = RunAhead.AUTO
+    rule: str = EXACT_RULE
+    drafting: bool = True
+    """False: no draft will come, decode on."""
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses. Node ``first_node_id + i`` has token ``tokens[i]`` and parent ``parents[i]``.
+
+    Parent 0 is the end of the committed prefix at ``base_position``, whose rolling hash is
+    ``base_hash``; both are 0 when no node hangs there. A draft without nodes says "no draft is
+    coming now: decode on".
+    """
+
+    first_node_id: int
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    base_position: int = 0
+    base_hash: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The device holds all tokens before ``position``. ``echo`` comes back in the next Commit."""
+
+    position: int
+    echo: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    pass
+
+
+# --- verifier -> device ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    limits: Limits
+    model: str
+    position: int
+    """Committed length at which the stream goes on (that of the device's own tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The target's own tokens for positions ``position`` .. ``position + len(tokens) - 1``."""
+
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int = 0
+    """How many of them were drafted and verified in this pass (a prefix of ``tokens``)."""
+    stale: int = 0
+    """Nodes dropped since the last commit: their parent was dead, unknown or did not agree."""
+    queue_us: int = 0
+    """From the oldest verified node's arrival to the start of the pass."""
+    verify_us: int = 0
+    """The pass itself."""
+    rows: int = 0
+    """Draft nodes the pass looked at."""
+    echo: int = 0
+    held_us: int = 0
+    """How long the verifier held ``echo`` before this commit left."""
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    code: FaultCode
+    message: str
+    retry_after_s: float = 0.0
+
+
+Uplink = Open | Draft | Received | Cancel
+Downlink = Opened | Commit | Fault
+Message = Uplink | Downlink

@@ -1,0 +1,92 @@
+"""Which sessions share the next packed pass.
+
+Theory of operation. Sessions that might use a pass wait in line, longest waiting first. When no
+pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, so that a
+long prompt cannot hold up the others; those that decline leave the line until something happens to
+them. After a pass that failed, its sessions are tried one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.estimators import MovingAverage
+from edgespec.core.verify_events import Offer, RunPass
+from edgespec.core.verify_session import VerifySession
+from edgespec.core.work import PassRequest
+
+# Before the first pass was timed. Only ``auto`` run-ahead looks at it.
+_GUESSED_PASS_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A pass that is running: each session with its part."""
+
+    started_at: float
+    parts: tuple[tuple[VerifySession, PassRequest], ...]
+
+
+class PassScheduler:
+    def __init__(self, limits: EngineLimits) -> None:
+        self.running: Batch | None = None
+        self.passes = 0
+        self._limits = limits
+        self._waiting: dict[str, None] = {}
+        self._alone: set[str] = set()
+        """Sessions whose last pass failed in company."""
+        self._pass_s = MovingAverage()
+
+    def enqueue(self, key: str) -> None:
+        self._waiting.setdefault(key)
+
+    def forget(self, key: str) -> None:
+        self._waiting.pop(key, None)
+        self._alone.discard(key)
+
+    def form(
+        self, sessions: Mapping[str, VerifySession], now: float
+    ) -> tuple[tuple[PassRequest, ...], list[str]]:
+        """Offer room in a pass that starts now: its requests, none if no session wants one, and
+        the keys that were asked."""
+        asked: list[str] = []
+        if self.running is not None:
+            return (), asked
+        room = self._limits.max_rows_per_pass
+        parts: list[tuple[VerifySession, PassRequest]] = []
+        pass_s = self._pass_s.get(_GUESSED_PASS_S)
+        for key in list(self._waiting):
+            alone = key in self._alone
+            if room <= 0 or (alone and parts):
+                break
+            session = sessions[key]
+            rows = min(room, self._limits.max_rows_per_session)
+            asked.append(key)
+            del self._waiting[key]
+            for action in session.handle(Offer(rows, pass_s), now):
+                assert isinstance(action, RunPass)
+                parts.append((session, action.request))
+                room -= action.request.row_count
+            if alone and parts:
+                break
+        if parts:
+            self.running = Batch(now, tuple(parts))
+        return tuple(request for _, request in parts), asked
+
+    def finish(self, now: float) -> Batch:
+        """The pass is over, well or badly."""
+        assert self.running is not None
+        batch, self.running = self.running, None
+        self.passes += 1
+        if any(request.sample for _, request in batch.parts):
+            self._pass_s.add(now - batch.started_at)
+        return batch
+
+    def isolate(self, key: str) -> None:
+        """Give this session its next pass alone."""
+        self._alone.add(key)
+
+    def trust(self, key: str) -> None:
+        self._alone.discard(key)

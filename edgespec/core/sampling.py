@@ -1,0 +1,166 @@
+"""Sampling parameters, and the law that turns one row of logits into one token.
+
+Theory of operation. The token at ``position`` is a pure function of the target's logits, the
+tokens before it, the parameters and the seed:
+
+    bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
+    -> argmax of (logits + Gumbel noise)
+
+Temperature 0 is the greedy case: no truncation, no noise, ties to the lowest id. ``choose`` is the
+scalar specification (lists of floats); the numpy and torch versions follow it and are tested
+against it. Repetition counts prompt and output (Keskar et al. 2019), presence and frequency count
+output only, as in the OpenAI API. Truncation never removes the most likely token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from edgespec.core.noise import gumbel, noise_bits
+
+MAX_STOP_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_BIASES = 1024
+MAX_TOKENS = 1 << 20
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the text shall be like. Frozen: a session's output is a function of this object.
+
+    Raises ``ValueError`` naming the field, the value and the limit.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy; else logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; found on the device, never sent, never shown."""
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    """Go on past the model's own end token (for measurements)."""
+
+    def __post_init__(self) -> None:
+        _bounded("temperature", self.temperature, 0.0, 100.0)
+        _bounded("top_k", self.top_k, 0, 1 << 24)
+        _bounded("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _bounded("min_p", self.min_p, 0.0, 1.0)
+        _bounded("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _bounded("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _bounded("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _bounded("seed", self.seed, 0, (1 << 64) - 1)
+        _bounded("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
+        _bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
+        _bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
+        if any(not text for text in self.stop):
+            raise ValueError("stop must not hold an empty string")
+        for token, bias in self.logit_bias.items():
+            _bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a row depends on which tokens came before it, beyond the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def choose(
+    logits: Sequence[float],
+    params: SamplingParams,
+    position: int,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> int:
+    """The token at ``position``, given its row of logits and all the tokens before it."""
+    scores = warp(logits, params, prompt, output)
+    if not params.greedy:
+        scores = [
+            s + gumbel(noise_bits(params.seed, position, token)) if s > -math.inf else s
+            for token, s in enumerate(scores)
+        ]
+    return max(range(len(scores)), key=lambda token: (scores[token], -token))
+
+
+def warp(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> list[float]:
+    """Logits after bias, penalties, temperature and truncation; -inf where a token is out."""
+    scores = [float(x) for x in logits]
+    for token, bias in params.logit_bias.items():
+        if 0 <= token < len(scores):
+            scores[token] += bias
+    if params.penalised:
+        for token in {*prompt, *output}:
+            factor = params.repetition_penalty
+            scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+        for token, count in Counter(output).items():
+            scores[token] -= params.presence_penalty + params.frequency_penalty * count
+    if params.greedy:
+        return scores
+    scores = [s / params.temperature for s in scores]
+    scores = _top_k(scores, params.top_k)
+    return _min_p(_top_p(scores, params.top_p), params.min_p)
+
+
+def _top_k(scores: list[float], k: int) -> list[float]:
+    if k == 0 or k >= len(scores):
+        return scores
+    threshold = sorted(scores, reverse=True)[k - 1]
+    return [s if s >= threshold else -math.inf for s in scores]
+
+
+def _top_p(scores: list[float], p: float) -> list[float]:
+    if p >= 1.0:
+        return scores
+    best = max(scores)
+    weights = [math.exp(s - best) for s in scores]
+    total = math.fsum(weights)
+    kept, mass = [-math.inf] * len(scores), 0.0
+    for token in sorted(range(len(scores)), key=lambda t: (-scores[t], t)):
+        if mass >= p * total:
+            break
+        kept[token] = scores[token]
+        mass += weights[token]
+    return kept
+
+
+def _min_p(scores: list[float], p: float) -> list[float]:
+    if p == 0.0:
+        return scores
+    threshold = max(scores) + math.log(p)
+    return [s if s >= threshold else -math.inf for s in scores]
+
+
+def _bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not inside:  # also catches NaN
+        raise ValueError(
+            f"{name} is {value}, but must be in {'(' if open_low else '['}{low}, {high}]"
+        )

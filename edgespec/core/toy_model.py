@@ -1,0 +1,100 @@
+"""A language model of a few lines: the law shared by the toy target and the toy drafter.
+
+Theory of operation. The logits of the next token are ``sharpness`` times a standard Gumbel variate
+hashed from (seed, the last ``order`` tokens, token). So every context has its own fixed
+distribution, whose best token leads the second by ``sharpness`` nats on average. The chance that
+two independent draws agree is, over the contexts of 32 tokens, 0.22, 0.52 and 0.75 on average for
+a sharpness of 1, 2 and 4 (in the limit of many tokens 1 - 1 / sharpness: Poisson-Dirichlet law).
+
+``perturbed`` adds independent noise to the logits: a draft-like variant that is right most of the
+time. ``eos_probability`` is the share of contexts in which the end token leads by far; elsewhere it
+is far behind, so that greedy and sampled texts end alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from edgespec.core.noise import GOLDEN, MASK_32, gumbel, mix
+
+MAX_TOY_VOCABULARY = 4096
+MAX_TOY_ORDER = 16
+# Logits kept per process: a simulation asks for the same few contexts again and again.
+_CACHED_ROWS = 1 << 14
+_FAR = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToyModel:
+    """A deterministic next-token law; equal fields mean equal logits in any process.
+
+    Raises ``ValueError`` naming the field, the value and the limit.
+    """
+
+    vocabulary_size: int = 32
+    order: int = 2
+    """How many of the last tokens count."""
+    seed: int = 0
+    sharpness: float = 2.0
+    eos_token: int | None = None
+    eos_probability: float = 0.0
+    """Share of contexts that end the text."""
+    noise_strength: float = 0.0
+    """Scale of the perturbation, in units of ``sharpness``."""
+    noise_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _bounded("vocabulary_size", self.vocabulary_size, 2, MAX_TOY_VOCABULARY)
+        _bounded("order", self.order, 0, MAX_TOY_ORDER)
+        _bounded("sharpness", self.sharpness, 0.0, 1e3)
+        _bounded("eos_probability", self.eos_probability, 0.0, 1.0)
+        _bounded("noise_strength", self.noise_strength, 0.0, 1e3)
+        if self.eos_token is not None:
+            _bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
+
+    def logits(self, context: Sequence[int]) -> list[float]:
+        """``vocabulary_size`` logits of the token after ``context`` (of any length, even 0)."""
+        tail = tuple(context[max(0, len(context) - self.order) :])
+        return list(_row(self, tail))
+
+    def perturbed(self, strength: float, seed: int = 1) -> ToyModel:
+        """A variant that agrees with this one most of the time when ``strength`` is small.
+
+        The most likely token is the same in 94, 87, 79, 63 and 37 % of the contexts for a strength
+        of 0.1, 0.2, 0.3, 0.5 and 1 (32 tokens, any sharpness); chance is 3 %. The end token's
+        place is not perturbed.
+        """
+        return replace(self, noise_strength=strength, noise_seed=seed)
+
+
+@lru_cache(maxsize=_CACHED_ROWS)
+def _row(model: ToyModel, tail: tuple[int, ...]) -> tuple[float, ...]:
+    key = _context_key(model.seed, tail)
+    size = model.vocabulary_size
+    row = [model.sharpness * _variate(key, token) for token in range(size)]
+    if model.noise_strength:
+        other = _context_key(model.noise_seed ^ GOLDEN, tail)
+        scale = model.noise_strength * model.sharpness
+        row = [logit + scale * _variate(other, token) for token, logit in enumerate(row)]
+    if model.eos_token is not None:
+        ends = mix(key ^ GOLDEN) < model.eos_probability * (MASK_32 + 1)
+        row[model.eos_token] = max(row) + _FAR if ends else min(row) - _FAR
+    return tuple(row)
+
+
+def _context_key(seed: int, tail: tuple[int, ...]) -> int:
+    key = mix(mix(seed & MASK_32) + (seed >> 32))
+    for token in tail:
+        key = mix((key ^ mix(token + 1)) + GOLDEN)
+    return key
+
+
+def _variate(key: int, token: int) -> float:
+    return gumbel(mix(mix(token * GOLDEN + key) ^ key))
+
+
+def _bounded(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also catches NaN
+        raise ValueError(f"{name} is {value}, but must be in [{low}, {high}]")

@@ -1,0 +1,251 @@
+"""All sessions of one verifier and the packed passes they share, as a pure machine.
+
+Theory of operation. Streams come and go; a stream that opens with a session id attaches to that
+session, new or resumed, and replaces the stream that had it. One pass runs at a time; the
+scheduler forms the next one whenever none does. A pass that fails is tried again with each session
+alone, and ends only the session that fails alone.
+
+Law of the file: the engine routes and schedules; what is committed is the sessions' business.
+``deadline`` is when ``Poll`` is worth sending if nothing else happens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import assert_never
+
+from edgespec.core.acceptance import AcceptanceRule, ExactRule
+from edgespec.core.admission import refuse_open
+from edgespec.core.engine_events import (
+    BatchDone,
+    BatchFailed,
+    CloseSequence,
+    CloseStream,
+    EngineAction,
+    EngineEvent,
+    EngineLimits,
+    KeepNodes,
+    OpenSequence,
+    Poll,
+    RunBatch,
+    SendTo,
+    SequenceRefused,
+    StreamLost,
+    StreamMessage,
+    StreamOpened,
+)
+from edgespec.core.messages import EXACT_RULE, Fault, FaultCode, Limits, Open
+from edgespec.core.pass_scheduler import PassScheduler
+from edgespec.core.run_ahead import run_ahead_policy
+from edgespec.core.verify_events import (
+    Attach,
+    Detach,
+    Hangup,
+    Keep,
+    PassDone,
+    PassFailed,
+    RunPass,
+    Send,
+    VerifyEvent,
+    VerifyState,
+)
+from edgespec.core.verify_session import VerifySession
+from edgespec.core.work import ModelInfo, PassResult
+
+
+class VerifyEngine:
+    def __init__(
+        self,
+        model: ModelInfo,
+        limits: Limits,
+        engine_limits: EngineLimits,
+        rules: dict[str, AcceptanceRule] | None = None,
+    ) -> None:
+        self.model, self.limits, self.engine_limits = model, limits, engine_limits
+        self.sessions: dict[str, VerifySession] = {}
+        self._rules = rules or {EXACT_RULE: ExactRule()}
+        self._stream_of: dict[str, int] = {}
+        self._key_of: dict[int, str] = {}
+        self._cached: set[str] = set()
+        """Sessions for which the target holds a sequence."""
+        self._scheduler = PassScheduler(engine_limits)
+        self._deadlines: list[tuple[float, str]] = []
+
+    @property
+    def deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def running(self) -> bool:
+        return self._scheduler.running is not None
+
+    @property
+    def passes(self) -> int:
+        return self._scheduler.passes
+
+    def handle(self, event: EngineEvent, now: float) -> tuple[EngineAction, ...]:
+        match event:
+            case StreamOpened(stream, request):
+                actions = self._open(stream, request, now)
+            case StreamMessage(stream, message):
+                key = self._key_of.get(stream)
+                actions = [] if key is None else self._tell(key, message, now)
+            case StreamLost(stream):
+                key = self._key_of.pop(stream, None)
+                actions = []
+                if key is not None:
+                    del self._stream_of[key]
+                    actions = self._tell(key, Detach(), now)
+            case BatchDone(results):
+                actions = self._batch_done(results, now)
+            case BatchFailed():
+                actions = self._batch_failed(event, now)
+            case SequenceRefused(key, why):
+                actions = self._end(key, Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0))
+            case Poll():
+                actions = []
+            case _:
+                assert_never(event)
+        self._wake(now, actions)
+        self._start_batch(now, actions)
+        return tuple(actions)
+
+    # --- streams and sessions --------------------------------------------------------------
+
+    def _open(self, stream: int, request: Open, now: float) -> list[EngineAction]:
+        fault = refuse_open(request, self.model, self.limits, frozenset(self._rules))
+        key = request.session_id
+        known = self.sessions.get(key)
+        if (
+            fault is None
+            and known is None
+            and len(self.sessions) >= self.engine_limits.max_sessions
+        ):
+            why = f"all {self.engine_limits.max_sessions} sessions are taken"
+            fault = Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
+        if fault is not None:
+            return [SendTo(stream, fault), CloseStream(stream)]
+        actions: list[EngineAction] = []
+        if known is not None and not known.resumes(request):
+            actions += self._end(key, Fault(FaultCode.INVALID, "session id opened anew"))
+            known = None
+        if known is None:
+            self.sessions[key] = VerifySession(
+                request,
+                self.model,
+                self.limits,
+                self._rules[request.rule],
+                run_ahead_policy(request.run_ahead),
+                now,
+            )
+            self._cached.add(key)
+            actions.append(OpenSequence(key, len(request.prompt), request.sampling))
+        elif (old := self._stream_of.pop(key, None)) is not None:
+            del self._key_of[old]
+            actions.append(CloseStream(old))
+        self._stream_of[key], self._key_of[stream] = stream, key
+        return actions + self._tell(key, Attach(request), now)
+
+    def _tell(self, key: str, event: VerifyEvent, now: float) -> list[EngineAction]:
+        """Hand an event to a session and translate what it asks for."""
+        session = self.sessions[key]
+        actions: list[EngineAction] = []
+        for action in session.handle(event, now):
+            match action:
+                case Send(message):
+                    stream = self._stream_of.get(key)
+                    if stream is not None:
+                        actions.append(SendTo(stream, message))
+                case Keep(nodes):
+                    actions.append(KeepNodes(key, nodes))
+                case Hangup():
+                    actions += self._drop_stream(key)
+                case RunPass():
+                    raise AssertionError("a pass only follows an offer")
+                case _:
+                    assert_never(action)
+        return actions + self._settle(key, session, now)
+
+    def _settle(self, key: str, session: VerifySession, now: float) -> list[EngineAction]:
+        """After an event: free what is finished, remember when to look again."""
+        if session.over(now):
+            return self._end(key, None)
+        actions: list[EngineAction] = []
+        if session.state is VerifyState.FINISHED:
+            self._scheduler.forget(key)
+            if key in self._cached:
+                self._cached.discard(key)
+                actions.append(CloseSequence(key))
+        else:
+            self._scheduler.enqueue(key)
+        self._watch(key, session)
+        return actions
+
+    def _watch(self, key: str, session: VerifySession) -> None:
+        if session.deadline is not None:
+            heapq.heappush(self._deadlines, (session.deadline, key))
+
+    def _end(self, key: str, fault: Fault | None) -> list[EngineAction]:
+        """Forget a session; its stream hears ``fault`` and ends."""
+        self.sessions.pop(key, None)
+        self._scheduler.forget(key)
+        actions: list[EngineAction] = []
+        if fault is not None and (stream := self._stream_of.get(key)) is not None:
+            actions.append(SendTo(stream, fault))
+        actions += self._drop_stream(key)
+        if key in self._cached:
+            self._cached.discard(key)
+            actions.append(CloseSequence(key))
+        return actions
+
+    def _drop_stream(self, key: str) -> list[EngineAction]:
+        stream = self._stream_of.pop(key, None)
+        if stream is None:
+            return []
+        del self._key_of[stream]
+        return [CloseStream(stream)]
+
+    # --- passes ----------------------------------------------------------------------------
+
+    def _wake(self, now: float, actions: list[EngineAction]) -> None:
+        """Sessions whose deadline has come might use a pass, or be over."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            due, key = heapq.heappop(self._deadlines)
+            session = self.sessions.get(key)
+            if session is None or session.deadline != due:
+                continue  # superseded
+            if session.over(now):
+                actions += self._end(key, None)
+            elif session.attached:
+                self._scheduler.enqueue(key)
+
+    def _start_batch(self, now: float, actions: list[EngineAction]) -> None:
+        requests, asked = self._scheduler.form(self.sessions, now)
+        for key in asked:
+            self._watch(key, self.sessions[key])
+        if requests:
+            actions.append(RunBatch(requests))
+
+    def _batch_done(self, results: tuple[PassResult, ...], now: float) -> list[EngineAction]:
+        actions: list[EngineAction] = []
+        batch = self._scheduler.finish(now)
+        for (session, request), result in zip(batch.parts, results, strict=True):
+            assert request.key == result.key
+            self._scheduler.trust(request.key)
+            if self.sessions.get(request.key) is session:
+                actions += self._tell(request.key, PassDone(result.targets), now)
+        return actions
+
+    def _batch_failed(self, failure: BatchFailed, now: float) -> list[EngineAction]:
+        actions: list[EngineAction] = []
+        batch = self._scheduler.finish(now)
+        for session, request in batch.parts:
+            if self.sessions.get(request.key) is not session:
+                continue
+            actions += self._tell(request.key, PassFailed(), now)
+            if len(batch.parts) > 1:
+                self._scheduler.isolate(request.key)
+            else:
+                code = FaultCode.OVERLOADED if failure.full else FaultCode.INTERNAL
+                actions += self._end(request.key, Fault(code, failure.why, retry_after_s=1.0))
+        return actions

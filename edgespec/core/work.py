@@ -1,0 +1,60 @@
+"""Work orders: what the sessions ask of models, as plain data.
+
+``ports.py`` says who carries them out; they stand here so that the machines can name them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    name: str
+    vocabulary: str
+    """Fingerprint: equal for two models exactly when every token id means the same text."""
+    vocabulary_size: int
+    context_length: int
+    """Prompt plus output, in tokens."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One guess for the next token."""
+
+    token: int
+    logprob: float
+    """Under the draft's own distribution; recorded, never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassRequest:
+    """One session's part of a packed forward pass.
+
+    The cache holds positions 0 .. ``cache_length - 1``. ``feed`` are committed tokens at positions
+    ``cache_length`` ..; ``tokens``/``parents`` are tree nodes behind the last fed token: node ``i``
+    hangs on node ``parents[i] < i``, or on the last fed token for -1. A node of depth d (1 for
+    parent -1) has position ``cache_length + len(feed) - 1 + d``.
+    """
+
+    key: str
+    cache_length: int
+    feed: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    sample: bool = True
+    """False: the feed ends before the committed prefix does (prefill); nothing is sampled."""
+
+    @property
+    def row_count(self) -> int:
+        return len(self.feed) + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """``targets[0]`` is the target's own token after the last fed token, ``targets[1 + i]`` the
+    one after node ``i`` (given its path). Empty when nothing was sampled."""
+
+    key: str
+    targets: tuple[int, ...]

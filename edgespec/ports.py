@@ -1,0 +1,148 @@
+"""The seams: what the sessions' drivers need from models, links and clocks.
+
+Protocols only (structural, at most four methods), standard library and ``core`` only. Two
+implementations of each stand in this project from the start: a real one and a toy, loopback or
+virtual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from edgespec.core.messages import Downlink, Message, Uplink
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.work import Candidate, ModelInfo, PassRequest, PassResult
+
+__all__ = [
+    "ByteMeter",
+    "Candidate",
+    "CapacityError",
+    "Clock",
+    "DeviceStream",
+    "Drafter",
+    "LinkError",
+    "ModelInfo",
+    "PassRequest",
+    "PassResult",
+    "ServeStream",
+    "TargetModel",
+    "Transport",
+    "VerifierStream",
+]
+
+
+# --- drafting -------------------------------------------------------------------------------
+
+
+class Drafter(Protocol):
+    """A draft model with one sequence in its cache. Calls come one at a time, off the event loop.
+
+    The session tracks what is cached; the drafter only truncates and appends.
+    """
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Empty the cache and start a sequence whose first ``prompt_length`` tokens are prompt."""
+
+    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+        """Truncate the cache to ``keep_length`` tokens, append ``feed`` (at least one token), and
+        return the ``width`` best guesses, best first, for position ``keep_length + len(feed)``,
+        by the draft's own law with the shared noise of ``sampling.seed`` at that position.
+        """
+
+    def close(self) -> None: ...
+
+
+# --- the target -----------------------------------------------------------------------------
+
+
+class TargetModel(Protocol):
+    """The big model: all sessions with work go through one packed ``forward``.
+
+    A pass writes the cache rows of ``feed`` and of the nodes; the next request of that key keeps
+    those it names. Calls come one at a time, off the event loop.
+    """
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+        """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more."""
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        """One pass over all requests, in order, sampling with each session's parameters."""
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        """After a pass: the indices of its nodes, root to leaf, that became committed. The cache
+        is then ``cache_length + len(feed) + len(nodes)`` long; all other node rows are freed."""
+
+    def close(self, key: str) -> None:
+        """Free the sequence; unknown keys are ignored."""
+
+
+class CapacityError(RuntimeError):
+    """No room for one more session or token; the message names the bound and the value."""
+
+
+# --- links ----------------------------------------------------------------------------------
+
+
+class LinkError(ConnectionError):
+    """The link is gone or was refused; the message says which peer and why."""
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class DeviceStream(Protocol):
+    """The device's end of one generation's stream."""
+
+    async def send(self, message: Uplink) -> None:
+        """Hand over one message, in order. Raises ``LinkError`` when the stream is gone."""
+
+    async def receive(self) -> Downlink:
+        """The next message. Raises ``LinkError`` when the stream has ended."""
+
+    async def close(self) -> None:
+        """Let go, at once; never raises."""
+
+
+class VerifierStream(Protocol):
+    """The verifier's end of one generation's stream."""
+
+    async def send(self, message: Downlink) -> None: ...
+
+    async def receive(self) -> Uplink: ...
+
+    async def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Opens streams to one verifier."""
+
+    async def connect(self) -> DeviceStream:
+        """Raises ``LinkError`` naming the peer and the reason."""
+
+    async def info(self) -> ModelInfo:
+        """What the verifier serves. Raises ``LinkError``."""
+
+    async def close(self) -> None: ...
+
+
+ServeStream = Callable[[VerifierStream], Awaitable[None]]
+"""What a server transport calls for each stream a device opens."""
+
+
+class ByteMeter(Protocol):
+    """Counts payload as a link carries it."""
+
+    def count(self, message: Message, payload_bytes: int) -> None: ...
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a monotonic clock of arbitrary origin."""

@@ -1,0 +1,144 @@
+"""One row of logits to one token: parameters, truncation, penalties, and the law of the draws."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.sampling import SamplingParams, choose, warp
+
+ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
+
+
+def _kept(scores: list[float]) -> set[int]:
+    return {token for token, score in enumerate(scores) if score > -math.inf}
+
+
+def _probabilities(scores: list[float]) -> list[float]:
+    weights = [math.exp(s - max(scores)) for s in scores]
+    return [w / sum(weights) for w in weights]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -0.1, "temperature is -0.1"),
+        ("temperature", math.nan, "temperature is nan"),
+        ("top_k", -1, "top_k is -1"),
+        ("top_p", 0.0, "top_p is 0.0"),
+        ("top_p", 1.5, "top_p is 1.5"),
+        ("min_p", 1.1, "min_p is 1.1"),
+        ("repetition_penalty", 0.0, "repetition_penalty is 0.0"),
+        ("presence_penalty", 101.0, "presence_penalty is 101.0"),
+        ("frequency_penalty", -101.0, "frequency_penalty is -101.0"),
+        ("seed", 1 << 64, "seed is 18446744073709551616"),
+        ("max_tokens", 0, "max_tokens is 0"),
+        ("stop_token_ids", tuple(range(65)), "number of stop_token_ids is 65"),
+        ("stop", ("",), "stop must not hold an empty string"),
+        ("logit_bias", {3: 2e4}, r"logit_bias\[3\] is 20000.0"),
+    ],
+)
+def test_a_parameter_out_of_bounds_is_named(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie_and_no_noise() -> None:
+    assert choose([1.0, 3.0, 3.0, 2.0], SamplingParams(seed=9), 5) == 1
+    assert choose([1.0, 3.0, 3.0, 2.0], SamplingParams(seed=10, top_k=1, top_p=0.1), 6) == 1
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    """Not the set that stays below it: the token that crosses the line is kept."""
+    logits = [math.log(p) for p in (0.1, 0.5, 0.15, 0.25)]
+    expected = {0.3: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 0.95: {0, 1, 2, 3}}
+    for p, kept in expected.items():
+        assert _kept(warp(logits, SamplingParams(temperature=1.0, top_p=p))) == kept
+
+
+@given(ROWS, st.floats(0.01, 1.0))
+def test_top_p_reaches_its_mass_and_no_smaller_set_does(row: list[float], p: float) -> None:
+    kept = _kept(warp(row, SamplingParams(temperature=1.0, top_p=p)))
+    probabilities = _probabilities(row)
+    mass = sum(probabilities[token] for token in kept)
+    assert mass >= p - 1e-9
+    assert mass - min(probabilities[token] for token in kept) < p + 1e-9
+
+
+@given(ROWS, st.integers(1, 30), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
+def test_truncation_keeps_the_most_likely_token(
+    row: list[float], k: int, p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=0.7, top_k=k, top_p=p, min_p=min_p)
+    assert row.index(max(row)) in _kept(warp(row, params))
+
+
+@given(ROWS, st.integers(1, 30))
+def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
+    kept = _kept(warp(row, SamplingParams(temperature=1.0, top_k=k)))
+    assert len(kept) >= min(k, len(row))
+    assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
+
+
+def test_min_p_is_a_share_of_the_best() -> None:
+    logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
+    assert _kept(warp(logits, SamplingParams(temperature=1.0, min_p=0.2))) == {0, 1}
+
+
+def test_temperature_comes_before_truncation() -> None:
+    logits = [math.log(p) for p in (0.6, 0.3, 0.1)]
+    assert _kept(warp(logits, SamplingParams(temperature=1.0, top_p=0.7))) == {0, 1}
+    assert _kept(warp(logits, SamplingParams(temperature=0.5, top_p=0.7))) == {0}
+
+
+def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
+    row = [2.0, -2.0, 2.0, -2.0]
+    repetition = SamplingParams(repetition_penalty=2.0)
+    assert warp(row, repetition, [0], [1, 1]) == [1.0, -4.0, 2.0, -2.0]
+    additive = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    assert warp(row, additive, [0], [1, 1, 2]) == [2.0, -3.0, 1.25, -2.0]
+
+
+def test_bias_comes_first_and_ignores_ids_outside_the_vocabulary() -> None:
+    params = SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
+    assert warp([1.0, 1.0], params, [1]) == [1.0, 3.0]
+    assert choose([1.0, 0.0], params, 0) == 1
+
+
+def test_a_draw_is_a_function_of_seed_and_position() -> None:
+    row = [0.1 * t for t in range(20)]
+    one = SamplingParams(temperature=1.0, seed=1)
+    draws = [choose(row, one, position) for position in range(40)]
+    assert draws == [choose(row, one, position) for position in range(40)]
+    assert draws != [choose(row, SamplingParams(temperature=1.0, seed=2), i) for i in range(40)]
+    assert len(set(draws)) > 5
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=1.0, top_p=0.8),
+    ],
+)
+def test_draws_follow_the_warped_softmax(params: SamplingParams) -> None:
+    row = [1.5, 0.2, -0.3, 2.0, 0.9, 0.0, 1.1, -1.0]
+    seeds, positions = range(10), range(1000)
+    counts = Counter(
+        choose(row, replace(params, seed=seed), position)
+        for seed in seeds
+        for position in positions
+    )
+    draws = len(seeds) * len(positions)
+    expected = [draws * p for p in _probabilities(warp(row, params))]
+    assert set(counts) <= {token for token, mean in enumerate(expected) if mean > 0}
+    cells = [(counts[token] - mean) ** 2 / mean for token, mean in enumerate(expected) if mean]
+    # Mean k - 1, variance 2 (k - 1): five deviations out, with fixed seeds.
+    assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
