@@ -1,0 +1,152 @@
+"""A Hugging Face checkpoint of the Llama family, read without torch.
+
+``DecoderShape`` is what the exporter needs of ``config.json``, with everything it cannot build
+refused by name; ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time, as float32.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+class CheckpointError(ValueError):
+    """A source folder cannot be exported; the message names the file or field and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    model_type: str
+    vocabulary_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    norm_epsilon: float
+    tied: bool
+    window: int
+    """Sliding attention window in tokens, itself included; 0 is full attention."""
+    rope: dict[str, Any]
+    """``rope_theta``, ``rope_type`` and its factors, as in transformers 5's rope_parameters."""
+
+    @property
+    def normalises_heads(self) -> bool:
+        return self.model_type == "qwen3"
+
+
+def read_shape(folder: Path) -> DecoderShape:
+    """Raises ``CheckpointError`` naming the field and the value for anything unsupported."""
+    path = folder / "config.json"
+    config = _read_json(path)
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(f"{path}: model_type {model_type!r} is not one of {MODEL_TYPES}")
+    act = config.get("hidden_act", "silu")
+    if act != "silu":
+        raise CheckpointError(f"{path}: hidden_act {act!r} is not supported, only 'silu'")
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return DecoderShape(
+            model_type=model_type,
+            vocabulary_size=int(config["vocab_size"]),
+            hidden=hidden,
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            feed_forward=int(config["intermediate_size"]),
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            window=_window(path, config),
+            rope=_rope(path, config),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{path}: field {error} is missing") from error
+
+
+def _window(path: Path, config: dict[str, Any]) -> int:
+    kinds = set(config.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise CheckpointError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
+    if config["model_type"] != "mistral":
+        if config.get("use_sliding_window"):
+            raise CheckpointError(f"{path}: use_sliding_window is not supported")
+        return 0
+    return int(config.get("sliding_window") or 0)
+
+
+def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= config.get("rope_scaling") or {}
+    rope |= config.get("rope_parameters") or {}
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {ROPE_TYPES}")
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise CheckpointError(f"{path}: partial_rotary_factor {partial} is not supported")
+    return rope
+
+
+class Checkpoint:
+    """Named tensors of a folder, read on demand; files are opened per read, nothing is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = _tensor_files(folder)
+        self._folder = folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Float32 copy. Raises ``CheckpointError`` when missing or of another shape."""
+        from safetensors import safe_open
+
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointError(f"{self._folder}: tensor {name} is in no *.safetensors file")
+        with safe_open(path, framework="numpy") as tensors:
+            value = np.asarray(tensors.get_tensor(name))
+        if value.shape != shape:
+            raise CheckpointError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
+        return value.astype(np.float32)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+    from safetensors import SafetensorError, safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{folder}: no *.safetensors file")
+    files: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                files |= dict.fromkeys(tensors.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,89 @@
+"""From a Hugging Face folder to a draft folder: ``model.onnx``, tokenizer and manifest.
+
+Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from edgespec.drafters.checkpoint import Checkpoint, CheckpointError, read_shape
+from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
+from edgespec.drafters.quantize import BLOCK_SIZE
+from edgespec.ports import ModelInfo
+
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+# A protobuf message cannot exceed 2 GiB; the margin is for what is not weights.
+MAX_SINGLE_FILE_BYTES = 1_500_000_000
+WEIGHTS_FILE = "model.onnx.data"
+# The rotary tables are stored: 128k positions would add 64 MB to a small draft.
+DEFAULT_CONTEXT_LIMIT = 16_384
+
+
+def export_draft(
+    source: Path,
+    target: Path,
+    info: ModelInfo,
+    *,
+    bits: int = 4,
+    table_bits: int = 0,
+    context_length: int = 0,
+) -> DraftManifest:
+    """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
+
+    ``info`` describes the source (``models.folders.model_info``); its vocabulary fingerprint goes
+    into the manifest. ``bits`` is 4, 8 or 32 (float32); ``table_bits`` the same for embedding and
+    head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
+    ``context_length`` 0 means the model's own, at most 16384. The same input gives the same
+    bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming the
+    value and the limit.
+    """
+    import onnx
+
+    from edgespec.drafters.export_graph import build_graph
+
+    shape = read_shape(source)
+    if info.vocabulary_size != shape.vocabulary_size:
+        raise CheckpointError(
+            f"{source / 'config.json'}: vocab_size is {shape.vocabulary_size},"
+            f" but the model info says {info.vocabulary_size}"
+        )
+    limit = info.context_length
+    length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
+    if not 1 <= length <= limit:
+        raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
+    model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / WEIGHTS_FILE).unlink(missing_ok=True)  # onnx appends to what it finds
+    weights_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    large = weights_bytes > MAX_SINGLE_FILE_BYTES
+    onnx.save_model(
+        model,
+        target / MODEL_FILE,
+        save_as_external_data=large,
+        location=WEIGHTS_FILE if large else None,
+    )
+    for name in COPIED_FILES:
+        if (source / name).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)
+    manifest = DraftManifest(
+        model=replace(info, context_length=length),
+        bits=bits,
+        table_bits=table_bits or bits,
+        block_size=BLOCK_SIZE,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        source=source.name,
+    )
+    write_manifest(target, manifest)
+    return manifest

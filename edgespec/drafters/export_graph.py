@@ -1,0 +1,312 @@
+"""A Llama-family decoder as an ONNX graph made for drafting on a small CPU.
+
+Built node by node instead of traced: a traced graph copies the KV cache at every step. Here
+``GroupQueryAttention`` writes new keys and values in place into buffers of fixed capacity, and the
+cached length is an input, so rolling back costs one integer. About eleven nodes a layer:
+
+    norm -> qkv -> attention -> o -> norm -> gate, up -> SiLU * up -> down
+
+Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
+``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32
+[1, kv heads, capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only,
+and ``present.{i}.key|value``, to be bound to the same memory as the past.
+
+In the last layer everything behind the attention runs for the last position alone: nobody reads
+the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from edgespec.drafters.checkpoint import Checkpoint, DecoderShape
+from edgespec.drafters.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
+from edgespec.drafters.rope import rope_tables
+
+BITS = (4, 8, 32)
+_OPSET = 21
+_IR_VERSION = 10
+_CONTRIB = "com.microsoft"
+# SimplifiedLayerNormalization is onnxruntime's own, yet registered in the standard domain.
+_STANDARD = frozenset(
+    ("Add", "Gather", "Gemm", "MatMul", "Mul", "Reshape", "SimplifiedLayerNormalization")
+)
+_INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
+
+
+def build_graph(
+    shape: DecoderShape,
+    checkpoint: Checkpoint,
+    context_length: int,
+    bits: int,
+    table_bits: int = 0,
+) -> onnx.ModelProto:
+    """The model with its weights inside; the same input gives the same bytes.
+
+    ``bits`` is the precision of the layers' matrices, ``table_bits`` (0: the same) that of the
+    embedding and the head; 4 and 8 are blocks of 32 (``quantize.py``), 32 is float32. Norms,
+    biases and rotary tables stay float32. Raises ``ValueError`` naming the value,
+    ``CheckpointError`` for a missing or misshapen tensor.
+    """
+    table_bits = table_bits or bits
+    for name, value in (("bits", bits), ("table_bits", table_bits)):
+        if value not in BITS:
+            raise ValueError(f"{name} is {value}, but must be one of {BITS}")
+    return _Builder(shape, checkpoint, context_length, bits, table_bits).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        checkpoint: Checkpoint,
+        context_length: int,
+        bits: int,
+        table_bits: int,
+    ) -> None:
+        self._shape = shape
+        self._checkpoint = checkpoint
+        self._context_length = context_length
+        self._bits = bits
+        self._table_bits = table_bits
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+
+    def build(self) -> onnx.ModelProto:
+        shape = self._shape
+        cos, sin = rope_tables(shape.rope, shape.head_dim, self._context_length)
+        self._constant("cos", cos)
+        self._constant("sin", sin)
+        self._constant("last", np.array(-1, dtype=np.int64))
+        residual, branch = self._embedding(), ""
+        for layer in range(shape.layers):
+            residual, branch = self._layer(layer, residual, branch)
+        normed, _ = self._norm("model.norm", residual, branch)
+        self._head(normed)
+        inputs, outputs = _signature(shape)
+        graph = helper.make_graph(
+            self._nodes, "edgespec_draft", inputs, outputs, self._initializers
+        )
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
+        return helper.make_model(
+            graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
+        )
+
+    # --- parts of the decoder ---------------------------------------------------------------
+
+    def _embedding(self) -> str:
+        shape, name = self._shape, "model.embed_tokens"
+        weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
+        if self._table_bits == 32:
+            self._constant(f"{name}.weight", weight)
+            return self._node("Gather", [f"{name}.weight", "input_ids"], name)
+        self._quantized(name, quantize_matrix(weight, self._table_bits))
+        width = shape.hidden * self._table_bits // 8
+        self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
+        table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
+        return self._node(
+            "GatherBlockQuantized",
+            [table, "input_ids", f"{name}.scales"],
+            name,
+            bits=self._table_bits,
+            block_size=BLOCK_SIZE,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+
+    def _layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
+        """(residual stream, output of the MLP still to be added to it)."""
+        shape, name = self._shape, f"model.layers.{layer}"
+        normed, residual = self._norm(f"{name}.input_layernorm", residual, branch)
+        attended = self._attention(layer, normed)
+        if layer == shape.layers - 1:
+            attended = self._node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
+            residual = self._node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
+        width = shape.heads * shape.head_dim
+        attended = self._linear(f"{name}.self_attn.o_proj", attended, shape.hidden, width)
+        normed, residual = self._norm(f"{name}.post_attention_layernorm", residual, attended)
+        gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
+        up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
+        silu = self._node("QuickGelu", [gate], f"{name}.mlp.silu", alpha=1.0)
+        product = self._node("Mul", [silu, up], f"{name}.mlp.product")
+        down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
+        return residual, down
+
+    def _attention(self, layer: int, normed: str) -> str:
+        shape, name = self._shape, f"model.layers.{layer}.self_attn"
+        sizes = [("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)]
+        if shape.normalises_heads:
+            query, key, value = (
+                self._linear(f"{name}.{x}_proj", normed, heads * shape.head_dim, shape.hidden)
+                for x, heads in sizes
+            )
+            query = self._head_norm(f"{name}.q_norm", query, shape.heads)
+            key = self._head_norm(f"{name}.k_norm", key, shape.kv_heads)
+        else:  # one product instead of three
+            query = self._fused_projection(name, normed, sizes)
+            key = value = ""
+        past = [f"past.{layer}.key", f"past.{layer}.value"]
+        present = [f"present.{layer}.key", f"present.{layer}.value"]
+        lengths = ["seqlens_k", "total_sequence_length"]
+        window = shape.window if 0 < shape.window < self._context_length else -1
+        return self._node(
+            "GroupQueryAttention",
+            [query, key, value, *past, *lengths, "cos", "sin"],
+            f"{name}.attention",
+            outputs=[f"{name}.attention", *present],
+            num_heads=shape.heads,
+            kv_num_heads=shape.kv_heads,
+            do_rotary=1,
+            local_window_size=window,
+        )
+
+    def _fused_projection(self, name: str, normed: str, sizes: list[tuple[str, int]]) -> str:
+        shape = self._shape
+        rows = [
+            self._read(f"{name}.{x}_proj.weight", (heads * shape.head_dim, shape.hidden))
+            for x, heads in sizes
+        ]
+        product = self._product(f"{name}.qkv_proj", normed, np.concatenate(rows), self._bits)
+        if f"{name}.q_proj.bias" not in self._checkpoint:
+            return product
+        biases = [
+            self._read(f"{name}.{x}_proj.bias", (heads * shape.head_dim,)) for x, heads in sizes
+        ]
+        self._constant(f"{name}.qkv_proj.bias", np.concatenate(biases))
+        return self._node("Add", [product, f"{name}.qkv_proj.bias"], f"{name}.qkv_biased")
+
+    def _head_norm(self, name: str, value: str, heads: int) -> str:
+        """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
+        dim = self._shape.head_dim
+        # 0 keeps the input's dimension: [1, T, heads * dim] -> [1, T, heads, dim] and back.
+        self._constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
+        self._constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
+        split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (dim,)))
+        normed = self._simple_norm(name, split)
+        return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
+
+    def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
+        """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
+        if not branch:
+            return self._simple_norm(name, residual), residual
+        normed = self._node(
+            "SkipSimplifiedLayerNormalization",
+            [branch, residual, f"{name}.weight"],
+            name,
+            outputs=[name, "", "", f"{name}.sum"],
+            epsilon=self._shape.norm_epsilon,
+        )
+        return normed, f"{name}.sum"
+
+    def _simple_norm(self, name: str, value: str) -> str:
+        return self._node(
+            "SimplifiedLayerNormalization",
+            [value, f"{name}.weight"],
+            name,
+            axis=-1,
+            epsilon=self._shape.norm_epsilon,
+        )
+
+    def _head(self, normed: str) -> None:
+        shape, bits, table = self._shape, self._table_bits, "model.embed_tokens"
+        size = (shape.vocabulary_size, shape.hidden)
+        if not shape.tied and "lm_head.weight" in self._checkpoint:
+            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, "logits")
+        elif bits == 32:  # the table as it stands, read transposed
+            self._node("Gemm", [normed, f"{table}.weight"], "logits", transB=1)
+        else:
+            self._block_product(table, normed, size, bits, "logits")
+
+    # --- matrices ---------------------------------------------------------------------------
+
+    def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
+        weight = self._read(f"{name}.weight", (rows, columns))
+        product = self._product(name, value, weight, self._bits)
+        if f"{name}.bias" not in self._checkpoint:
+            return product
+        self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
+        return self._node("Add", [product, f"{name}.bias"], f"{name}.biased")
+
+    def _product(
+        self, name: str, value: str, weight: NDArray[np.float32], bits: int, output: str = ""
+    ) -> str:
+        if bits == 32:
+            self._constant(f"{name}.weight", np.ascontiguousarray(weight.T))
+            return self._node("MatMul", [value, f"{name}.weight"], output or name)
+        self._quantized(name, quantize_matrix(weight, bits))
+        rows, columns = weight.shape
+        return self._block_product(name, value, (rows, columns), bits, output or name)
+
+    def _quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        self._constant(f"{name}.packed", matrix.packed)
+        self._constant(f"{name}.scales", matrix.scales)
+
+    def _block_product(
+        self, name: str, value: str, size: tuple[int, int], bits: int, output: str
+    ) -> str:
+        return self._node(
+            "MatMulNBits",
+            [value, f"{name}.packed", f"{name}.scales"],
+            output,
+            N=size[0],
+            K=size[1],
+            bits=bits,
+            block_size=BLOCK_SIZE,
+            accuracy_level=_INT8_ACCUMULATION,
+        )
+
+    # --- plumbing ---------------------------------------------------------------------------
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return self._checkpoint.read(name, shape)
+
+    def _constant(self, name: str, value: NDArray[np.generic]) -> None:
+        self._initializers.append(onnx.numpy_helper.from_array(value, name))
+
+    def _node(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        name: str,
+        *,
+        outputs: Sequence[str] = (),
+        **attributes: int | float,
+    ) -> str:
+        """Append a node; its first output has its name."""
+        outputs = list(outputs) or [name]
+        domain = "" if kind in _STANDARD else _CONTRIB
+        node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)
+        node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
+        self._nodes.append(node)
+        return outputs[0]
+
+
+def _signature(
+    shape: DecoderShape,
+) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    def cache(kind: str) -> Iterator[onnx.ValueInfoProto]:
+        dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
+        for layer in range(shape.layers):
+            for part in ("key", "value"):
+                name = f"{kind}.{layer}.{part}"
+                yield helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+
+    inputs = [
+        helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "length"]),
+        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
+        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
+        *cache("past"),
+    ]
+    logits = [1, shape.vocabulary_size]
+    outputs = [
+        helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits),
+        *cache("present"),
+    ]
+    return inputs, outputs

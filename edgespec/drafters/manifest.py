@@ -1,0 +1,81 @@
+"""``edgespec.json``: what a draft folder says of itself, so that a device need not guess.
+
+{"format": 1, "model": {ModelInfo}, "bits": 4, "table_bits": 4, "block_size": 32, "layers": 3,
+ "kv_heads": 1, "head_dim": 64, "source": "name of the checkpoint"}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.ports import ModelInfo
+
+FORMAT = 1
+MANIFEST_FILE = "edgespec.json"
+MODEL_FILE = "model.onnx"
+MAX_CONTEXT_LENGTH = 1 << 20
+MAX_VOCABULARY_SIZE = 1 << 20
+
+
+class DraftModelError(ValueError):
+    """A draft folder cannot be used; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftManifest:
+    model: ModelInfo
+    bits: int
+    table_bits: int
+    """Of the embedding and the head."""
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    source: str = ""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values, float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 4
+
+
+def write_manifest(folder: Path, manifest: DraftManifest) -> None:
+    text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2, sort_keys=True)
+    (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> DraftManifest:
+    """Raises ``DraftModelError`` naming the file and the field."""
+    path = folder / MANIFEST_FILE
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DraftModelError(
+            f"{path}: no such file; a draft folder is made by `edgespec export`"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DraftModelError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise DraftModelError(f"{path}: format must be {FORMAT}; export the draft again")
+    try:
+        model = ModelInfo(**data.pop("model"))
+        eos = tuple(int(token) for token in model.eos_token_ids)
+        model = ModelInfo(
+            str(model.name), str(model.vocabulary), model.vocabulary_size, model.context_length, eos
+        )
+        manifest = DraftManifest(model=model, **data)
+    except (TypeError, ValueError, KeyError) as error:
+        raise DraftModelError(f"{path}: {error}") from error
+    _check(path, "vocabulary_size", model.vocabulary_size, MAX_VOCABULARY_SIZE)
+    _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
+    for name in ("layers", "kv_heads", "head_dim"):
+        _check(path, name, getattr(manifest, name), 1 << 12)
+    return manifest
+
+
+def _check(path: Path, name: str, value: object, high: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= high:
+        raise DraftModelError(f"{path}: {name} is {value!r}, but must be an integer in [1, {high}]")

@@ -1,0 +1,70 @@
+"""The shared noise of ``core/noise.py``, vectorised over token ids.
+
+Integers agree with the scalar specification bit for bit; the Gumbel variate is its float32 value.
+Array arithmetic on uint32 wraps silently, which is exactly the ``& MASK_32`` of the scalar form;
+scalars would warn, so keys are folded by the scalar code and enter as array operands.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.noise import GOLDEN, MIX_A, MIX_B, position_keys
+
+# Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.
+LARGEST_NOISE = 16.7
+
+
+def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """32 hash bits for each of ``tokens`` (any shape, ids >= 0) at ``position``."""
+    return _keyed(tokens.astype(np.uint32) * np.uint32(GOLDEN), seed, position)
+
+
+def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Standard Gumbel variates, float32; only the upper 23 bits count, as in the scalar form."""
+    uniform = (bits >> np.uint32(9)).astype(np.float32)
+    uniform += np.float32(0.5)  # at most 24 significant bits: still exact
+    uniform *= np.float32(2.0**-23)
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    return uniform
+
+
+def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+    """The noise of each of ``tokens`` at ``position``."""
+    return gumbel(noise_bits(seed, position, tokens))
+
+
+def gumbel_row(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
+    """The noise of every token id below ``vocabulary_size`` at ``position``, shape [V]."""
+    return gumbel(_keyed(_spread(vocabulary_size).copy(), seed, position))
+
+
+@lru_cache(maxsize=4)
+def _spread(vocabulary_size: int) -> NDArray[np.uint32]:
+    spread = np.arange(vocabulary_size, dtype=np.uint32) * np.uint32(GOLDEN)
+    spread.setflags(write=False)
+    return spread
+
+
+def _keyed(values: NDArray[np.uint32], seed: int, position: int) -> NDArray[np.uint32]:
+    """Both rounds, in place."""
+    first, second = position_keys(seed, position)
+    values += np.uint32(first)
+    _mix(values)
+    values ^= np.uint32(second)
+    _mix(values)
+    return values
+
+
+def _mix(values: NDArray[np.uint32]) -> None:
+    values ^= values >> np.uint32(16)
+    values *= np.uint32(MIX_A)
+    values ^= values >> np.uint32(13)
+    values *= np.uint32(MIX_B)
+    values ^= values >> np.uint32(16)

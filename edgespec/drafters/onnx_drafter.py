@@ -1,0 +1,236 @@
+"""A draft model on onnxruntime: one sequence, one fixed key/value buffer, rollback by one integer.
+
+Past and present keys/values of every layer are bound once to the same memory, so a step copies no
+cache. What is cached is said by two small integers the graph reads; writing smaller ones is the
+whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and writes in place.
+
+Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
+from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory.
+Chunking changes logits by rounding only, so a guess may differ; a guess is only a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError, read_manifest
+from edgespec.drafters.sampler import best_candidates
+from edgespec.drafters.token_cache import TokenCache
+from edgespec.ports import Candidate, ModelInfo
+
+CHUNK = 64
+MAX_THREADS = 64
+DEFAULT_PROVIDERS = ("CPUExecutionProvider",)
+# Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
+_TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
+# Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
+_RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
+_KV_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class OnnxDrafter:
+    """``Drafter`` over a folder written by ``export.export_draft``.
+
+    ``threads`` 0 chooses 1 for a small model, else 2. ``context_length`` 0 is the model's own; a
+    smaller one bounds the memory of keys and values. Raises ``DraftModelError`` naming the file
+    for a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int = 0,
+        context_length: int = 0,
+        providers: Sequence[str] = DEFAULT_PROVIDERS,
+    ) -> None:
+        self._manifest = read_manifest(folder)
+        self._info = _limited(self._manifest.model, context_length)
+        self._weights_bytes = _weights_bytes(folder)
+        threads = threads or _default_threads(self._manifest, self._weights_bytes)
+        self._session: ort.InferenceSession | None = _load(folder / MODEL_FILE, threads, providers)
+        _check_signature(folder / MODEL_FILE, self._session, self._manifest)
+        self._cache = TokenCache(self._info)
+        self._touched_length = 0
+        self._binding: Any = None  # onnxruntime has no types
+        self._bind(self._session)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._cache.begin(prompt_length, sampling)
+
+    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+        if self._session is None:
+            raise ValueError("the drafter is closed")
+        position = self._cache.advance(keep_length, feed)
+        try:
+            for start in range(0, len(feed), CHUNK):
+                self._forward(keep_length + start, feed[start : start + CHUNK])
+        except Exception:
+            self._cache.forget(keep_length)  # rows behind it are not to be trusted
+            raise
+        cache, params = self._cache, self._cache.sampling
+        prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
+        return best_candidates(self._logits[0], params, position, width, prompt, output)
+
+    def close(self) -> None:
+        """Free weights and buffers; further steps are refused."""
+        self._cache.forget(0)
+        self._session = self._binding = None
+        self._ids_values.clear()
+        self._buffers.clear()
+
+    def memory_bytes(self, cached_length: int | None = None) -> int:
+        """An estimate of what this drafter keeps resident: weights, cache rows, logits.
+
+        With ``cached_length``, what it would be with so many tokens cached; without, with the
+        most there have been. Rows are reserved for the whole context, but untouched zero pages
+        cost nothing. Not counted: the runtime itself (about 50 MB with its imports) and scratch.
+        """
+        rows = self._touched_length if cached_length is None else cached_length
+        factor = _RESIDENT_PER_STORED.get(self._manifest.bits, 1.5)
+        cache = rows * self._manifest.kv_bytes_per_token
+        return int(self._weights_bytes * factor) + cache + self._logits.nbytes
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """The row behind the last step's candidates, [V]; overwritten by the next step."""
+        row: NDArray[np.float32] = self._logits[0]
+        return row
+
+    def _bind(self, session: ort.InferenceSession) -> None:
+        manifest, capacity = self._manifest, self._info.context_length
+        self._binding = session.io_binding()
+        self._ids = np.zeros((1, CHUNK), dtype=np.int64)
+        self._last_index = np.zeros(1, dtype=np.int32)
+        self._length = np.zeros((), dtype=np.int32)
+        self._logits = np.zeros((1, self._info.vocabulary_size), dtype=np.float32)
+        self._ids_values: dict[int, ort.OrtValue] = {}
+        self._bound_length = 0
+        # Held here because onnxruntime borrows the memory of these arrays.
+        self._buffers: list[ort.OrtValue] = []
+        self._bind_input("seqlens_k", self._last_index)
+        self._bind_input("total_sequence_length", self._length)
+        self._binding.bind_ortvalue_output("logits", self._borrow(self._logits))
+        kv_type = _KV_TYPES[_types(session.get_inputs())["past.0.key"]]
+        shape = (1, manifest.kv_heads, capacity, manifest.head_dim)
+        for layer in range(manifest.layers):
+            for part in ("key", "value"):
+                value = self._borrow(np.zeros(shape, dtype=kv_type))
+                self._binding.bind_ortvalue_input(f"past.{layer}.{part}", value)
+                self._binding.bind_ortvalue_output(f"present.{layer}.{part}", value)
+
+    def _borrow(self, array: NDArray[np.generic]) -> ort.OrtValue:
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._buffers.append(value)
+        return value
+
+    def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
+        self._binding.bind_ortvalue_input(name, self._borrow(array))
+
+    def _forward(self, cached_length: int, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` (1..CHUNK) behind ``cached_length`` rows; logits of the last one."""
+        assert self._session is not None
+        count = len(tokens)
+        self._ids[0, :count] = tokens
+        if count != self._bound_length:
+            if count not in self._ids_values:
+                view = self._ids[:, :count]
+                self._ids_values[count] = ort.OrtValue.ortvalue_from_numpy(view)
+            self._binding.bind_ortvalue_input("input_ids", self._ids_values[count])
+            self._bound_length = count
+        length = cached_length + count
+        self._last_index[0] = length - 1
+        self._length[()] = length
+        self._session.run_with_iobinding(self._binding)
+        self._touched_length = max(self._touched_length, length)
+
+
+def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
+    if not 0 <= context_length <= model.context_length:
+        raise ValueError(
+            f"context_length is {context_length}, but must be in [0, {model.context_length}]"
+        )
+    length = context_length or model.context_length
+    return ModelInfo(
+        model.name, model.vocabulary, model.vocabulary_size, length, model.eos_token_ids
+    )
+
+
+def _weights_bytes(folder: Path) -> int:
+    path = folder / MODEL_FILE
+    if not path.is_file():
+        raise DraftModelError(f"{path}: no such file")
+    return sum(part.stat().st_size for part in folder.glob(f"{MODEL_FILE}*"))
+
+
+def _default_threads(manifest: DraftManifest, weights_bytes: int) -> int:
+    return 1 if weights_bytes < _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0) else 2
+
+
+def _load(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}, but must be in [1, {MAX_THREADS}]")
+    missing = sorted(set(providers) - set(ort.get_available_providers()))
+    if missing or not providers:
+        raise DraftModelError(
+            f"execution providers {missing} are not in this onnxruntime, which has"
+            f" {ort.get_available_providers()}"
+        )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # A spinning pool starves everything else on a small device and is slower when it is busy.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        raise DraftModelError(f"{path}: onnxruntime cannot load it: {error}") from error
+
+
+def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:
+    """The graph against the manifest, before any buffer is sized by the latter."""
+    inputs = {node.name: list(node.shape) for node in session.get_inputs()}
+    outputs = {node.name: list(node.shape) for node in session.get_outputs()}
+    parts = [f"{layer}.{part}" for layer in range(manifest.layers) for part in ("key", "value")]
+    needed = ["input_ids", "seqlens_k", "total_sequence_length", *(f"past.{p}" for p in parts)]
+    for kind, names, found in (
+        ("input", needed, inputs),
+        ("output", ["logits", *(f"present.{p}" for p in parts)], outputs),
+    ):
+        missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
+        if missing or unknown:
+            raise DraftModelError(
+                f"{path}: not a draft graph of {manifest.layers} layers:"
+                f" {kind}s missing {missing}, unknown {unknown}"
+            )
+    if outputs["logits"] != [1, manifest.model.vocabulary_size]:
+        raise DraftModelError(
+            f"{path}: logits have shape {outputs['logits']}, but the manifest's vocabulary"
+            f" has {manifest.model.vocabulary_size} ids"
+        )
+    heads, dim = inputs["past.0.key"][1], inputs["past.0.key"][3]
+    if (heads, dim) != (manifest.kv_heads, manifest.head_dim):
+        raise DraftModelError(
+            f"{path}: keys have {heads} heads of {dim}, but the manifest says"
+            f" {manifest.kv_heads} of {manifest.head_dim}"
+        )
+    kv_type = _types(session.get_inputs())["past.0.key"]
+    if kv_type not in _KV_TYPES:
+        raise DraftModelError(f"{path}: keys are {kv_type}, not one of {sorted(_KV_TYPES)}")
+
+
+def _types(nodes: Sequence[ort.NodeArg]) -> Mapping[str, str]:
+    return {node.name: node.type for node in nodes}

@@ -1,0 +1,62 @@
+"""A drafter slowed down to a device's pace, for emulation on a faster machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.ports import Candidate, Drafter, ModelInfo
+
+MAX_STEP_MS = 60_000.0
+
+
+class PacedDrafter:
+    """``Drafter`` whose steps take ``step_ms`` of wall time, plus ``prefill_ms_per_token`` for
+    each fed token after the first.
+
+    The remainder is slept, not burnt; a step of ``inner`` that already took longer is not slowed
+    further. ``emulated`` marks every result made with it. Raises ``ValueError`` naming the limit.
+    """
+
+    emulated = True
+
+    def __init__(
+        self,
+        inner: Drafter,
+        step_ms: float,
+        prefill_ms_per_token: float = 0.0,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("step_ms", step_ms), ("prefill_ms_per_token", prefill_ms_per_token)):
+            if not 0.0 <= value <= MAX_STEP_MS:
+                raise ValueError(f"{name} is {value}, but must be in [0, {MAX_STEP_MS}]")
+        self._inner = inner
+        self._step_ms = step_ms
+        self._prefill_ms_per_token = prefill_ms_per_token
+        self._sleep = sleep
+        self._clock = clock
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.begin(prompt_length, sampling)
+
+    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+        due_s = self._clock() + self.step_s(len(feed))
+        candidates = self._inner.step(keep_length, feed, width)
+        remaining_s = due_s - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)
+        return candidates
+
+    def step_s(self, feed_length: int) -> float:
+        """How long a step with ``feed_length`` fed tokens is made to take."""
+        return (self._step_ms + self._prefill_ms_per_token * (feed_length - 1)) / 1e3
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,77 @@
+"""The tokens a drafter holds, and the contract of ``Drafter.step`` checked in one place.
+
+Invariants: ``len(tokens)`` is the cached length, at most ``context_length``; every id is inside
+the vocabulary. A refused step changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.ports import ModelInfo
+
+
+class TokenCache:
+    """Ids of one sequence, with prompt and output told apart."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.sampling = SamplingParams()
+        self._info = info
+        self._tokens: list[int] = []
+        self._prompt_length = 0
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
+        limit = self._info.context_length
+        if not 1 <= prompt_length <= limit:
+            raise ValueError(f"prompt length is {prompt_length}, but must be in [1, {limit}]")
+        self._tokens.clear()
+        self._prompt_length = prompt_length
+        self.sampling = sampling
+
+    def advance(self, keep_length: int, feed: Sequence[int]) -> int:
+        """Truncate to ``keep_length``, append ``feed``, return the new length.
+
+        Raises ``ValueError`` naming the value and the limit.
+        """
+        if not 0 <= keep_length <= len(self._tokens):
+            raise ValueError(
+                f"keep_length is {keep_length}, but {len(self._tokens)} tokens are cached"
+            )
+        if not feed:
+            raise ValueError("feed must hold at least one token")
+        length = keep_length + len(feed)
+        if length > self._info.context_length:
+            raise ValueError(
+                f"{length} tokens do not fit the draft's context length"
+                f" of {self._info.context_length}"
+            )
+        for token in feed:
+            if not 0 <= token < self._info.vocabulary_size:
+                raise ValueError(
+                    f"token id is {token}, but the draft's vocabulary has"
+                    f" {self._info.vocabulary_size} ids"
+                )
+        del self._tokens[keep_length:]
+        self._tokens.extend(feed)
+        return length
+
+    def forget(self, length: int) -> None:
+        """Truncate to ``length`` (a forward pass failed after ``advance``)."""
+        del self._tokens[length:]
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._tokens
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self._tokens[: self._prompt_length]
+
+    @property
+    def output(self) -> Sequence[int]:
+        return self._tokens[self._prompt_length :]
+
+    def __len__(self) -> int:
+        return len(self._tokens)

@@ -1,0 +1,218 @@
+"""Where a model is, and what its folder says of it.
+
+A reference is ``bundled`` (the small pair inside this package), ``bundled:target``,
+``bundled:draft``, a folder, or a Hub id ``owner/name[@revision]``. Two kinds of folder: a Hugging
+Face one (``config.json``, ``*.safetensors``, ``tokenizer.json``) and a draft folder made from one
+(``edgespec.json``, ``model.onnx``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.ports import ModelInfo
+
+BUNDLED = "bundled"
+BUNDLED_FOLDER = Path(__file__).parent / "bundled"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+DRAFT_MANIFEST = "edgespec.json"
+DRAFT_MODEL = "model.onnx"
+HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.onnx", "*.onnx.data")
+MAX_EOS_IDS = 16
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+class ModelFolderError(ValueError):
+    """A model cannot be found or used; the message names the file or reference and why."""
+
+
+class Role(Enum):
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+def resolve_model(reference: str, role: Role) -> Path:
+    """The local folder of ``reference``, downloaded when it is a Hub id.
+
+    ``HF_HOME``, ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but
+    weights and tokenizer files is fetched and no code in a repository is ever run. Raises
+    ``ModelFolderError``.
+    """
+    if reference == BUNDLED:
+        return _bundled(role)
+    if reference.startswith(f"{BUNDLED}:"):
+        name = reference.partition(":")[2]
+        if name not in {r.value for r in Role}:
+            raise ModelFolderError(
+                f"model {reference!r}: the bundled models are 'bundled:target' and 'bundled:draft'"
+            )
+        return _bundled(Role(name))
+    path = Path(reference).expanduser()
+    if reference and path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelFolderError(f"model {reference!r} is a file; give the folder it is in")
+    if _HUB_ID.fullmatch(reference):
+        return _download(reference)
+    raise ModelFolderError(
+        f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
+    )
+
+
+def check_folder(folder: Path, role: Role) -> None:
+    """Raises ``ModelFolderError`` naming the first file that is missing or wrong.
+
+    A target needs safetensors; a draft needs the exported graph and its manifest.
+    """
+    config = read_config(folder)
+    path = folder / "config.json"
+    if config.get("model_type") not in MODEL_TYPES:
+        raise ModelFolderError(
+            f"{path}: model_type {config.get('model_type')!r} is not one of {MODEL_TYPES}"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    if role is Role.DRAFT:
+        for name in (DRAFT_MANIFEST, DRAFT_MODEL):
+            if not (folder / name).is_file():
+                raise ModelFolderError(
+                    f"{folder / name}: no such file; make a draft folder with `edgespec export`"
+                )
+        return
+    _check_weights(folder)
+
+
+def model_info(folder: Path) -> ModelInfo:
+    """What the folder says: of a draft folder its manifest, else config and tokenizer.
+
+    Raises ``ModelFolderError`` or ``VocabularyError``, naming the file.
+    """
+    if (folder / DRAFT_MANIFEST).is_file():
+        return _info_of_draft(folder / DRAFT_MANIFEST)
+    config = read_config(folder)
+    path = folder / "config.json"
+    return ModelInfo(
+        name=folder.resolve().name,
+        vocabulary=vocabulary_fingerprint(folder / "tokenizer.json"),
+        vocabulary_size=_positive(path, config, "vocab_size"),
+        context_length=_positive(path, config, "max_position_embeddings"),
+        eos_token_ids=eos_token_ids(folder),
+    )
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-text ids, from ``generation_config.json`` if it names any, else ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if name != "config.json" and not path.is_file():
+            continue
+        value = _read_json(path).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > MAX_EOS_IDS or not all(_is_id(token) for token in ids):
+            raise ModelFolderError(
+                f"{path}: eos_token_id is {value!r}, but must be up to {MAX_EOS_IDS} ids"
+            )
+        return tuple(ids)
+    return ()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed ``config.json``. Raises ``ModelFolderError``."""
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder}: no such folder")
+    return _read_json(folder / "config.json")
+
+
+def _bundled(role: Role) -> Path:
+    folder = BUNDLED_FOLDER / role.value
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder}: the bundled {role.value} is not in this installation")
+    return folder
+
+
+def _download(reference: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name, _, revision = reference.partition("@")
+    try:
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=list(HUB_PATTERNS))
+        )
+    except GatedRepoError as error:
+        reason = f"access must be granted on the Hub first ({error})"
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        reason = f"the Hub has no such repository or revision ({error})"
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        reason = f"it is not in the local cache and the Hub cannot be asked ({error})"
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error)
+    raise ModelFolderError(f"model {reference!r} is no local folder, and {reason}")
+
+
+def _check_weights(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelFolderError(f"{index}: weight_map is missing")
+        for shard in sorted({str(name) for name in shards.values()}):
+            if not (folder / shard).is_file():
+                raise ModelFolderError(f"{folder / shard}: no such file, though {index} names it")
+    elif not any(folder.glob("*.safetensors")):
+        raise ModelFolderError(
+            f"{folder}: no *.safetensors file (other weight formats are not loaded)"
+        )
+
+
+def _info_of_draft(path: Path) -> ModelInfo:
+    data = _read_json(path).get("model")
+    try:
+        model = ModelInfo(**(data or {}))
+    except TypeError as error:
+        raise ModelFolderError(f"{path}: model: {error}") from error
+    return ModelInfo(
+        name=model.name,
+        vocabulary=model.vocabulary,
+        vocabulary_size=model.vocabulary_size,
+        context_length=model.context_length,
+        eos_token_ids=tuple(model.eos_token_ids),
+    )
+
+
+def _positive(path: Path, config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelFolderError(f"{path}: {name} is {value!r}, but must be a positive integer")
+    return value
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFolderError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,215 @@
+"""Text to token ids and back, token by token.
+
+A token may end in the middle of a UTF-8 character, so its text is not always known when it
+arrives. ``TextStream`` holds such tokens back and emits text that never has to be taken back: what
+was pushed so far and ``flush`` give the same text however the tokens were grouped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
+MAX_HELD_TOKENS = 16
+MAX_MESSAGES = 4096
+
+
+class TokenizerError(ValueError):
+    """A tokenizer folder cannot be used; the message names the file and what is wrong with it."""
+
+
+class TextTokenizer:
+    """The tokenizer of a model folder (``tokenizer.json``, ``tokenizer_config.json``)."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path}: no such file")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{path}: not a readable tokenizer: {error}") from error
+        # A file saved while training pads or cuts every text; a prompt must stay as it is.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._folder = folder
+        self._config = _read_config(folder / "tokenizer_config.json")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that have no text of their own (end of text, roles)."""
+        return self._special_ids
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; special tokens written out in it are recognised."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a whole sequence, special tokens skipped."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A decoder for one text that arrives in pieces."""
+        return TextStream(self._tokenizer, self._special_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return _template(self._folder, self._config) is not None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of ``messages`` ({"role", "content"}) by the model's own template.
+
+        The template comes with the model and runs in jinja2's sandbox. Raises ``TokenizerError``
+        when there is none or it refuses the messages.
+        """
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise TokenizerError(
+                f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
+            )
+        template = _template(self._folder, self._config)
+        if template is None:
+            raise TokenizerError(
+                f"{self._folder / 'tokenizer_config.json'}: there is no chat_template"
+            )
+        return _render(
+            template,
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            **_special_texts(self._config),
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of ``render_chat``; the template itself writes the special tokens."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+class TextStream:
+    """Incremental decoding of one sequence.
+
+    ``_tokens[:_emitted]`` is context whose text is out, the rest is held. The context is kept
+    because some decoders treat the first token specially (a leading space).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._tokens: list[int] = []
+        self._emitted = 0
+        self._emitted_text = ""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Text that ``tokens`` complete; possibly empty."""
+        return "".join(self._push_one(token) for token in tokens)
+
+    def flush(self) -> str:
+        """The text still held, with an unfinished character as U+FFFD; the stream starts anew."""
+        text = self._decode()[len(self._emitted_text) :]
+        self._restart([])
+        return text
+
+    def _push_one(self, token: int) -> str:
+        if token in self._special_ids:
+            return ""
+        self._tokens.append(token)
+        held = len(self._tokens) - self._emitted
+        text = self._decode()
+        if text.endswith(REPLACEMENT):
+            if held <= MAX_HELD_TOKENS:
+                return ""
+            # Not an unfinished character but bytes that never become one. Nothing behind may be
+            # joined with them, because their text is final now.
+            new = text[len(self._emitted_text) :]
+            self._restart([])
+            return new
+        new = text[len(self._emitted_text) :]
+        if new:
+            self._restart(self._tokens[self._emitted :])
+        elif held > MAX_HELD_TOKENS:  # tokens without text
+            self._restart(self._tokens[: self._emitted])
+        return new
+
+    def _restart(self, context: list[int]) -> None:
+        self._tokens = context
+        self._emitted = len(context)
+        self._emitted_text = self._decode()
+
+    def _decode(self) -> str:
+        if not self._tokens:
+            return ""
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+
+
+def _render(source: str, **variables: object) -> str:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TokenizerError(f"the chat template refuses the messages: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # Without jinja2's HTML escaping, which would change the prompt.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source).render(**variables)
+    except TokenizerError:
+        raise
+    except Exception as error:  # a template is a program, and can fail like one
+        raise TokenizerError(f"the chat template failed: {error}") from error
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several named ones: [{"name": .., "template": ..}]
+        named = {entry.get("name"): entry.get("template") for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like; a token is its text or an object with the text in it."""
+    texts: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        texts[name] = value if isinstance(value, str) else ""
+    return texts
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,42 @@
+"""Text for the toy model: one letter a token, so that a toy stream can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+TOY_EOS = 0
+# One letter an id; id 0 ends the text. 64 ids in all, as in the toy model of ``compose``.
+TOY_ALPHABET = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
+_OTHER = TOY_ALPHABET.index(" ")
+
+
+class ToyTokenizer:
+    """The methods of ``TextTokenizer`` that agents and the command line use.
+
+    A character outside the alphabet becomes a space.
+    """
+
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
+        return [ids.get(letter, _OTHER) for letter in text if letter != "\0"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)
+
+    def stream(self) -> ToyTextStream:
+        return ToyTextStream()
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(" ".join(message["content"] for message in messages) + " ")
+
+
+class ToyTextStream:
+    """Incremental decoding; every token is a whole letter, so nothing is ever held back."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ToyTokenizer().decode(tokens)
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,169 @@
+"""What every drafter owes its session, asked of all of them alike.
+
+Oracle: the ``Drafter`` contract in ``ports.py``. A step is a pure function of the tokens in the
+cache, however they came there; only for the ONNX drafter does a different chunking round
+differently, so there a chunked feed is compared by logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
+from edgespec.drafters.export import export_draft
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.paced import PacedDrafter
+from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.models.folders import model_info
+from edgespec.ports import Drafter, ModelInfo
+from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
+
+SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
+TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY_SIZE, CONTEXT_LENGTH)]
+KINDS = ("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32")
+
+
+@pytest.fixture(scope="module")
+def drafter_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Drafter]:
+    root = tmp_path_factory.mktemp("drafts")
+    source = write_checkpoint(root / "source")
+    toy = ToyModel(vocabulary_size=VOCABULARY_SIZE)
+    toy_short = ModelInfo("toy", "toy", VOCABULARY_SIZE, CONTEXT_LENGTH)
+
+    def make(kind: str) -> Drafter:
+        match kind.partition("-")[::2]:
+            case ("toy", _):
+                return ToyDrafter(toy, toy_short)
+            case ("random", _):
+                return RandomDrafter(toy_short, seed=4)
+            case ("adversarial", _):
+                return AdversarialDrafter(ToyDrafter(toy, toy_short))
+            case ("paced", _):
+                return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, sleep=lambda _: None)
+            case (_, bits):
+                folder: Path = root / kind
+                if not folder.exists():
+                    export_draft(source, folder, model_info(source), bits=int(bits))
+                return OnnxDrafter(folder)
+
+    return make
+
+
+@pytest.fixture(params=KINDS)
+def drafter(request: pytest.FixtureRequest, drafter_of: Callable[[str], Drafter]) -> Drafter:
+    return drafter_of(request.param)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_rollback_and_the_same_feed_give_the_same_guesses(
+    drafter: Drafter, sampling: SamplingParams, width: int
+) -> None:
+    drafter.begin(10, sampling)
+    drafter.step(0, TOKENS[:10], width)
+    first = [drafter.step(10 + i, [TOKENS[10 + i]], width) for i in range(6)]
+    drafter.step(12, TOKENS[40:45], width)  # another branch overwrites rows 12 to 16
+    again = [drafter.step(12 + i, [TOKENS[12 + i]], width) for i in range(4)]
+    assert again == first[2:]
+    for guesses in first:
+        assert len({guess.token for guess in guesses}) == width
+        assert all(0 <= guess.token < VOCABULARY_SIZE for guess in guesses)
+        assert all(guess.logprob <= 1e-6 for guess in guesses)
+
+
+def test_begin_forgets_the_last_sequence(drafter: Drafter) -> None:
+    def sequence() -> list[object]:
+        drafter.begin(5, SAMPLED)
+        return [drafter.step(0, TOKENS[:5], 2), drafter.step(5, TOKENS[5:8], 2)]
+
+    fresh = sequence()
+    drafter.begin(30, SamplingParams())
+    drafter.step(0, TOKENS[100:130], 1)
+    assert sequence() == fresh
+    drafter.begin(5, SAMPLED)
+    with pytest.raises(ValueError, match="0 tokens are cached"):
+        drafter.step(1, [1], 1)
+
+
+def test_one_by_one_and_in_chunks_is_the_same_sequence(drafter: Drafter) -> None:
+    length = 150  # longer than two of the ONNX drafter's chunks
+    drafter.begin(length, SAMPLED)
+    at_once = drafter.step(0, TOKENS[:length], 3)
+    at_once_logits = drafter.logits.copy() if isinstance(drafter, OnnxDrafter) else None
+    drafter.begin(length, SAMPLED)
+    one_by_one = at_once
+    for position in range(length):
+        one_by_one = drafter.step(position, [TOKENS[position]], 3)
+    if not isinstance(drafter, OnnxDrafter):
+        assert one_by_one == at_once
+        return
+    assert at_once_logits is not None
+    spread = float(at_once_logits.std())
+    np.testing.assert_allclose(drafter.logits, at_once_logits, atol=2e-3 * spread)
+
+
+@pytest.mark.parametrize(
+    ("keep_length", "feed", "message"),
+    [
+        (11, [1], "keep_length is 11, but 10 tokens are cached"),
+        (-1, [1], "keep_length is -1"),
+        (10, [], "at least one token"),
+        (10, [VOCABULARY_SIZE], f"token id is {VOCABULARY_SIZE}"),
+        (10, [-1], "token id is -1"),
+        (10, [1] * (CONTEXT_LENGTH - 9), f"{CONTEXT_LENGTH + 1} tokens do not fit"),
+    ],
+)
+def test_a_broken_contract_is_refused_and_changes_nothing(
+    drafter: Drafter, keep_length: int, feed: list[int], message: str
+) -> None:
+    drafter.begin(10, SAMPLED)
+    drafter.step(0, TOKENS[:10], 2)
+    before = drafter.step(9, [TOKENS[9]], 2)
+    with pytest.raises(ValueError, match=message):
+        drafter.step(keep_length, feed, 2)
+    assert drafter.step(9, [TOKENS[9]], 2) == before
+
+
+def test_the_whole_context_can_be_used(drafter: Drafter) -> None:
+    drafter.begin(CONTEXT_LENGTH, SamplingParams())
+    assert drafter.step(0, TOKENS[:CONTEXT_LENGTH], 1)
+    assert drafter.step(CONTEXT_LENGTH - 1, TOKENS[-1:], 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        drafter.step(CONTEXT_LENGTH, [1], 1)
+    with pytest.raises(ValueError, match="prompt length"):
+        drafter.begin(CONTEXT_LENGTH + 1, SamplingParams())
+
+
+def test_a_toy_draft_of_the_same_law_guesses_what_the_law_chooses() -> None:
+    from edgespec.core.sampling import choose
+
+    model = ToyModel(vocabulary_size=50)
+    drafter = ToyDrafter(model)
+    drafter.begin(4, SAMPLED)
+    tokens, feed = list(TOKENS[:0]), [3, 1, 4, 1]
+    for _ in range(30):
+        (guess,) = drafter.step(len(tokens), feed, 1)
+        tokens += feed
+        target = choose(model.logits(tokens), SAMPLED, len(tokens), tokens[:4], tokens[4:])
+        assert guess.token == target
+        feed = [target]
+
+
+def test_a_truncated_toy_draft_fills_up_its_siblings() -> None:
+    drafter = ToyDrafter(ToyModel(vocabulary_size=50))
+    drafter.begin(1, SamplingParams(temperature=1.0, top_k=2))
+    guesses = drafter.step(0, [1], 5)
+    assert len({guess.token for guess in guesses}) == 5
+
+
+def test_a_toy_draft_needs_an_info_of_its_size() -> None:
+    with pytest.raises(ValueError, match="50"):
+        ToyDrafter(ToyModel(vocabulary_size=50), toy_info(ToyModel(vocabulary_size=51)))
