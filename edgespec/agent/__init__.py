@@ -1,0 +1,1 @@
+"""The device's driver: carries out what ``core.DraftSession`` asks, on asyncio."""

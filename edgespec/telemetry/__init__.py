@@ -1,0 +1,1 @@
+"""What a run leaves behind: the trace of both sides' events and actions."""

@@ -1,0 +1,1 @@
+"""The verifier's driver: carries out what ``core.VerifyEngine`` asks, on asyncio."""
