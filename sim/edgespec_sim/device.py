@@ -1,0 +1,127 @@
+"""A device in virtual time: the product's draft session, with a drafter whose steps take time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from edgespec.core.draft_events import (
+    Connect,
+    Connected,
+    Deliver,
+    Disconnect,
+    DraftAction,
+    DraftEvent,
+    Fail,
+    Finish,
+    LinkDown,
+    Start,
+    StartStep,
+    StepDone,
+    Tick,
+    TokenKind,
+    Transmit,
+)
+from edgespec.core.draft_session import DraftSession
+from edgespec.ports import Drafter
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.stream import Stream
+
+StepTime = Callable[[int], float]
+"""Seconds of a draft step that feeds this many tokens."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What the user of the device saw."""
+
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    ended: Finish | Fail | None = None
+
+
+class SimulatedDevice:
+    """Interprets a ``DraftSession``'s actions on an event queue.
+
+    ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
+    set-up time.
+    """
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        session: DraftSession,
+        drafter: Drafter,
+        step_s: StepTime,
+        connect: Callable[[], tuple[Stream, float] | None],
+    ) -> None:
+        self.session, self.delivery = session, Delivery()
+        self.stream: Stream | None = None
+        self._queue, self._drafter, self._step_s, self._connect = queue, drafter, step_s, connect
+        request = session.request
+        drafter.begin(len(request.prompt), request.sampling)
+
+    def start(self) -> None:
+        self.handle(Start())
+
+    def handle(self, event: DraftEvent) -> None:
+        for action in self.session.handle(event, self._queue.now):
+            self._do(action)
+        deadline = self.session.deadline
+        if deadline is not None:
+            self._queue.at(max(deadline, self._queue.now), self._tick)
+
+    def _tick(self) -> None:
+        deadline = self.session.deadline
+        if deadline is not None and deadline <= self._queue.now:
+            self.handle(Tick())
+
+    def _do(self, action: DraftAction) -> None:
+        match action:
+            case Connect():
+                self._open_stream()
+            case Disconnect():
+                if self.stream is not None:
+                    self.stream.close_from_device()
+                    self.stream = None
+            case Transmit(message):
+                if self.stream is not None:
+                    self.stream.send_up(message)
+            case StartStep(keep, feed, width):
+                candidates = self._drafter.step(keep, feed, width)
+                done = StepDone(candidates)
+                self._queue.after(self._step_s(len(feed)), lambda: self.handle(done))
+            case Deliver(position, tokens, kinds):
+                prompt_length = len(self.session.request.prompt)
+                assert position == prompt_length + len(self.delivery.tokens)
+                self.delivery.tokens += tokens
+                self.delivery.kinds += kinds
+                self.delivery.times_s += [self._queue.now] * len(tokens)
+            case Finish() | Fail():
+                self.delivery.ended = action
+            case _:
+                assert_never(action)
+
+    def _open_stream(self) -> None:
+        opened = self._connect()
+        if opened is None:
+            self._queue.after(0.0, lambda: self.handle(LinkDown("no verifier there")))
+            return
+        stream, setup_s = opened
+
+        def lost(why: str) -> None:
+            if self.stream is stream:
+                self.stream = None
+                self.handle(LinkDown(why))
+
+        self.stream = stream
+        stream.to_device = self.handle
+        stream.lost_at_device = lost
+
+        def ready() -> None:
+            if self.stream is stream:
+                self.handle(Connected())
+
+        self._queue.after(setup_s, ready)

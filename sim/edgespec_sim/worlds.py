@@ -1,0 +1,396 @@
+"""Whole worlds from one seed: devices, links, a verifier, everything that can go wrong, checked.
+
+``run_world(options, seed)`` plays the product's own sessions in virtual time until every device
+has its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
+device processes are replaced by new ones that hold what was delivered; drafts are forged; packed
+passes fail. None of that may change a token: ``checks`` judges every step against the target's own
+stream, computed without any of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from edgespec.core.draft_events import DraftCounters, Fail, Finish, LinkState
+from edgespec.core.draft_policy import DraftPolicy, WindowedPolicy
+from edgespec.core.draft_session import DraftSession
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.messages import Draft, Limits, Open, Received, RunAhead, Uplink
+from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.work import ModelInfo, PassRequest, PassResult
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.ports import CapacityError, Drafter
+from edgespec.targets.toy import ToyTarget
+from edgespec_sim.checks import (
+    CheckedDrafter,
+    CheckFailure,
+    Expected,
+    PassCheck,
+    StreamRecord,
+    check_session,
+    check_tree,
+    require,
+    target_stream,
+)
+from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.server import SimulatedVerifier
+from edgespec_sim.stream import Stream
+
+DrafterFactory = Callable[[ToyModel], Drafter]
+# A verifier takes at most this many nodes of a device it has not greeted (``draft_session``).
+_NODES_BEFORE_OPENED = 16
+# Worlds end well or not at all: their devices never give up.
+_RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
+_FORGED_ID = 1 << 40
+
+
+def good_drafter(model: ToyModel) -> Drafter:
+    """Right about eight times of ten."""
+    return ToyDrafter(model.perturbed(0.3))
+
+
+@dataclass(frozen=True, slots=True)
+class WorldOptions:
+    """Everything but the dice. Times in seconds; chances per message or pass."""
+
+    model: ToyModel = field(default_factory=lambda: ToyModel(vocabulary_size=8, order=2))
+    drafter: DrafterFactory = good_drafter
+    policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
+    """One a device."""
+    prompt_length: int = 3
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
+    """Device i adds i to its seed."""
+    run_ahead: RunAhead = RunAhead.AUTO
+    drafting: bool = True
+    draft_context_length: int = 1 << 16
+    limits: Limits = field(default_factory=lambda: Limits(lease_s=5.0))
+    engine_limits: EngineLimits = field(default_factory=EngineLimits)
+    delay_s: float = 0.02
+    """One way; a connection takes two."""
+    jitter_s: float = 0.0
+    """Added to a message's delay, uniformly from 0; order is kept."""
+    step_s: float = 0.005
+    pass_s: float = 0.02
+    faults_until_s: float = 1.0
+    cuts: int = 0
+    """Broken links of each device, and processes of it that are replaced."""
+    replacements: int = 0
+    restarts: int = 0
+    """Of the verifier, which then cannot be reached for up to ``downtime_s``."""
+    downtime_s: float = 0.3
+    duplicate_chance: float = 0.0
+    forge_chance: float = 0.0
+    """A draft is followed by one that nobody sent."""
+    batch_failure_chance: float = 0.0
+    """Of passes with more than one session."""
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing goes wrong in this world."""
+        chances = self.duplicate_chance, self.forge_chance, self.batch_failure_chance
+        return not (self.cuts or self.replacements or self.restarts or any(chances))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """One device's generation: what it had to deliver (and did), and its counters (those of its
+    last process)."""
+
+    expected: Expected
+    counters: DraftCounters
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorldResult:
+    devices: tuple[DeviceResult, ...]
+    passes: int
+    """Of all verifiers, and the rows they had."""
+    rows: int
+    faults: int
+    """Faults that took place."""
+
+
+def run_world(options: WorldOptions, seed: int) -> WorldResult:
+    """Play one world to its end. Raises ``CheckFailure`` at the first thing that is wrong; any
+    other exception is a bug too."""
+    return _World(options, random.Random(seed)).run()
+
+
+class _JitteryLink:
+    """Delays each message by a random time, in order."""
+
+    def __init__(self, delay_s: float, jitter_s: float, dice: random.Random) -> None:
+        self._delay_s, self._jitter_s, self._dice = delay_s, jitter_s, dice
+        self._last_s = 0.0
+
+    def arrival(self, now: float, size_bytes: int) -> float:
+        at = now + self._delay_s + self._dice.uniform(0.0, self._jitter_s)
+        self._last_s = max(self._last_s, at)
+        return self._last_s
+
+
+class _CheckedTarget:
+    """A toy target whose every pass is judged, and which fails passes of several sessions."""
+
+    def __init__(self, inner: ToyTarget, check: PassCheck, fails: Callable[[], bool]) -> None:
+        self.inner, self._check, self._fails = inner, check, fails
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+        self.inner.open(key, prompt_length, sampling)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self._check.check(batch)
+        if len(batch) > 1 and self._fails():
+            raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
+        return self.inner.forward(batch)
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self.inner.keep(key, nodes)
+
+    def close(self, key: str) -> None:
+        self.inner.close(key)
+
+
+class _World:
+    def __init__(self, options: WorldOptions, dice: random.Random) -> None:
+        self.options, self.dice, self.queue = options, dice, EventQueue()
+        self.records: dict[str, StreamRecord] = {}
+        self.targets: list[ToyTarget] = []
+        self.faults = 0
+        self.down_until_s = 0.0
+        self.streams: list[Stream] = []
+        self.server = self._start_verifier()
+        size, sampling = options.model.vocabulary_size, options.sampling
+        self.expected: list[Expected] = []
+        self.devices: list[SimulatedDevice] = []
+        for index in range(len(options.policies)):
+            prompt = [dice.randrange(size) for _ in range(options.prompt_length)]
+            mine = replace(sampling, seed=sampling.seed + index)
+            context_length = options.limits.context_length
+            self.expected.append(target_stream(options.model, prompt, mine, context_length))
+            request = Open(
+                session_id=f"device {index}",
+                model="",
+                vocabulary="",
+                prompt=tuple(prompt),
+                sampling=mine,
+                run_ahead=options.run_ahead,
+                drafting=options.drafting,
+            )
+            self.devices.append(self._start_device(index, request))
+        self.ended_s = [0.0] * len(self.devices)
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _start_verifier(self) -> SimulatedVerifier:
+        options = self.options
+        inner = ToyTarget(options.model)
+        self.targets.append(inner)
+        engine = VerifyEngine(inner.info, options.limits, options.engine_limits)
+        check = PassCheck(engine.sessions, self.records, options.limits, options.engine_limits)
+        target = _CheckedTarget(inner, check, lambda: self._chance(options.batch_failure_chance))
+        return SimulatedVerifier(self.queue, engine, target, lambda requests: options.pass_s)
+
+    def _start_device(self, index: int, request: Open) -> SimulatedDevice:
+        options = self.options
+        session = DraftSession(
+            request,
+            options.policies[index],
+            _RECONNECT,
+            options.draft_context_length,
+            jitter_seed=self.dice.getrandbits(32),
+        )
+        drafter = CheckedDrafter(options.drafter(options.model), session.tree)
+        device = SimulatedDevice(
+            self.queue, session, drafter, lambda fed: options.step_s, lambda: self._connect(index)
+        )
+        device.delivery.tokens.extend(request.committed)
+        self.queue.after(self.dice.uniform(0.0, 0.1), device.start)
+        return device
+
+    def _connect(self, index: int) -> tuple[Stream, float] | None:
+        if self.queue.now < self.down_until_s:
+            return None
+        delay_s, jitter_s = self.options.delay_s, self.options.jitter_s
+        stream = Stream(
+            self.queue,
+            _JitteryLink(delay_s, jitter_s, self.dice),
+            _JitteryLink(delay_s, jitter_s, self.dice),
+            lambda: self._chance(self.options.duplicate_chance),
+        )
+        self.server.accept(stream)
+        self.streams.append(stream)
+        deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
+
+        def receive(message: Uplink) -> None:
+            match message:
+                case Open():
+                    self.records[message.session_id] = record
+                    record.received = len(message.prompt) + len(message.committed)
+                case Draft():
+                    record.note(message)
+                case Received(position):
+                    record.received = max(record.received, position)
+            deliver(message)
+            if isinstance(message, Draft) and self._chance(self.options.forge_chance):
+                self.faults += 1
+                deliver(self._forged(message))
+
+        stream.to_verifier = receive
+        return stream, 2 * delay_s
+
+    def _forged(self, draft: Draft) -> Draft:
+        """Drafts on another text, on tokens not committed yet, behind parents nobody knows."""
+        token = self.dice.randrange(self.options.model.vocabulary_size)
+        far = self.dice.randrange(5, 100)
+        return self.dice.choice(
+            (
+                Draft(_FORGED_ID, (0,), (token,), draft.base_position, draft.base_hash ^ 1),
+                Draft(_FORGED_ID, (0,), (token,), draft.base_position + far, 0),
+                Draft(draft.first_node_id, (_FORGED_ID, _FORGED_ID), (token, 0)),
+                Draft(draft.first_node_id, (0,), (token,), 0, 0),
+            )
+        )
+
+    # --- faults ----------------------------------------------------------------------------
+
+    def _chance(self, chance: float) -> bool:
+        return chance > 0 and self.queue.now < self._faults_end_s and self.dice.random() < chance
+
+    @property
+    def _faults_end_s(self) -> float:
+        return self.options.faults_until_s
+
+    def _schedule_faults(self) -> None:
+        options = self.options
+        for index in range(len(self.devices)):
+            for _ in range(options.cuts):
+                self._once(lambda index=index: self._cut(self.devices[index]))  # type: ignore[misc]
+            for _ in range(options.replacements):
+                self._once(lambda index=index: self._replace(index))  # type: ignore[misc]
+        for _ in range(options.restarts):
+            self._once(self._restart)
+
+    def _once(self, fault: Callable[[], None]) -> None:
+        self.queue.at(self.dice.uniform(0.0, self.options.faults_until_s), fault)
+
+    def _cut(self, device: SimulatedDevice) -> None:
+        if device.stream is not None:
+            self.faults += 1
+            device.stream.cut(self.dice.uniform(0.0, 0.1), self.dice.uniform(0.0, 0.5))
+
+    def _replace(self, index: int) -> None:
+        """The process is gone without a word; a new one knows only what was delivered."""
+        device = self.devices[index]
+        if device.delivery.ended is not None:
+            return
+        self.faults += 1
+        session = device.session
+        session.state, session.deadline = LinkState.DONE, None
+        if device.stream is not None:
+            device.stream.cut(0.0, self.dice.uniform(0.0, 0.5))
+            device.stream = None
+        held = tuple(device.delivery.tokens)
+        self.devices[index] = self._start_device(index, replace(session.request, committed=held))
+
+    def _restart(self) -> None:
+        """Another verifier takes over, and nobody told it anything."""
+        self.faults += 1
+        self.down_until_s = self.queue.now + self.dice.uniform(0.0, self.options.downtime_s)
+        self.server = self._start_verifier()
+        for stream in self.streams:
+            stream.cut(self.dice.uniform(0.0, 0.1), 0.0)
+
+    # --- play ------------------------------------------------------------------------------
+
+    def run(self) -> WorldResult:
+        for device in self.devices:
+            require(device.delivery.ended is None, "ended before it began")
+        self._schedule_faults()
+        until_s = self._longest_s()
+        while not self._all_ended() and self.queue.step(until_s):
+            self._check_step()
+        self._check_end(until_s)
+        self.queue.run(self.queue.now + self.options.limits.lease_s + 2.0)
+        self._check_nothing_left()
+        results = (
+            DeviceResult(expected, device.session.counters, ended_s)
+            for expected, device, ended_s in zip(
+                self.expected, self.devices, self.ended_s, strict=True
+            )
+        )
+        passes = sum(target.passes for target in self.targets)
+        rows = sum(target.rows for target in self.targets)
+        return WorldResult(tuple(results), passes, rows, self.faults)
+
+    def _longest_s(self) -> float:
+        """Virtual seconds by which everything must have ended: far too few for a verifier that
+        waits for a draft in vain (``NeverRunAhead.patience_s``) at every other token."""
+        options = self.options
+        count = len(self.devices)
+        rtt_s = 2 * (options.delay_s + options.jitter_s)
+        token_s = 2 * rtt_s + (count + 3) * options.pass_s + 40 * options.step_s
+        tokens = sum(len(expected.tokens) for expected in self.expected)
+        prefill_s = options.prompt_length * options.pass_s * count
+        settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
+        if options.engine_limits.max_sessions < count:  # the others ask again every second
+            settled_s += (options.limits.lease_s + 1.0) * count
+        return settled_s + prefill_s + (tokens + 2) * token_s
+
+    def _all_ended(self) -> bool:
+        return all(device.delivery.ended is not None for device in self.devices)
+
+    def _check_step(self) -> None:
+        sessions, limits = self.server.engine.sessions, self.options.limits
+        for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
+            mine, whose = device.session, device.session.request.session_id
+            if device.delivery.ended is None:
+                self.ended_s[index] = self.queue.now
+            delivered = (*expected.prompt, *device.delivery.tokens)
+            require(expected.begins_with(delivered), f"{whose}: another text was delivered")
+            same = delivered == tuple(mine.prefix.tokens)
+            require(same, f"{whose}: holds another text than it delivered")
+            check_tree(mine.tree, whose)
+            most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
+            require(len(mine.tree) <= most, f"{whose}: {len(mine.tree)} nodes in the tree")
+            session = sessions.get(whose)
+            if session is not None:
+                check_session(session, expected, limits)
+                ahead = session.prefix.length - mine.prefix.length
+                require(ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier")
+
+    def _check_end(self, until_s: float) -> None:
+        for device, expected in zip(self.devices, self.expected, strict=True):
+            whose, ended = device.session.request.session_id, device.delivery.ended
+            match ended:
+                case None:
+                    held = f"{len(device.delivery.tokens)} of {len(expected.tokens)} tokens"
+                    raise CheckFailure(f"{whose}: has {held} after {until_s:.1f} s")
+                case Fail(why):
+                    raise CheckFailure(f"{whose}: failed: {why}")
+                case Finish(reason):
+                    require(reason is expected.reason, f"{whose}: ended with {reason}")
+            whole = tuple(device.delivery.tokens) == expected.tokens
+            require(whole, f"{whose}: ended with {len(device.delivery.tokens)} tokens")
+
+    def _check_nothing_left(self) -> None:
+        sessions = self.server.engine.sessions
+        require(not sessions, f"sessions {sorted(sessions)} outlive their lease")
+        for device in self.devices:
+            key = device.session.request.session_id
+            try:
+                self.targets[-1].cached(key)
+            except ValueError:
+                continue
+            raise CheckFailure(f"{key}: its sequence is still open")
