@@ -1,0 +1,351 @@
+"""Messages to protobuf bytes and back, within bounds.
+
+Theory of operation. ``encode_*`` and ``decode_*`` are total: they give a result or raise
+``ProtocolViolation``, whatever the bytes or the message. Counts are checked before anything is
+copied, token ids against the vocabulary. What another version may add (unknown fields) is ignored;
+what would change the meaning (unknown enum values, rules, versions) is refused by name.
+
+Not carried: ``SamplingParams.stop`` (strings end the text on the device), and the base of a draft
+on which no node hangs. Parents go as ``node id - parent id``, a small varint, 0 for the base; when
+all of them are 1 they are left out. See ``protos/edgespec/v1/speculation.proto``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, assert_never
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtobufMessage
+
+from edgespec.core.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Commit,
+    Downlink,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Message,
+    Open,
+    Opened,
+    Received,
+    Uplink,
+)
+from edgespec.ports import ModelInfo
+from edgespec.transport.open_codec import decode_open, encode_open
+from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.wire_limits import (
+    MAX_UINT32,
+    MAX_UINT64,
+    ProtocolViolation,
+    WireLimits,
+    check_count,
+    check_member,
+    check_number,
+    check_text,
+    check_tokens,
+)
+
+DEFAULT_LIMITS: Final = WireLimits()
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
+
+# Enum members by wire number; 0 is "unspecified" everywhere.
+_FINISH: Final = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.CANCELLED}
+_FAULT: Final = {
+    1: FaultCode.RESYNC,
+    2: FaultCode.INVALID,
+    3: FaultCode.UNKNOWN_MODEL,
+    4: FaultCode.VOCABULARY_MISMATCH,
+    5: FaultCode.CONTEXT_TOO_LONG,
+    6: FaultCode.OVERLOADED,
+    7: FaultCode.SHUTTING_DOWN,
+    8: FaultCode.INTERNAL,
+}
+_FINISH_NAME: Final = {m: pb.FinishReason.Name(n) for n, m in _FINISH.items()}
+_FAULT_NAME: Final = {m: pb.FaultCode.Name(n) for n, m in _FAULT.items()}
+
+
+# --- whole messages -------------------------------------------------------------------------
+
+
+def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+    """Bytes of one DeviceMessage. Raises ``ProtocolViolation`` for one over a bound."""
+    match message:
+        case Draft():
+            wire = pb.DeviceMessage(draft=_encode_draft(message, limits))
+        case Received(position, echo):
+            check_number("Received.position", position, 0, MAX_UINT32)
+            check_number("Received.echo", echo, 0, MAX_UINT64)
+            wire = pb.DeviceMessage(received=pb.Received(position=position, echo=echo))
+        case Cancel():
+            wire = pb.DeviceMessage(cancel=pb.Cancel())
+        case Open():
+            wire = pb.DeviceMessage(open=encode_open(message, limits))
+        case _:
+            assert_never(message)
+    return _serialised(wire, limits)
+
+
+def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink:
+    """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    wire = pb.DeviceMessage()
+    _parse(wire, payload, limits)
+    match wire.WhichOneof("kind"):
+        case "draft":
+            return _decode_draft(wire.draft, limits)
+        case "received":
+            return Received(wire.received.position, wire.received.echo)
+        case "cancel":
+            return Cancel()
+        case "open":
+            return decode_open(wire.open, limits)
+    raise ProtocolViolation("DeviceMessage has no kind known here: draft, received, cancel or open")
+
+
+def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+    """Bytes of one VerifierMessage. Raises ``ProtocolViolation`` for one over a bound."""
+    match message:
+        case Commit():
+            wire = pb.VerifierMessage(commit=_encode_commit(message, limits))
+        case Opened():
+            wire = pb.VerifierMessage(opened=_encode_opened(message, limits))
+        case Fault():
+            wire = pb.VerifierMessage(fault=_encode_fault(message, limits))
+        case _:
+            assert_never(message)
+    return _serialised(wire, limits)
+
+
+def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Downlink:
+    """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    wire = pb.VerifierMessage()
+    _parse(wire, payload, limits)
+    match wire.WhichOneof("kind"):
+        case "commit":
+            return _decode_commit(wire.commit, limits)
+        case "opened":
+            return _decode_opened(wire.opened, limits)
+        case "fault":
+            return _decode_fault(wire.fault, limits)
+    raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
+
+
+def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
+    """Length of the encoded message, in bytes, before any framing."""
+    if isinstance(message, Opened | Commit | Fault):
+        return len(encode_downlink(message, limits))
+    return len(encode_uplink(message, limits))
+
+
+def encode_info(info: ModelInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+    """Bytes of the InfoReply."""
+    check_number("ModelInfo.vocabulary_size", info.vocabulary_size, 1, MAX_UINT32)
+    check_number("ModelInfo.context_length", info.context_length, 1, MAX_UINT32)
+    check_count("ModelInfo.eos_token_ids", len(info.eos_token_ids), limits.max_stop_ids)
+    model = pb.ModelInfo(
+        name=check_text("ModelInfo.name", info.name, limits.max_name_bytes),
+        vocabulary=check_text("ModelInfo.vocabulary", info.vocabulary, limits.max_name_bytes),
+        vocabulary_size=info.vocabulary_size,
+        context_length=info.context_length,
+        eos_token_ids=check_tokens(
+            "ModelInfo.eos_token_ids", info.eos_token_ids, limits.vocabulary_size
+        ),
+    )
+    return _serialised(pb.InfoReply(model=model, protocol_version=PROTOCOL_VERSION), limits)
+
+
+def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ModelInfo:
+    wire = pb.InfoReply()
+    _parse(wire, payload, limits)
+    model = wire.model
+    check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
+    return ModelInfo(
+        name=check_text("ModelInfo.name", model.name, limits.max_name_bytes),
+        vocabulary=check_text("ModelInfo.vocabulary", model.vocabulary, limits.max_name_bytes),
+        vocabulary_size=check_number(
+            "ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32
+        ),
+        context_length=check_number(
+            "ModelInfo.context_length", model.context_length, 1, MAX_UINT32
+        ),
+        eos_token_ids=check_tokens(
+            "ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size
+        ),
+    )
+
+
+# --- device -> verifier ---------------------------------------------------------------------
+
+
+def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
+    count, first = len(draft.tokens), draft.first_node_id
+    if len(draft.parents) != count:
+        raise ProtocolViolation(
+            f"Draft.parents has {len(draft.parents)} entries, but must have one per token: {count}"
+        )
+    _check_node_ids(first, count, limits)
+    deltas = []
+    for node_id, parent in enumerate(draft.parents, first):
+        check_number(f"Draft.parents[{node_id - first}]", parent, 0, node_id - 1)
+        deltas.append(node_id - parent if parent else 0)
+    wire = pb.Draft(
+        first_node_id=first,
+        tokens=check_tokens("Draft.tokens", draft.tokens, limits.vocabulary_size),
+        parent_deltas=() if set(deltas) == {1} else deltas,
+    )
+    if 0 in draft.parents:
+        wire.base_position = check_number("Draft.base_position", draft.base_position, 1, MAX_UINT32)
+        wire.base_hash = check_number("Draft.base_hash", draft.base_hash, 0, MAX_UINT32)
+    return wire
+
+
+def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
+    count, first = len(wire.tokens), wire.first_node_id
+    _check_node_ids(first, count, limits)
+    deltas: Sequence[int] = wire.parent_deltas
+    if deltas and len(deltas) != count:
+        raise ProtocolViolation(
+            f"Draft.parent_deltas has {len(deltas)} entries, but must have none or {count}"
+        )
+    parents = []
+    for node_id, delta in enumerate(deltas or (1,) * count, first):
+        check_number(f"Draft.parent_deltas[{node_id - first}]", delta, 0, node_id - 1)
+        parents.append(node_id - delta if delta else 0)
+    tokens = check_tokens("Draft.tokens", wire.tokens, limits.vocabulary_size)
+    if 0 not in parents:
+        return Draft(first, tuple(parents), tokens)
+    position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
+    return Draft(first, tuple(parents), tokens, position, wire.base_hash)
+
+
+def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
+    check_count("Draft.tokens", count, limits.max_draft_nodes)
+    high = MAX_UINT32 - max(count - 1, 0)
+    check_number("Draft.first_node_id", first, 1 if count else 0, high)
+
+
+# --- verifier -> device ---------------------------------------------------------------------
+
+
+def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
+    _check_commit(commit, len(commit.tokens), limits)
+    for name in ("stale", "queue_us", "verify_us", "rows", "held_us"):
+        check_number(f"Commit.{name}", getattr(commit, name), 0, MAX_UINT32)
+    check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
+    return pb.Commit(
+        position=commit.position,
+        tokens=check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size),
+        accepted=commit.accepted,
+        stale=commit.stale,
+        queue_us=commit.queue_us,
+        verify_us=commit.verify_us,
+        rows=commit.rows,
+        echo=commit.echo,
+        held_us=commit.held_us,
+        finish=None if commit.finish is None else _FINISH_NAME[commit.finish],
+    )
+
+
+def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
+    _check_commit(wire, len(wire.tokens), limits)
+    return Commit(
+        position=wire.position,
+        tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
+        accepted=wire.accepted,
+        stale=wire.stale,
+        queue_us=wire.queue_us,
+        verify_us=wire.verify_us,
+        rows=wire.rows,
+        echo=wire.echo,
+        held_us=wire.held_us,
+        finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
+    )
+
+
+def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) -> None:
+    check_count("Commit.tokens", count, limits.max_commit_tokens)
+    check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
+    check_number("Commit.accepted", commit.accepted, 0, count)
+
+
+def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
+    bounds = pb.Limits(lease_s=_seconds("Limits.lease_s", opened.limits.lease_s))
+    for name in _LIMIT_COUNTS:
+        setattr(
+            bounds,
+            name,
+            check_number(f"Limits.{name}", getattr(opened.limits, name), 0, MAX_UINT32),
+        )
+    return pb.Opened(
+        limits=bounds,
+        model=check_text("Opened.model", opened.model, limits.max_name_bytes),
+        position=check_number("Opened.position", opened.position, 0, MAX_UINT32),
+    )
+
+
+def _decode_opened(wire: pb.Opened, limits: WireLimits) -> Opened:
+    return Opened(
+        limits=Limits(
+            **{name: getattr(wire.limits, name) for name in _LIMIT_COUNTS},
+            lease_s=_seconds("Limits.lease_s", wire.limits.lease_s),
+        ),
+        model=check_text("Opened.model", wire.model, limits.max_name_bytes),
+        position=wire.position,
+    )
+
+
+def _encode_fault(fault: Fault, limits: WireLimits) -> pb.Fault:
+    # Cut, not refused: a fault has to arrive.
+    text = fault.message.encode(errors="replace")[: limits.max_fault_bytes]
+    return pb.Fault(
+        code=_FAULT_NAME[fault.code],
+        message=text.decode(errors="ignore"),
+        retry_after_s=_seconds("Fault.retry_after_s", fault.retry_after_s),
+    )
+
+
+def _decode_fault(wire: pb.Fault, limits: WireLimits) -> Fault:
+    size = len(wire.message.encode())
+    check_number("bytes of Fault.message", size, 0, limits.max_fault_bytes)
+    return Fault(
+        code=check_member("Fault.code", _FAULT, wire.code),
+        message=wire.message,
+        retry_after_s=_seconds("Fault.retry_after_s", wire.retry_after_s),
+    )
+
+
+_LIMIT_COUNTS: Final = (
+    "context_length",
+    "max_nodes_outstanding",
+    "max_nodes_per_pass",
+    "max_unreceived",
+)
+
+
+# --- parts ----------------------------------------------------------------------------------
+
+
+def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
+    payload = wire.SerializeToString()
+    check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    return payload
+
+
+def _parse(wire: ProtobufMessage, payload: bytes, limits: WireLimits) -> None:
+    check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    try:
+        wire.ParseFromString(payload)
+    except DecodeError as error:
+        raise ProtocolViolation(
+            f"{len(payload)} bytes are not a {type(wire).__name__}: {error}"
+        ) from None
+
+
+def _seconds(field: str, value: float) -> float:
+    if not 0.0 <= value < math.inf:
+        raise ProtocolViolation(f"{field} is {value}, but must be finite and not negative")
+    return value

@@ -1,0 +1,242 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RunAhead(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUN_AHEAD_UNSPECIFIED: _ClassVar[RunAhead]
+    RUN_AHEAD_AUTO: _ClassVar[RunAhead]
+    RUN_AHEAD_ALWAYS: _ClassVar[RunAhead]
+    RUN_AHEAD_NEVER: _ClassVar[RunAhead]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class FaultCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAULT_CODE_UNSPECIFIED: _ClassVar[FaultCode]
+    FAULT_CODE_RESYNC: _ClassVar[FaultCode]
+    FAULT_CODE_INVALID: _ClassVar[FaultCode]
+    FAULT_CODE_UNKNOWN_MODEL: _ClassVar[FaultCode]
+    FAULT_CODE_VOCABULARY_MISMATCH: _ClassVar[FaultCode]
+    FAULT_CODE_CONTEXT_TOO_LONG: _ClassVar[FaultCode]
+    FAULT_CODE_OVERLOADED: _ClassVar[FaultCode]
+    FAULT_CODE_SHUTTING_DOWN: _ClassVar[FaultCode]
+    FAULT_CODE_INTERNAL: _ClassVar[FaultCode]
+RUN_AHEAD_UNSPECIFIED: RunAhead
+RUN_AHEAD_AUTO: RunAhead
+RUN_AHEAD_ALWAYS: RunAhead
+RUN_AHEAD_NEVER: RunAhead
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+FAULT_CODE_UNSPECIFIED: FaultCode
+FAULT_CODE_RESYNC: FaultCode
+FAULT_CODE_INVALID: FaultCode
+FAULT_CODE_UNKNOWN_MODEL: FaultCode
+FAULT_CODE_VOCABULARY_MISMATCH: FaultCode
+FAULT_CODE_CONTEXT_TOO_LONG: FaultCode
+FAULT_CODE_OVERLOADED: FaultCode
+FAULT_CODE_SHUTTING_DOWN: FaultCode
+FAULT_CODE_INTERNAL: FaultCode
+
+class DeviceMessage(_message.Message):
+    __slots__ = ("draft", "received", "cancel", "open")
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    draft: Draft
+    received: Received
+    cancel: Cancel
+    open: Open
+    def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session_id: str
+    model: str
+    vocabulary: str
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    committed: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    run_ahead: RunAhead
+    rule: str
+    drafting: bool
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
+
+class Draft(_message.Message):
+    __slots__ = ("first_node_id", "tokens", "parent_deltas", "base_position", "base_hash")
+    FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_DELTAS_FIELD_NUMBER: _ClassVar[int]
+    BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    BASE_HASH_FIELD_NUMBER: _ClassVar[int]
+    first_node_id: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parent_deltas: _containers.RepeatedScalarFieldContainer[int]
+    base_position: int
+    base_hash: int
+    def __init__(self, first_node_id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parent_deltas: _Optional[_Iterable[int]] = ..., base_position: _Optional[int] = ..., base_hash: _Optional[int] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("position", "echo")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    echo: int
+    def __init__(self, position: _Optional[int] = ..., echo: _Optional[int] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifierMessage(_message.Message):
+    __slots__ = ("commit", "opened", "fault")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    commit: Commit
+    opened: Opened
+    fault: Fault
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("limits", "model", "position")
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    limits: Limits
+    model: str
+    position: int
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("context_length", "max_nodes_outstanding", "max_nodes_per_pass", "max_unreceived", "lease_s")
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_PER_PASS_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNRECEIVED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    context_length: int
+    max_nodes_outstanding: int
+    max_nodes_per_pass: int
+    max_unreceived: int
+    lease_s: float
+    def __init__(self, context_length: _Optional[int] = ..., max_nodes_outstanding: _Optional[int] = ..., max_nodes_per_pass: _Optional[int] = ..., max_unreceived: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    HELD_US_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted: int
+    stale: int
+    queue_us: int
+    verify_us: int
+    rows: int
+    echo: int
+    held_us: int
+    finish: FinishReason
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+
+class Fault(_message.Message):
+    __slots__ = ("code", "message", "retry_after_s")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    code: FaultCode
+    message: str
+    retry_after_s: float
+    def __init__(self, code: _Optional[_Union[FaultCode, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoReply(_message.Message):
+    __slots__ = ("model", "protocol_version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    protocol_version: int
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    vocabulary: str
+    vocabulary_size: int
+    context_length: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

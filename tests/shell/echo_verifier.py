@@ -1,0 +1,70 @@
+"""A verifier for transport tests, over gRPC on localhost, that echoes.
+
+Open gives Opened, a Draft is committed as it came, Received is a bug, Cancel ends the generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from edgespec.core.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    Received,
+)
+from edgespec.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.grpc_server import GrpcServer
+
+INFO = ModelInfo("toy", "v1", 32000, 4096, (2,))
+OPEN = Open("session", "", "", (1, 2, 3))
+
+
+async def echo(stream: VerifierStream) -> None:
+    position = 0
+    while True:
+        match await stream.receive():
+            case Open(prompt=prompt):
+                position = len(prompt)
+                await stream.send(Opened(Limits(), "toy", position))
+            case Draft(tokens=tokens):
+                await stream.send(Commit(position, tokens, len(tokens)))
+                position += len(tokens)
+            case Received():
+                raise ZeroDivisionError("a bug in the verifier")
+            case Cancel():
+                await stream.send(Commit(position, (), finish=FinishReason.CANCELLED))
+                return
+
+
+@asynccontextmanager
+async def served(
+    serve: ServeStream = echo, **options: Any
+) -> AsyncIterator[tuple[GrpcServer, GrpcTransport]]:
+    server = GrpcServer("127.0.0.1:0", serve, lambda: INFO, **options)
+    await server.start()
+    transport = GrpcTransport(f"127.0.0.1:{server.port}", limits=options.get("limits"))
+    try:
+        yield server, transport
+    finally:
+        await transport.close()
+        await server.stop()
+
+
+async def opened(transport: GrpcTransport) -> DeviceStream:
+    stream = await transport.connect()
+    await stream.send(OPEN)
+    assert await stream.receive() == Opened(Limits(), "toy", 3)
+    return stream
+
+
+async def works(stream: DeviceStream) -> bool:
+    await stream.send(Draft(1, (0,), (7,), 3, 9))
+    return isinstance(await stream.receive(), Commit)

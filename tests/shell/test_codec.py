@@ -1,0 +1,328 @@
+"""The codec: what goes in comes out, bounds are named, no bytes do anything but decode or refuse.
+
+Oracle of the fuzz tests: a message or ``ProtocolViolation``, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.core.messages import (
+    Cancel,
+    Commit,
+    Downlink,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    Received,
+    RunAhead,
+    Uplink,
+)
+from edgespec.core.sampling import SamplingParams
+from edgespec.ports import ModelInfo
+from edgespec.transport.codec import (
+    decode_downlink,
+    decode_info,
+    decode_uplink,
+    encode_downlink,
+    encode_info,
+    encode_uplink,
+    payload_bytes,
+)
+from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+
+LIMITS = WireLimits(
+    max_prompt_tokens=64,
+    max_resumed_tokens=64,
+    max_draft_nodes=16,
+    max_commit_tokens=16,
+    vocabulary_size=32000,
+)
+UINT32 = st.integers(0, 2**32 - 1)
+TOKEN = st.integers(0, 31999)
+NAME = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
+SHARE = st.floats(0.0, 1.0, exclude_min=True)
+PENALTY = st.floats(-100.0, 100.0)
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    tokens = draw(st.lists(TOKEN, max_size=16))
+    first = draw(st.integers(1, 2**32 - 16))
+    parents = tuple(draw(st.integers(0, node - 1)) for node in range(first, first + len(tokens)))
+    if 0 not in parents:
+        return Draft(first, parents, tuple(tokens))
+    return Draft(first, parents, tuple(tokens), draw(st.integers(1, 2**32 - 1)), draw(UINT32))
+
+
+@st.composite
+def commits(draw: st.DrawFn) -> Commit:
+    tokens = draw(st.lists(TOKEN, max_size=16))
+    return Commit(
+        position=draw(st.integers(0, 2**32 - 17)),
+        tokens=tuple(tokens),
+        accepted=draw(st.integers(0, len(tokens))),
+        stale=draw(UINT32),
+        queue_us=draw(UINT32),
+        verify_us=draw(UINT32),
+        rows=draw(UINT32),
+        echo=draw(st.integers(0, 2**64 - 1)),
+        held_us=draw(UINT32),
+        finish=draw(st.none() | st.sampled_from(FinishReason)),
+    )
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.0, 100.0),
+    top_k=st.integers(0, 1 << 24),
+    top_p=SHARE,
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=SHARE.map(lambda share: 100.0 * share or 1.0),
+    presence_penalty=PENALTY,
+    frequency_penalty=PENALTY,
+    logit_bias=st.dictionaries(TOKEN, st.floats(-1e4, 1e4), max_size=5),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(TOKEN, max_size=5).map(tuple),
+    max_tokens=st.integers(1, 1 << 20),
+    ignore_eos=st.booleans(),
+)
+OPEN = st.builds(
+    Open,
+    session_id=NAME.filter(bool),
+    model=NAME,
+    vocabulary=NAME,
+    prompt=st.lists(TOKEN, min_size=1, max_size=64).map(tuple),
+    committed=st.lists(TOKEN, max_size=64).map(tuple),
+    sampling=SAMPLING,
+    run_ahead=st.sampled_from(RunAhead),
+    drafting=st.booleans(),
+)
+UPLINK: st.SearchStrategy[Uplink] = st.one_of(
+    drafts(),
+    st.builds(Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
+    st.just(Cancel()),
+    OPEN,
+)
+SECONDS = st.floats(0.0, 1e9)
+DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(
+    commits(),
+    st.builds(
+        Opened,
+        limits=st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS),
+        model=NAME,
+        position=UINT32,
+    ),
+    st.builds(Fault, st.sampled_from(FaultCode), st.text(max_size=50), SECONDS),
+)
+
+
+@given(UPLINK)
+def test_an_uplink_message_comes_out_as_it_went_in(message: Uplink) -> None:
+    assert decode_uplink(encode_uplink(message, LIMITS), LIMITS) == message
+
+
+@given(DOWNLINK)
+def test_a_downlink_message_comes_out_as_it_went_in(message: Downlink) -> None:
+    assert decode_downlink(encode_downlink(message, LIMITS), LIMITS) == message
+
+
+@given(st.builds(ModelInfo, NAME, NAME, st.integers(1, 32000), st.integers(1, 2**32 - 1)))
+def test_model_info_comes_out_as_it_went_in(info: ModelInfo) -> None:
+    assert decode_info(encode_info(info, LIMITS), LIMITS) == info
+
+
+def test_stop_strings_stay_on_the_device() -> None:
+    message = Open("s", "", "", (1,), sampling=SamplingParams(stop=("end",)))
+    decoded = decode_uplink(encode_uplink(message))
+    assert isinstance(decoded, Open)
+    assert decoded.sampling == SamplingParams()
+
+
+# --- hostile bytes --------------------------------------------------------------------------
+
+
+def _decodes_or_refuses(decode: Callable[[bytes, WireLimits], object], payload: bytes) -> None:
+    with suppress(ProtocolViolation):
+        decode(payload, LIMITS)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300)
+def test_random_bytes_decode_or_are_refused(payload: bytes) -> None:
+    _decodes_or_refuses(decode_uplink, payload)
+    _decodes_or_refuses(decode_downlink, payload)
+    _decodes_or_refuses(decode_info, payload)
+
+
+@given(
+    UPLINK.map(lambda message: encode_uplink(message, LIMITS))
+    | DOWNLINK.map(lambda message: encode_downlink(message, LIMITS)),
+    st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4),
+    st.integers(0, 1 << 16),
+)
+@settings(max_examples=300)
+def test_a_damaged_message_decodes_or_is_refused(
+    payload: bytes, changes: list[tuple[int, int]], cut: int
+) -> None:
+    damaged = bytearray(payload)
+    for index, value in changes:
+        damaged[index % len(damaged)] = value
+    for form in (bytes(damaged), bytes(damaged[: cut % len(damaged)]), payload + payload):
+        _decodes_or_refuses(decode_uplink, form)
+        _decodes_or_refuses(decode_downlink, form)
+
+
+def test_what_a_later_version_adds_is_ignored() -> None:
+    unknown_field = bytes([14 << 3, 7])
+    assert decode_uplink(encode_uplink(Received(9, 1)) + unknown_field) == Received(9, 1)
+
+
+def _open(**fields: Any) -> bytes:
+    defaults: dict[str, Any] = {"version": 1, "session_id": "s", "prompt": [1]}
+    return pb.DeviceMessage(open=pb.Open(**{**defaults, **fields})).SerializeToString()
+
+
+def _draft(**fields: Any) -> bytes:
+    return pb.DeviceMessage(draft=pb.Draft(**fields)).SerializeToString()
+
+
+def _sampling(**fields: Any) -> bytes:
+    return _open(sampling=pb.Sampling(**fields))
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        (b"", "no kind known here"),
+        (b"\xff\xff", "2 bytes are not a DeviceMessage"),
+        (b"\x0a" * 2_000_000, r"bytes of the message is 2000000, but must be in \[0, 1048576\]"),
+        (_open(version=2), r"Open.version is 2, but must be in \[1, 1\]"),
+        (_open(session_id=""), "Open.session_id is empty"),
+        (_open(session_id="x" * 129), "Open.session_id has 129 bytes, but must have at most 128"),
+        (_open(session_id="a\nb"), "Open.session_id is 'a\\\\nb', but must be printable"),
+        (_open(rule="typical"), "Open.rule is 'typical', but must be one of: exact"),
+        (_open(prompt=[]), "Open.prompt has 0 entries, but must have 1 to 64"),
+        (_open(prompt=[1] * 65), "Open.prompt has 65 entries, but must have 1 to 64"),
+        (_open(prompt=[1, 32000]), r"Open.prompt\[1\] is 32000, but must be in \[0, 31999\]"),
+        (_open(committed=[1] * 65), "Open.committed has 65 entries"),
+        (_open(run_ahead=9), "Open.run_ahead is 9, but must be one of: 1 .AUTO., 2"),
+        (_sampling(temperature=-1.0), "Sampling: temperature is -1.0, but must be in"),
+        (_sampling(top_p=float("nan")), "Sampling: top_p is nan"),
+        (_sampling(max_tokens=0), "Sampling: max_tokens is 0"),
+        (_sampling(stop_token_ids=[1] * 65), "Sampling.stop_token_ids has 65 entries"),
+        (_sampling(logit_bias={32000: 1.0}), r"Sampling.logit_bias\[0\] is 32000"),
+        (_sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "Sampling.logit_bias has 1025"),
+        (_draft(first_node_id=0, tokens=[5]), r"Draft.first_node_id is 0, but must be in \[1, "),
+        (_draft(first_node_id=9, tokens=[5] * 17), "Draft.tokens has 17 entries"),
+        (_draft(first_node_id=9, tokens=[5, 5], parent_deltas=[1]), "must have none or 2"),
+        (_draft(first_node_id=9, tokens=[5], parent_deltas=[9]), r"parent_deltas\[0\] is 9"),
+        (_draft(first_node_id=1, tokens=[5]), r"parent_deltas\[0\] is 1, but must be in \[0, 0\]"),
+        (_draft(first_node_id=9, tokens=[5], parent_deltas=[0]), "Draft.base_position is 0"),
+        (_draft(first_node_id=2**32 - 1, tokens=[5, 5]), "Draft.first_node_id is 4294967295"),
+    ],
+)
+def test_a_violation_names_the_field_the_value_and_the_bound(payload: bytes, text: str) -> None:
+    with pytest.raises(ProtocolViolation, match=text):
+        decode_uplink(payload, LIMITS)
+
+
+UNKNOWN: Any = 4
+
+
+@pytest.mark.parametrize(
+    ("wire", "text"),
+    [
+        (pb.VerifierMessage(), "no kind known here: commit, opened or fault"),
+        (pb.VerifierMessage(commit=pb.Commit(accepted=1)), "Commit.accepted is 1"),
+        (pb.VerifierMessage(commit=pb.Commit(tokens=[1] * 17)), "Commit.tokens has 17 entries"),
+        (pb.VerifierMessage(commit=pb.Commit(finish=UNKNOWN)), "Commit.finish is 4"),
+        (pb.VerifierMessage(fault=pb.Fault()), "Fault.code is 0, but must be one of: 1 .RESYNC."),
+        (pb.VerifierMessage(fault=pb.Fault(message="x" * 1025)), "bytes of Fault.message is 1025"),
+        (pb.VerifierMessage(fault=pb.Fault(code="FAULT_CODE_INVALID", retry_after_s=-1)), "is -1"),
+        (
+            pb.VerifierMessage(opened=pb.Opened(limits=pb.Limits(lease_s=float("inf")))),
+            "Limits.lease_s is inf",
+        ),
+    ],
+)
+def test_a_verifier_is_held_to_the_bounds_too(wire: pb.VerifierMessage, text: str) -> None:
+    with pytest.raises(ProtocolViolation, match=text):
+        decode_downlink(wire.SerializeToString(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Draft(5, (5,), (1,)),
+        Draft(5, (0,), (1,)),
+        Draft(5, (4, 5), (1,)),
+        Draft(5, (4,), (-1,)),
+        Draft(5, (0,), (1,), base_position=3, base_hash=1 << 32),
+        Received(-1, 0),
+        Received(0, 1 << 64),
+        Open("s", "", "", ()),
+        Open("s", "", "", (1,), sampling=SamplingParams(logit_bias={-1: 1.0})),
+    ],
+)
+def test_what_would_be_refused_is_not_sent(message: Uplink) -> None:
+    with pytest.raises(ProtocolViolation, match=r"must"):
+        encode_uplink(message)
+
+
+def test_a_long_fault_is_cut_and_still_arrives() -> None:
+    decoded = decode_downlink(encode_downlink(Fault(FaultCode.INTERNAL, "ä" * 2000)))
+    assert isinstance(decoded, Fault)
+    assert decoded.message == "ä" * 512
+
+
+def test_limits_have_to_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_draft_nodes is 0, but must be at least 1"):
+        WireLimits(max_draft_nodes=0)
+
+
+# --- what a token costs ---------------------------------------------------------------------
+
+# A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
+CHAIN = Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
+RUN_AHEAD = Commit(4000, (149_000,), verify_us=31_000)
+CORRECTION = Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)
+ECHOED = Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
+
+
+@pytest.mark.parametrize(
+    ("message", "budget_bytes"),
+    [
+        (CHAIN, 12 * 2),
+        (Draft(5000, (4999,), (149_000,)), 12),
+        (RUN_AHEAD, 24),
+        (CORRECTION, 24),
+        (ECHOED, 24),
+        (Commit(4000, (149_000,) * 5, 4, 1, 17_000, 31_000, 8, 100, 18_000), 24 * 5),
+        (dataclasses.replace(CORRECTION, echo=100, held_us=17_000), 28),
+        (Received(4000, 100), 8),
+    ],
+)
+def test_a_message_stays_within_its_payload_budget(
+    message: Uplink | Downlink, budget_bytes: int
+) -> None:
+    assert payload_bytes(message) <= budget_bytes
+
+
+def test_a_chain_sends_no_parents() -> None:
+    assert (
+        payload_bytes(CHAIN) == payload_bytes(dataclasses.replace(CHAIN, parents=(4999, 4999))) - 4
+    )
+    assert payload_bytes(CHAIN) == 13

@@ -1,0 +1,175 @@
+"""Peers that die: a device notices a killed, a stopped and a silent verifier, and says which one.
+
+The verifier is a process of its own (this file run as a script). A stopped process is the hard
+case: its kernel still acknowledges what nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from edgespec.core.messages import Limits, Open, Opened, Received
+from edgespec.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.grpc_options import Keepalive
+from edgespec.transport.grpc_server import GrpcServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 5.0
+
+
+@contextmanager
+def verifier_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        yield process, f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def opened(transport: GrpcTransport) -> DeviceStream:
+    stream = await transport.connect()
+    await stream.send(Open("session", "", "", (1,)))
+    assert isinstance(await stream.receive(), Opened)
+    return stream
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_dead_verifier_is_noticed_in_time(fault: signal.Signals) -> None:
+    with verifier_process() as (process, address):
+        transport = GrpcTransport(address)
+        stream = await opened(transport)
+        process.send_signal(fault)
+        with pytest.raises(LinkError, match=f"verifier at {address}: UNAVAILABLE") as caught:
+            await asyncio.wait_for(stream.receive(), PATIENCE_S)
+        assert caught.value.retryable
+        with pytest.raises(LinkError, match="UNAVAILABLE"):
+            await stream.send(Received(1, 1))
+        await transport.close()
+
+
+@pytest.mark.slow
+async def test_an_idle_stream_outlives_many_pings() -> None:
+    """A server with gRPC's default ping policy ends it with "too many pings"."""
+    with verifier_process() as (_, address):
+        transport = GrpcTransport(address, keepalive=Keepalive(0.1, 1.0))
+        stream = await opened(transport)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.receive(), 2.5)
+        await stream.send(Received(1, 1))
+        await transport.close()
+
+
+@pytest.mark.slow
+async def test_a_peer_that_never_answers_is_noticed_in_time() -> None:
+    """It takes the connection and says nothing, not even HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel connects, nobody reads
+        port = listener.getsockname()[1]
+        transport = GrpcTransport(f"127.0.0.1:{port}", connect_timeout_s=0.5)
+        with pytest.raises(LinkError, match=r"no answer to connect within 0.5 s"):
+            await transport.connect()
+        with pytest.raises(LinkError, match=r"no answer to info within 0.5 s"):
+            await transport.info()
+        await transport.close()
+
+
+@pytest.mark.slow
+async def test_a_stopped_device_is_noticed_in_time() -> None:
+    """By the verifier, so that the session's lease begins to run."""
+    gone: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+
+    async def watch(stream: VerifierStream) -> None:
+        await stream.receive()
+        proxy.pause()
+        try:
+            await stream.receive()
+        except LinkError as error:
+            gone.set_result(error)
+
+    server = GrpcServer("127.0.0.1:0", watch, lambda: ModelInfo("", "", 1, 1))
+    await server.start()
+    proxy = BlackHole(server.port)
+    await proxy.start()
+    transport = GrpcTransport(f"127.0.0.1:{proxy.port}", keepalive=Keepalive(3600.0, 3600.0))
+    stream = await transport.connect()
+    await stream.send(Open("session", "", "", (1,)))
+    error = await asyncio.wait_for(gone, PATIENCE_S)
+    assert "device at ipv4:127.0.0.1" in str(error)
+    await transport.close()
+    await server.stop()
+    await proxy.stop()
+
+
+class BlackHole:
+    """Forwards TCP to a port, until it is paused: then connections stay and nothing passes."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._open = asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def pause(self) -> None:
+        self._open.clear()
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*(w.wait_closed() for w in self._writers), return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.add(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await self._open.wait()
+            sink.write(data)
+            await sink.drain()
+
+
+async def _serve_until_killed() -> None:
+    async def open_and_listen(stream: VerifierStream) -> None:
+        await stream.receive()
+        await stream.send(Opened(Limits(), "toy", 1))
+        while True:
+            await stream.receive()
+
+    server = GrpcServer("127.0.0.1:0", open_and_listen, lambda: ModelInfo("", "", 1, 1))
+    await server.start()
+    sys.stdout.write(f"{server.port}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_until_killed())

@@ -1,0 +1,300 @@
+"""gRPC on localhost: the protocol passes, and one stream's trouble stays with that stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from edgespec.core.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    Received,
+)
+from edgespec.ports import LinkError, VerifierStream
+from edgespec.transport.codec import encode_uplink
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.metered import TrafficMeter
+from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from tests.shell.echo_verifier import INFO, OPEN, echo, opened, served, works
+
+SPECULATE = "/edgespec.v1.Verifier/Speculate"
+
+
+async def test_a_generation_passes_and_ends() -> None:
+    async with served() as (_, transport):
+        stream = await opened(transport)
+        await stream.send(Draft(1, (0, 1), (7, 8), 3, 9))
+        assert await stream.receive() == Commit(3, (7, 8), 2)
+        await stream.send(Cancel())
+        assert await stream.receive() == Commit(5, (), finish=FinishReason.CANCELLED)
+        with pytest.raises(LinkError, match=r"127.0.0.1:\d+ ended the stream"):
+            await stream.receive()
+        with pytest.raises(LinkError, match="ended the stream"):
+            await stream.send(Cancel())
+        await stream.close()
+
+
+async def test_info_names_the_model() -> None:
+    async with served() as (_, transport):
+        assert await transport.info() == INFO
+
+
+async def test_a_cancelled_receive_loses_nothing() -> None:
+    async with served() as (_, transport):
+        stream = await opened(transport)
+        for _ in range(3):
+            waiting = asyncio.ensure_future(stream.receive())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            assert waiting.cancelled()
+        for token in range(20):
+            await stream.send(Draft(1 + token, (0,), (token,), 3, 9))
+        received = [await stream.receive() for _ in range(20)]
+        assert received == [Commit(3 + n, (n,), 1) for n in range(20)]
+
+
+async def test_a_verifier_whose_receive_is_cancelled_loses_nothing() -> None:
+    async def impatient(stream: VerifierStream) -> None:
+        for _ in range(3):
+            waiting = asyncio.ensure_future(stream.receive())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+        await echo(stream)
+
+    async with served(impatient) as (_, transport):
+        assert await works(await opened(transport))
+
+
+async def test_both_ends_count_the_same_bytes() -> None:
+    device, verifier = TrafficMeter(), TrafficMeter()
+    async with served(meter=verifier) as (server, _):
+        transport = GrpcTransport(f"127.0.0.1:{server.port}", meter=device)
+        stream = await opened(transport)
+        await stream.send(Draft(1, (0, 1), (7, 8), 3, 9))
+        await stream.receive()
+        await stream.send(Cancel())
+        await stream.receive()
+        await transport.close()
+    assert device.report() == verifier.report()
+    assert device.report()["drafted_nodes"] == 2
+    assert device.report()["committed_tokens"] == 2
+
+
+# --- one stream's trouble -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("payload", "details"),
+    [
+        (b"\xff\xff\xff", "3 bytes are not a DeviceMessage"),
+        (b"", "no kind known here"),
+        (encode_uplink(Open("s", "", "", (5,) * 50)), "Open.prompt has 50 entries"),
+        (encode_uplink(Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
+    ],
+)
+async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
+    limits = WireLimits(max_prompt_tokens=40, vocabulary_size=32000)
+    async with served(limits=limits) as (_, transport):
+        good = await opened(transport)
+        channel = grpc.aio.insecure_channel(transport.address)
+        method: Any = channel.stream_stream(SPECULATE, None, None)
+        call = method()
+        await call.write(payload)
+        assert details.encode() in await call.read()  # the Fault
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details in str(caught.value.details())
+        await channel.close(None)
+        assert await works(good)
+
+
+async def test_a_message_over_the_byte_limit_ends_its_own_stream_only() -> None:
+    async with served(limits=WireLimits(max_message_bytes=4096)) as (_, transport):
+        good = await opened(transport)
+        channel = grpc.aio.insecure_channel(transport.address)
+        method: Any = channel.stream_stream(SPECULATE, None, None)
+        call = method()
+        await call.write(b"x" * 10_000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4096" in str(caught.value.details())
+        await channel.close(None)
+        assert await works(good)
+
+
+async def test_a_message_over_a_bound_is_not_sent_and_the_stream_lives_on() -> None:
+    async with served(limits=WireLimits(max_draft_nodes=2)) as (_, transport):
+        stream = await opened(transport)
+        with pytest.raises(ProtocolViolation, match=r"Draft.tokens has 3 entries"):
+            await stream.send(Draft(1, (0, 1, 2), (7, 7, 7), 3, 9))
+        assert await works(stream)
+
+
+async def test_a_verifier_over_a_bound_is_refused_for_good() -> None:
+    async with served() as (server, _):
+        strict = GrpcTransport(
+            f"127.0.0.1:{server.port}", limits=WireLimits(max_commit_tokens=1, max_draft_nodes=9)
+        )
+        stream = await opened(strict)
+        await stream.send(Draft(1, (0, 1), (7, 8), 3, 9))
+        with pytest.raises(LinkError, match=r"Commit.tokens has 2 entries") as caught:
+            await stream.receive()
+        assert not caught.value.retryable
+        await strict.close()
+
+
+async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with served() as (_, transport):
+        good, bad = await opened(transport), await opened(transport)
+        await bad.send(Received(1, 1))
+        fault = await bad.receive()
+        assert fault == Fault(FaultCode.INTERNAL, "the verifier failed: ZeroDivisionError")
+        with pytest.raises(LinkError, match="INTERNAL: the verifier failed"):
+            await bad.receive()
+        assert await works(good)
+    assert "a bug in the verifier" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (FaultCode.RESYNC, "ABORTED"),
+        (FaultCode.INVALID, "INVALID_ARGUMENT"),
+        (FaultCode.UNKNOWN_MODEL, "NOT_FOUND"),
+        (FaultCode.OVERLOADED, "RESOURCE_EXHAUSTED"),
+        (FaultCode.SHUTTING_DOWN, "UNAVAILABLE"),
+    ],
+)
+async def test_a_fault_arrives_before_the_status_that_matches_it(
+    code: FaultCode, status: str
+) -> None:
+    fault = Fault(code, "because", 1.5)
+
+    async def refuse(stream: VerifierStream) -> None:
+        await stream.receive()
+        await stream.send(Commit(3, (1,)))
+        await stream.send(fault)
+
+    async with served(refuse) as (_, transport):
+        stream = await transport.connect()
+        await stream.send(OPEN)
+        assert await stream.receive() == Commit(3, (1,))
+        assert await stream.receive() == fault
+        with pytest.raises(LinkError, match=f"{status}: because") as caught:
+            await stream.receive()
+        assert caught.value.retryable is code.retryable
+
+
+async def test_a_fault_reaches_a_device_that_is_sending() -> None:
+    """The library's own write replaces the fault by INTERNAL when it fails (grpc/grpc#36066)."""
+    fault = Fault(FaultCode.VOCABULARY_MISMATCH, "because")
+
+    async def refuse(stream: VerifierStream) -> None:
+        await stream.receive()
+        for position in range(20):
+            await stream.send(Commit(position, (1,)))
+        await stream.send(fault)
+
+    async with served(refuse) as (_, transport):
+        for _ in range(20):
+            stream = await transport.connect()
+            for node_id in range(1, 200):
+                await stream.send(Draft(node_id, (0,), (7,), 3, 9))
+            received = [await stream.receive() for _ in range(21)]
+            assert received[-1] == fault
+            with pytest.raises(LinkError, match="FAILED_PRECONDITION: because") as caught:
+                await stream.receive()
+            assert not caught.value.retryable
+            await stream.close()
+
+
+async def test_the_verifier_learns_that_a_device_left() -> None:
+    ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+
+    async def watch(stream: VerifierStream) -> None:
+        await stream.receive()
+        await stream.send(Opened(Limits(), "toy", 3))
+        try:
+            await stream.receive()
+        except LinkError as error:
+            ended.set_result(error)
+
+    async with served(watch) as (_, transport):
+        stream = await opened(transport)
+        await stream.close()
+        error = await asyncio.wait_for(ended, 5)
+        assert "device at ipv4:127.0.0.1" in str(error)
+        assert error.retryable
+
+
+async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait() -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    async def listen(stream: VerifierStream) -> None:
+        while True:
+            heard.put_nowait(await stream.receive())
+
+    async with served(listen) as (_, transport):
+        stream = await transport.connect()
+        receiving = asyncio.ensure_future(stream.receive())
+        for position in range(50):
+            await stream.send(Received(position, 0))
+        await stream.send(Cancel())
+        await stream.close()
+        with pytest.raises(LinkError, match="was closed here"):
+            await receiving
+        with pytest.raises(LinkError, match="was closed here"):
+            await stream.send(Cancel())
+        await transport.close()
+        assert [heard.get_nowait() for _ in range(51)][-1] == Cancel()
+
+
+async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
+    sent, stuck = 0, asyncio.Event()
+    token = tuple(range(4000))
+
+    async def flood(stream: VerifierStream) -> None:
+        nonlocal sent
+        while True:
+            try:
+                await asyncio.wait_for(stream.send(Commit(sent, token)), 0.5)
+            except TimeoutError:
+                stuck.set()
+                await stream.receive()
+            sent += 1
+
+    async with served(flood) as (_, transport):
+        stream = await transport.connect()
+        await asyncio.wait_for(stuck.wait(), 20)
+        # 8 kB each: two windows, the library's buffers and the socket's hold far less than this.
+        assert sent < 4000
+        await stream.close()
+
+
+async def test_streams_over_the_limit_are_refused() -> None:
+    async with served(max_streams=1) as (_, transport):
+        first = await opened(transport)
+        second = await transport.connect()
+        fault = await second.receive()
+        assert fault == Fault(FaultCode.OVERLOADED, "1 streams are open, the limit is 1")
+        with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED") as caught:
+            await second.receive()
+        assert caught.value.retryable
+        assert await works(first)
