@@ -29,6 +29,8 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExactRule:
+    """Commit the target's own tokens and nothing else."""
+
     def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
         child_of = {(parents[i], tokens[i]): i for i in range(len(tokens))}
         nodes: list[int] = []

@@ -10,6 +10,8 @@ from edgespec.core.work import Candidate
 
 
 class LinkState(Enum):
+    """Where a ``DraftSession`` is; the moves stand in ``core/transitions.py``."""
+
     IDLE = "idle"
     CONNECTING = "connecting"
     STREAMING = "streaming"
@@ -33,7 +35,7 @@ class TokenKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    pass
+    """Begin: connect, and draft on the prompt meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
+    """The draft step is over; its guesses, best first."""
+
     candidates: tuple[Candidate, ...]
 
 
@@ -93,6 +97,8 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Transmit:
+    """Hand this message to the stream, in order."""
+
     message: Uplink
 
 
@@ -116,6 +122,8 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """The generation is complete."""
+
     reason: FinishReason
 
 

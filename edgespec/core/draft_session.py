@@ -5,15 +5,12 @@ on reconnect), the tree of guesses behind it, and the plan of what to draft next
 side by side: the link, at most one draft step, and the stream of commits. Every event ends in
 ``_pump``, which sends what the policy wants sent and starts the step it wants started.
 
-    IDLE -> CONNECTING -> STREAMING -> DONE
-                 ^  ^---------|
-                 BACKING_OFF <'        (any broken link; DONE also on failure)
+    IDLE -> CONNECTING -> STREAMING -> DONE, and BACKING_OFF -> CONNECTING after a broken link
 
 A step that was running when a commit moved the root is matched against the new root when it ends:
 its guesses become nodes, agree with what is committed already, or are dropped. Invariants: only
 committed tokens are delivered, once and in order; a node is sent at most once a stream; drafting
-goes on while the link is down, as far as the policy's window lets it. ``deadline`` is when to send
-``Tick``.
+goes on while the link is down, as far as the policy lets it. ``deadline`` is when to send ``Tick``.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from edgespec.core.estimators import DraftEstimates
 from edgespec.core.messages import Cancel, Commit, Fault, FaultCode, Limits, Open, Opened, RunAhead
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.reconnect import Reconnect, ReconnectPolicy
+from edgespec.core.transitions import moved
 from edgespec.core.tree import Growth, SpeculationTree
 
 
@@ -114,15 +112,17 @@ class DraftSession:
                 assert_never(event)
         return (*actions, *self._pump(now))
 
+    def _move(self, state: ev.LinkState, deadline: float | None) -> None:
+        self.state, self.deadline = moved(self.state, state), deadline
+
     # --- the link --------------------------------------------------------------------------
 
     def _connect(self, now: float) -> list[ev.DraftAction]:
-        self.state, self.deadline = ev.LinkState.CONNECTING, now + self._reconnect_policy.answer_s
+        self._move(ev.LinkState.CONNECTING, now + self._reconnect_policy.answer_s)
         return [ev.Connect()]
 
     def _on_connected(self, now: float) -> list[ev.DraftAction]:
-        assert self.state is ev.LinkState.CONNECTING
-        self.state = ev.LinkState.STREAMING
+        self.state = moved(self.state, ev.LinkState.STREAMING)
         self._outbox.new_stream()
         self._reader.new_stream()
         self._told_to_go = False
@@ -146,7 +146,7 @@ class DraftSession:
         if again_at is None:
             return self._done(ev.Fail(f"gave up on the verifier: {why}", FaultCode.OVERLOADED))
         self.counters.reconnects += 1
-        self.state, self.deadline = ev.LinkState.BACKING_OFF, again_at
+        self._move(ev.LinkState.BACKING_OFF, again_at)
         return []
 
     def _on_tick(self, now: float) -> list[ev.DraftAction]:
@@ -163,7 +163,7 @@ class DraftSession:
         return [ev.Disconnect(), *self._on_link_down(fault.message, True, now, fault.retry_after_s)]
 
     def _done(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
-        self.state, self.deadline = ev.LinkState.DONE, None
+        self._move(ev.LinkState.DONE, None)
         return [ev.Disconnect(), last]
 
     # --- commits and steps -----------------------------------------------------------------

@@ -26,18 +26,24 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
+    """A stream's first message."""
+
     stream: int
     request: Open
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
+    """Any later message of a stream."""
+
     stream: int
     message: Draft | Received | Cancel
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLost:
+    """The device let go, or the link broke."""
+
     stream: int
 
 
@@ -78,6 +84,8 @@ EngineEvent = (
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
+    """Hand this message to the stream, in order."""
+
     stream: int
     message: Downlink
 
@@ -91,6 +99,8 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
+    """Reserve a sequence in the target (``ports.TargetModel.open``)."""
+
     key: str
     prompt_length: int
     sampling: SamplingParams
@@ -98,11 +108,15 @@ class OpenSequence:
 
 @dataclass(frozen=True, slots=True)
 class CloseSequence:
+    """Free it again."""
+
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class KeepNodes:
+    """Which nodes of its last pass stay cached (``ports.TargetModel.keep``)."""
+
     key: str
     nodes: tuple[int, ...]
 

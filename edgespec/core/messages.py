@@ -109,7 +109,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    pass
+    """The device wants no more tokens."""
 
 
 # --- verifier -> device ---------------------------------------------------------------------
@@ -147,6 +147,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
+    """The verifier ends the stream; ``message`` names the bound and the value."""
+
     code: FaultCode
     message: str
     retry_after_s: float = 0.0

@@ -39,6 +39,8 @@ class RunAheadPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeverRunAhead:
+    """Wait for a draft; decode on only when told to, or after ``patience_s``."""
+
     patience_s: float = 2.0
 
     def start_at(self, view: RunAheadView) -> float:
@@ -47,6 +49,8 @@ class NeverRunAhead:
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRunAhead:
+    """Never wait."""
+
     def start_at(self, view: RunAheadView) -> float:
         return view.now
 

@@ -2,9 +2,8 @@
 
 Theory of operation. Streams come and go; a stream that opens with a session id attaches to that
 session, new or resumed, and replaces the stream that had it. One pass runs at a time; the
-scheduler forms the next one whenever none does. A pass that fails is tried again with each session
-alone, and ends only the session that fails alone.
-
+scheduler forms the next one whenever none does. A pass that fails is tried again session by session
+and ends only what fails alone.
 Law of the file: the engine routes and schedules; what is committed is the sessions' business.
 ``deadline`` is when ``Poll`` is worth sending if nothing else happens.
 """

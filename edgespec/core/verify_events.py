@@ -46,11 +46,15 @@ VerifyEvent = Attach | Detach | Offer | PassDone | PassFailed | Draft | Received
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Hand this message to the session's stream."""
+
     message: Downlink
 
 
 @dataclass(frozen=True, slots=True)
 class RunPass:
+    """Take part in the pass that starts now; answers an ``Offer``."""
+
     request: PassRequest
 
 

@@ -8,7 +8,6 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
     READY     no pass is running; ``Offer`` may start one
     PASSING   one is running; its request is frozen in ``_pass``
     FINISHED  the last token is committed, or the device cancelled
-
 Attachment is apart from that: a session outlives its link by the lease, so that the device can
 come back. Drafts only ever change *when* tokens are committed. Invariants: in a pass that samples,
 ``cache_length + len(feed) == prefix.length`` (between decoding passes the cache holds all but the
@@ -39,6 +38,7 @@ from edgespec.core.messages import (
 )
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.run_ahead import RunAheadPolicy
+from edgespec.core.transitions import moved
 from edgespec.core.work import ModelInfo, PassRequest
 
 
@@ -114,7 +114,8 @@ class VerifySession:
             case Received():
                 return self._on_received(event, now)
             case Cancel():
-                self.state, self.finish = ev.VerifyState.FINISHED, FinishReason.CANCELLED
+                self.finish = FinishReason.CANCELLED
+                self.state = moved(self.state, ev.VerifyState.FINISHED)
                 self._received = self.prefix.length
                 return ()
             case _:
@@ -128,7 +129,7 @@ class VerifySession:
         self._detached_at, self.deadline, self._received = None, None, held
         self._echo, self._idle_since = None, now
         if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
-            self.state, self.finish = ev.VerifyState.FINISHED, finish
+            self.state, self.finish = moved(self.state, ev.VerifyState.FINISHED), finish
         greeting = ev.Send(Opened(self._limits, self._model.name, held))
         if self.prefix.length == held and self.finish is None:
             return (greeting,)
@@ -191,22 +192,24 @@ class VerifySession:
             sample=sample,
         )
         queue_s = self.inbox.take_queue_s(now) if nodes else 0.0
-        self._pass, self.state = _Pass(request, now, queue_s), ev.VerifyState.PASSING
+        self._pass = _Pass(request, now, queue_s)
+        self.state = moved(self.state, ev.VerifyState.PASSING)
         return request
 
     def _on_pass_failed(self) -> None:
         self._pass = None
         if self.state is ev.VerifyState.PASSING:
-            self.state = ev.VerifyState.READY
+            self.state = moved(self.state, ev.VerifyState.READY)
 
     def _on_pass_done(self, targets: tuple[int, ...], now: float) -> tuple[ev.VerifyAction, ...]:
         assert self._pass is not None
         done, self._pass = self._pass, None
         if self.state is ev.VerifyState.FINISHED:  # cancelled meanwhile
             return ()
-        self.state, self._idle_since = ev.VerifyState.READY, now
+        self._idle_since = now
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
+            self.state = moved(self.state, ev.VerifyState.READY)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
         walk = self._rule.walk(done.request.tokens, done.request.parents, targets)
@@ -217,8 +220,9 @@ class VerifySession:
         commit = self._commit(position, tokens, min(len(walk.nodes), len(tokens)), done, now)
         send = (ev.Send(commit),) if self.attached else ()
         if self.finish is not None:
-            self.state = ev.VerifyState.FINISHED
+            self.state = moved(self.state, ev.VerifyState.FINISHED)
             return send
+        self.state = moved(self.state, ev.VerifyState.READY)
         return ev.Keep(walk.nodes), *send
 
     def _commit(

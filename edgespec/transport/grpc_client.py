@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-from grpc.aio import EOF  # type: ignore[attr-defined] # missing in the stubs
+from grpc.aio import EOF
 
 from edgespec.core.messages import Downlink, Fault, Uplink
 from edgespec.ports import ByteMeter, DeviceStream, LinkError, ModelInfo

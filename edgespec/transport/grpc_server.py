@@ -87,7 +87,7 @@ class GrpcServer:
 
         server = grpc.aio.server(options=server_options(self._limits, self._keepalive))
         server.add_generic_rpc_handlers((self._handlers(),))
-        health_aio: Any = health.aio  # type: ignore[attr-defined] # missing in the stubs
+        health_aio: Any = health.aio
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(

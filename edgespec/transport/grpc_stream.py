@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc.aio import EOF  # type: ignore[attr-defined] # missing in the stubs
+from grpc.aio import EOF
 
 from edgespec.core.messages import Downlink, Fault, FaultCode, Uplink
 from edgespec.ports import ByteMeter, LinkError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -94,7 +94,7 @@ async def test_a_stop_without_grace_tells_the_devices_why() -> None:
 async def test_reflection_lists_the_service() -> None:
     async with served() as (_, transport):
         channel = grpc.aio.insecure_channel(transport.address)
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
         call = stub.ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         names = {service.name for service in (await call.read()).list_services_response.service}

@@ -66,16 +66,18 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = torch.where(peak == 0, torch.ones_like(peak), peak / -8)
     values = (blocks / scale).round().clamp(-8, 7) * scale
-    return weight + (values.flatten(-2) - weight.detach())
+    straight_through: torch.Tensor = weight + (values.flatten(-2) - weight.detach())
+    return straight_through
 
 
 @torch.compile(dynamic=False)
 def distill_loss(
     draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: torch.Tensor, *, low_bits: bool
 ) -> torch.Tensor:
-    weights = dict(draft.named_parameters())
-    if low_bits:
-        weights = {n: rounded(w) if w.ndim == 2 else w for n, w in weights.items()}
+    weights: dict[str, torch.Tensor] = {
+        name: rounded(weight) if low_bits and weight.ndim == 2 else weight
+        for name, weight in draft.named_parameters()
+    }
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
             wanted = target(tokens, use_cache=False).logits
@@ -85,10 +87,11 @@ def distill_loss(
         wanted.float().flatten(0, 1),
         functional.log_softmax(got.float().flatten(0, 1), -1),
     )
-    divergence = functional.kl_div(
+    divergence: torch.Tensor = functional.kl_div(
         got, functional.log_softmax(wanted, -1), log_target=True, reduction="batchmean"
     )
-    return divergence + FIRST_CHOICE_WEIGHT * functional.nll_loss(got, wanted.argmax(-1))
+    first_choice: torch.Tensor = functional.nll_loss(got, wanted.argmax(-1))
+    return divergence + FIRST_CHOICE_WEIGHT * first_choice
 
 
 def distill(folder: Path, minutes: float, rows: int, micro: int) -> None:

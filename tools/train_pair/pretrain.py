@@ -47,7 +47,6 @@ def new_model(role: str, seed: int) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 

@@ -1,0 +1,50 @@
+"""Draw ``docs/session-states.md`` from the tables the sessions enforce (core/transitions.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES
+
+PAGE = Path(__file__).parents[1] / "docs" / "session-states.md"
+HEAD = """# Session states
+
+Drawn from `edgespec/core/transitions.py` by `python -m tools.draw_states`; a test fails when this
+page and the code differ. A move that is not listed is an assertion failure.
+"""
+
+
+def page() -> str:
+    parts = [
+        HEAD,
+        "## The device: `DraftSession`\n",
+        *_section(DRAFT_MOVES),
+        "\n## The verifier: `VerifySession`\n",
+        "Attachment to a stream is apart from these states: a detached session keeps its state and "
+        "runs no pass until its lease ends or the device comes back.\n",
+        *_section(VERIFY_MOVES),
+    ]
+    return "\n".join(parts)
+
+
+def _section(moves: Mapping[tuple[Enum, Enum], str]) -> list[str]:
+    diagram = [f"    {source.value} --> {target.value}" for source, target in moves]
+    rows = [
+        f"| {source.value} | {target.value} | {why} |" for (source, target), why in moves.items()
+    ]
+    return [
+        "```mermaid",
+        "stateDiagram-v2",
+        *diagram,
+        "```\n",
+        "| from | to | on |",
+        "| --- | --- | --- |",
+        *rows,
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
