@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 
-from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES
+from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES, State
 
 PAGE = Path(__file__).parents[1] / "docs" / "session-states.md"
 HEAD = """# Session states
@@ -29,9 +28,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _section(moves: Mapping[tuple[Enum, Enum], str]) -> list[str]:
-    diagram = [f"    {source.value} --> {target.value}" for source, target in moves]
-    rows = [
+def _section(moves: Mapping[tuple[State, State], str]) -> list[str]:
+    diagram: list[str] = [f"    {source.value} --> {target.value}" for source, target in moves]
+    rows: list[str] = [
         f"| {source.value} | {target.value} | {why} |" for (source, target), why in moves.items()
     ]
     return [
