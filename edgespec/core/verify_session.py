@@ -164,10 +164,12 @@ class VerifySession:
     def _on_offer(self, max_rows: int, pass_s: float, now: float) -> tuple[ev.VerifyAction, ...]:
         if self.state is not ev.VerifyState.READY or not self.attached:
             return ()
+        assert max_rows >= 1
         self.deadline = None
         if self.prefix.length - self._received > self._limits.max_unreceived:
             return ()  # until a ``Received`` comes
-        decoding = self.cache_length == self.prefix.length - 1 and self.prefix.output
+        last = self._ending.end - 1  # there a draft cannot help, so none is waited for
+        decoding = self.prefix.output and self.cache_length + 1 == self.prefix.length < last
         if decoding and not self.inbox.verifiable(1, self._ending.end):
             start_at = self._run_ahead.start_at(self.inbox.view(now, self._idle_since, pass_s))
             if start_at > now:
@@ -176,7 +178,6 @@ class VerifySession:
         return (ev.RunPass(self._start_pass(max_rows, now)),)
 
     def _start_pass(self, max_rows: int, now: float) -> PassRequest:
-        assert max_rows >= 1
         first, last = self.cache_length, self.prefix.length
         feed = tuple(self.prefix.tokens[first : min(last, first + max_rows)])
         sample = first + len(feed) == last
@@ -191,8 +192,7 @@ class VerifySession:
             parents=tuple(index.get(node.parent, -1) for node in nodes),
             sample=sample,
         )
-        queue_s = self.inbox.take_queue_s(now) if nodes else 0.0
-        self._pass = _Pass(request, now, queue_s)
+        self._pass = _Pass(request, now, self.inbox.take_queue_s(now) if nodes else 0.0)
         self.state = moved(self.state, ev.VerifyState.PASSING)
         return request
 

@@ -1,0 +1,74 @@
+"""What both sides learn. Oracle: the plain formulas, over lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.core.estimators import AcceptanceEstimator, ArrivalEstimator, MovingAverage
+
+
+def test_the_first_samples_are_averaged() -> None:
+    average = MovingAverage(0.25)
+    assert average.get(7.0) == 7.0
+    for count, sample in enumerate((4.0, 8.0, 0.0, 12.0), start=1):
+        average.add(sample)
+        assert average.get(7.0) == pytest.approx(sum((4.0, 8.0, 0.0, 12.0)[:count]) / count)
+    average.add(26.0)
+    assert average.get(7.0) == pytest.approx(0.75 * 6.0 + 0.25 * 26.0)
+
+
+def test_a_constant_is_its_own_average() -> None:
+    average = MovingAverage()
+    for _ in range(50):
+        average.add(0.3)
+    assert average.get(0.0) == pytest.approx(0.3)
+
+
+def test_acceptance_starts_from_the_prior_and_goes_to_the_share() -> None:
+    estimator = AcceptanceEstimator()
+    assert [estimator.rate(rank) for rank in range(4)] == pytest.approx([0.7, 0.1, 0.04, 0.02])
+    for _ in range(400):
+        estimator.add(1)
+    assert estimator.rate(0) < 0.2
+    assert estimator.rate(1) > 0.75
+    for _ in range(400):
+        estimator.add(None)
+    assert estimator.rate(1) < 0.1
+
+
+def test_acceptance_is_a_weighted_count() -> None:
+    estimator = AcceptanceEstimator(prior=(0.5,), prior_weight=4.0, memory=0.5)
+    for rank in (0, None, 0):
+        estimator.add(rank)
+    hits, trials = 0.25 + 1.0, 0.25 + 0.5 + 1.0
+    assert estimator.rate(0) == pytest.approx((hits + 2.0) / (trials + 4.0))
+
+
+def test_the_rates_of_a_position_stay_a_distribution() -> None:
+    estimator = AcceptanceEstimator()
+    for index in range(100):
+        estimator.add((0, 1, 2, None)[index % 4])
+        assert sum(estimator.rate(rank) for rank in range(3)) <= 1.0
+
+
+def test_nothing_known_nothing_expected() -> None:
+    arrivals = ArrivalEstimator()
+    assert arrivals.expected_at() is None
+    arrivals.on_useful_draft(1.0)
+    assert arrivals.expected_at() is None
+    arrivals.on_miss(2.0)
+    assert arrivals.expected_at() is None
+
+
+def test_two_rhythms() -> None:
+    arrivals = ArrivalEstimator()
+    arrivals.on_useful_draft(1.0)
+    arrivals.on_useful_draft(1.5)
+    assert arrivals.expected_at() == pytest.approx(2.0)
+    arrivals.on_miss(3.0)
+    assert arrivals.expected_at() is None
+    arrivals.on_useful_draft(3.25)
+    assert arrivals.expected_at() == pytest.approx(3.75)
+    arrivals.on_miss(4.0)
+    arrivals.on_miss(9.0)  # the first one counts: the device hears of that
+    assert arrivals.expected_at() == pytest.approx(4.25)

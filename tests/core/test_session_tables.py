@@ -1,0 +1,86 @@
+"""The tables of state moves against what the sessions do.
+
+Oracle: the moves seen in random worlds and a few scripted endings are exactly those in the tables;
+any other move is an assertion.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from enum import Enum
+
+import pytest
+
+from edgespec.core import draft_session, transitions, verify_session
+from edgespec.core.draft_events import Connected, DraftEvent, LinkDown, LinkState, Start, Stop
+from edgespec.core.draft_policy import WindowedPolicy
+from edgespec.core.draft_session import DraftSession
+from edgespec.core.messages import Cancel, Fault, FaultCode, Open
+from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES, State, moved
+from edgespec.core.verify_events import Offer, VerifyState
+from tests.core.fixed_text import REQUEST, new_session, run_pass
+from tests.sim.random_worlds import play
+
+WORLDS = 120
+Move = tuple[Enum, Enum]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
+    moves: set[Move] = set()
+
+    def watched(source: State, target: State) -> State:
+        moves.add((source, target))
+        return transitions.moved(source, target)
+
+    monkeypatch.setattr(draft_session, "moved", watched)
+    monkeypatch.setattr(verify_session, "moved", watched)
+    return moves
+
+
+def _device(*events: DraftEvent) -> None:
+    request = Open("s", "", "", (1,))
+    session = DraftSession(request, WindowedPolicy(), ReconnectPolicy(give_up_first_s=1.0), 100)
+    for index, event in enumerate(events):
+        session.handle(event, float(index))
+
+
+def _endings() -> None:
+    start, connected, down = Start(), Connected(), LinkDown("gone")
+    _device(Stop())
+    _device(start, Stop())
+    _device(start, connected, Stop())
+    _device(start, down, Stop())
+    _device(start, connected, Fault(FaultCode.INVALID, "no"))
+    run_pass(session := new_session())
+    session.handle(Cancel(), 1.0)
+    session = new_session()
+    session.handle(Offer(64, 0.02), 1.0)
+    session.handle(Cancel(), 1.0)
+    new_session(replace(REQUEST, sampling=SamplingParams(max_tokens=1), committed=(10,)))
+
+
+def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
+    for seed in range(WORLDS):
+        play(seed)
+    _endings()
+    changes = {(source, target) for source, target in seen if source is not target}
+    assert changes == {*DRAFT_MOVES, *VERIFY_MOVES}
+
+
+@pytest.mark.parametrize("states", [LinkState, VerifyState])
+def test_every_other_move_is_an_assertion(states: type[State]) -> None:
+    for source, target in itertools.product(list(states), repeat=2):
+        if source is target or (source, target) in {*DRAFT_MOVES, *VERIFY_MOVES}:
+            assert moved(source, target) is target
+        else:
+            with pytest.raises(AssertionError, match="->"):
+                moved(source, target)
+
+
+@pytest.mark.parametrize("end", [LinkState.DONE, VerifyState.FINISHED])
+def test_the_end_is_the_end(end: Enum) -> None:
+    assert not [move for move in (*DRAFT_MOVES, *VERIFY_MOVES) if move[0] is end]

@@ -1,0 +1,208 @@
+"""Plausible mistakes in the product's machines, each as a patch of one or two methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from edgespec.core import draft_events
+from edgespec.core.acceptance import ExactRule, Walk
+from edgespec.core.commit_reader import CommitReader
+from edgespec.core.draft_cache import DraftCache
+from edgespec.core.draft_events import Deliver
+from edgespec.core.draft_inbox import DraftInbox
+from edgespec.core.draft_outbox import DraftOutbox
+from edgespec.core.draft_session import DraftSession
+from edgespec.core.ending import Ending
+from edgespec.core.messages import Commit, Draft, Fault, FinishReason, Open, Opened
+from edgespec.core.tree import ROOT, Node, SpeculationTree
+from edgespec.core.verify_events import Keep, Send, VerifyAction
+from edgespec.core.verify_session import VerifySession
+
+Patches = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    apply: Patches
+    seeds: int
+    """Random worlds that are enough to notice it (measured, and then some)."""
+
+
+_place, _keep, _reset = SpeculationTree.place, VerifySession._on_pass_done, DraftInbox.reset
+_read, _receive, _cut = CommitReader.read, DraftInbox.receive, Ending.cut
+_attach, _opened = VerifySession._on_attach, DraftSession._on_opened
+_verifiable = DraftInbox.verifiable
+_step_done, _offer = DraftSession._on_step_done, VerifySession._on_offer
+
+
+def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
+    return None
+
+
+def _keeps_one_short(
+    session: VerifySession, targets: tuple[int, ...], now: float
+) -> tuple[VerifyAction, ...]:
+    actions = _keep(session, targets, now)
+    return tuple(Keep(a.nodes[:-1]) if isinstance(a, Keep) else a for a in actions)
+
+
+def _dead_parents_count(tree: SpeculationTree, parent: int, base_position: int) -> int | None:
+    place = _place(tree, parent, base_position)
+    return tree.prefix.length if place is None else place
+
+
+def _late_drafts_move_along(tree: SpeculationTree, parent: int, base_position: int) -> int | None:
+    return _place(tree, parent, tree.prefix.length if parent == ROOT else base_position)
+
+
+def _old_tree_stays(inbox: DraftInbox, drafting: bool) -> None:
+    inbox.told_to_go, inbox._waiting_since = not drafting, None
+
+
+def _overlap_is_new(reader: CommitReader, commit: Commit, now: float) -> Deliver | None:
+    return _read(reader, replace(commit, position=reader._prefix.length), now)
+
+
+def _hash_is_ignored(inbox: DraftInbox, draft: Draft, now: float) -> Fault | None:
+    base = min(draft.base_position, inbox._prefix.length)
+    return _receive(inbox, replace(draft, base_hash=inbox._prefix.hash_at(base)), now)
+
+
+def _base_ahead_is_taken(inbox: DraftInbox, draft: Draft, now: float) -> Fault | None:
+    length = inbox._prefix.length
+    if draft.base_position > length:
+        draft = replace(draft, base_position=length, base_hash=inbox._prefix.hash_at(length))
+    return _receive(inbox, draft, now)
+
+
+def _stop_is_ignored(
+    ending: Ending, position: int, tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    return _cut(replace(ending, stops=frozenset()), position, tokens)
+
+
+def _stop_only_at_the_end(
+    ending: Ending, position: int, tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    kept, finish = _cut(replace(ending, stops=frozenset()), position, tokens)
+    return kept, FinishReason.STOP if kept and kept[-1] in ending.stops else finish
+
+
+def _max_tokens_overshot(
+    ending: Ending, position: int, tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    kept, finish = _cut(ending, position, tokens)
+    return (tokens if finish is FinishReason.LENGTH else kept), finish
+
+
+def _cache_is_trusted(cache: DraftCache, prefix: Any) -> None:
+    cache._agreed = min(len(cache._tokens), prefix.length)
+
+
+def _resume_skips_one(
+    session: VerifySession, request: Open, now: float
+) -> tuple[VerifyAction, ...]:
+    def short(action: VerifyAction) -> VerifyAction:
+        match action:
+            case Send(Commit(position, tokens) as commit) if tokens:
+                return Send(replace(commit, position=position + 1, tokens=tokens[1:]))
+        return action
+
+    return tuple(short(action) for action in _attach(session, request, now))
+
+
+def _resume_sends_nothing(
+    session: VerifySession, request: Open, now: float
+) -> tuple[VerifyAction, ...]:
+    return _attach(session, request, now)[:1]
+
+
+def _siblings_are_independent(
+    rule: ExactRule, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]
+) -> Walk:
+    """Any node that some row of the pass predicts is accepted; the longest path wins."""
+    path: list[int] = []
+    for node in range(len(tokens)):
+        parent = path[-1] if path else -1
+        if parents[node] == parent and tokens[node] in targets:
+            path.append(node)
+    last = targets[1 + path[-1]] if path else targets[0]
+    return Walk(tuple(path), (*(tokens[node] for node in path), last))
+
+
+def _acknowledges_rarely(session: DraftSession, opened: Opened) -> list[draft_events.DraftAction]:
+    actions = _opened(session, opened)
+    session._reader.max_unreceived = 1 << 20
+    return actions
+
+
+def _repeats_empty_steps(
+    session: DraftSession, done: draft_events.StepDone, now: float
+) -> list[draft_events.DraftAction]:
+    actions = _step_done(session, done, now)
+    session._barren = None
+    return actions
+
+
+def _flow_control_off(
+    session: VerifySession, max_rows: int, pass_s: float, now: float
+) -> tuple[VerifyAction, ...]:
+    session._received = session.prefix.length
+    return _offer(session, max_rows, pass_s, now)
+
+
+def _failed_pass_hangs(session: VerifySession) -> None:
+    session._pass = None
+
+
+def _newest_nodes_first(inbox: DraftInbox, room: int, end: int) -> list[Node]:
+    return [node for node in inbox.tree if node.position < end - 1][-room:] if room > 0 else []
+
+
+def _nodes_past_the_end(inbox: DraftInbox, room: int, end: int) -> list[Node]:
+    return _verifiable(inbox, room, end + 8)
+
+
+def _patch(owner: type, name: str, mutant: Any) -> Patches:
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
+
+
+def _overshoots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two mistakes: either alone is made good by the other place."""
+    monkeypatch.setattr(Ending, "cut", _max_tokens_overshot)
+    monkeypatch.setattr(DraftInbox, "verifiable", _nodes_past_the_end)
+
+
+MUTANTS = (
+    Mutant("killed siblings survive", _patch(SpeculationTree, "_kill", _siblings_survive), 20),
+    Mutant("keep is one short", _patch(VerifySession, "_on_pass_done", _keeps_one_short), 20),
+    Mutant("dead parents count", _patch(SpeculationTree, "place", _dead_parents_count), 60),
+    Mutant("late drafts move along", _patch(SpeculationTree, "place", _late_drafts_move_along), 20),
+    Mutant("attach keeps the old tree", _patch(DraftInbox, "reset", _old_tree_stays), 300),
+    Mutant("overlap delivered twice", _patch(CommitReader, "read", _overlap_is_new), 30),
+    Mutant("hash not matched", _patch(DraftInbox, "receive", _hash_is_ignored), 400),
+    Mutant("base ahead is taken", _patch(DraftInbox, "receive", _base_ahead_is_taken), 400),
+    Mutant("stop ids ignored", _patch(Ending, "cut", _stop_is_ignored), 40),
+    Mutant("stop only as last token", _patch(Ending, "cut", _stop_only_at_the_end), 60),
+    Mutant("max_tokens overshot", _overshoots, 60),
+    Mutant("draft cache trusted", _patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
+    Mutant("resume skips a token", _patch(VerifySession, "_on_attach", _resume_skips_one), 20),
+    Mutant("resume sends nothing", _patch(VerifySession, "_on_attach", _resume_sends_nothing), 20),
+    Mutant("independent siblings", _patch(ExactRule, "walk", _siblings_are_independent), 60),
+    Mutant("acknowledges rarely", _patch(DraftSession, "_on_opened", _acknowledges_rarely), 20),
+    Mutant(
+        "empty steps repeated", _patch(DraftSession, "_on_step_done", _repeats_empty_steps), 300
+    ),
+    Mutant("new stream, old marks", _patch(DraftOutbox, "new_stream", lambda outbox: None), 500),
+    Mutant("flow control off", _patch(VerifySession, "_on_offer", _flow_control_off), 20),
+    Mutant("failed pass hangs", _patch(VerifySession, "_on_pass_failed", _failed_pass_hangs), 50),
+    Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
+    Mutant(
+        "silence when resting", _patch(DraftSession, "_nothing_to_come", lambda session: []), 60
+    ),
+)

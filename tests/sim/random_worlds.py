@@ -1,0 +1,138 @@
+"""Options of a random world from one seed: every policy, drafter, law, bound and fault there is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.messages import Limits, RunAhead
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
+from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.ports import Drafter
+from edgespec_sim.worlds import DrafterFactory, WorldOptions, WorldResult, good_drafter, run_world
+
+REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
+
+
+def exact_drafter(model: ToyModel) -> Drafter:
+    return ToyDrafter(model)
+
+
+def random_drafter(model: ToyModel) -> Drafter:
+    return RandomDrafter(toy_info(model))
+
+
+def adversarial_drafter(model: ToyModel) -> Drafter:
+    return AdversarialDrafter(ToyDrafter(model))
+
+
+DRAFTERS: tuple[DrafterFactory, ...] = (
+    exact_drafter,
+    good_drafter,
+    good_drafter,
+    random_drafter,
+    adversarial_drafter,
+)
+
+
+def play(seed: int) -> WorldResult:
+    """The world of a seed. Raises what is wrong with it."""
+    return run_world(draw_options(seed), seed)
+
+
+def draw_options(seed: int) -> WorldOptions:
+    dice = random.Random(f"options of {seed}")
+    vocabulary_size = dice.choice((2, 3, 5, 8))
+    quiet = dice.random() < 0.3
+    options = WorldOptions(
+        model=ToyModel(
+            vocabulary_size=vocabulary_size,
+            order=dice.choice((0, 1, 2, 3)),
+            seed=dice.getrandbits(20),
+            sharpness=dice.choice((0.5, 1.0, 2.0)),
+            eos_token=dice.choice((None, 0, vocabulary_size - 1)),
+            eos_probability=dice.choice((0.02, 0.1)),
+        ),
+        drafter=dice.choice(DRAFTERS),
+        policies=tuple(_policy(dice) for _ in range(dice.choice((1, 1, 2, 3)))),
+        prompt_length=dice.choice((1, 2, 5, 12)),
+        sampling=_sampling(dice, vocabulary_size),
+        run_ahead=dice.choice(tuple(RunAhead)),
+        drafting=dice.random() < 0.95,
+        draft_context_length=dice.choice((1 << 16, 1 << 16, 20)),
+        limits=_limits(dice),
+        engine_limits=_engine_limits(dice),
+        delay_s=dice.choice((0.0, 0.001, 0.02, 0.1)),
+        jitter_s=dice.choice((0.0, 0.0, 0.01, 0.1)),
+        step_s=dice.choice((0.001, 0.005, 0.05)),
+        pass_s=dice.choice((0.0, 0.005, 0.03)),
+    )
+    return options if quiet else _with_faults(options, dice)
+
+
+def _with_faults(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    return replace(
+        options,
+        faults_until_s=dice.choice((0.5, 2.0)),
+        cuts=dice.choice((0, 1, 3)),
+        replacements=dice.choice((0, 0, 1, 2)),
+        restarts=dice.choice((0, 0, 1, 2)),
+        duplicate_chance=dice.choice((0.0, 0.1, 0.5)),
+        forge_chance=dice.choice((0.0, 0.0, 0.1)),
+        batch_failure_chance=dice.choice((0.0, 0.2)),
+    )
+
+
+def _policy(dice: random.Random) -> DraftPolicy:
+    width = dice.choice((1, 1, 2, 3))
+    kind = dice.randrange(3)
+    if kind == 0:
+        return FixedPolicy(dice.choice((None, 1, 4)), width)
+    if kind == 1:
+        return PearlPolicy(dice.choice((None, 1, 4)), width)
+    return WindowedPolicy(width, dice.choice((None, 1, 4)), dice.choice((0.0, 0.02)))
+
+
+def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
+    stops = tuple(range(vocabulary_size - 1)) if dice.random() < 0.1 else ()
+    params = SamplingParams(
+        temperature=dice.choice((0.0, 0.0, 0.7, 1.0, 2.0)),
+        top_p=dice.choice((1.0, 1.0, 0.8)),
+        top_k=dice.choice((0, 0, 3)),
+        min_p=dice.choice((0.0, 0.0, 0.1)),
+        seed=dice.getrandbits(64) >> 2,
+        stop_token_ids=stops,
+        max_tokens=dice.choice((1, 2, 7, 20, 30)),
+        ignore_eos=dice.random() < 0.3,
+    )
+    if dice.random() < 0.7:
+        return params
+    return replace(
+        params,
+        repetition_penalty=dice.choice((1.0, 1.3)),
+        presence_penalty=dice.choice((0.0, 0.5)),
+        frequency_penalty=dice.choice((0.1, 0.4)),
+        logit_bias={dice.randrange(vocabulary_size): dice.choice((-2.0, 1.0))},
+    )
+
+
+def _limits(dice: random.Random) -> Limits:
+    return Limits(
+        context_length=dice.choice((4096, 4096, 16, 30)),
+        max_nodes_outstanding=dice.choice((128, 16, 3)),
+        max_nodes_per_pass=dice.choice((64, 4, 1)),
+        max_unreceived=dice.choice((256, 8, 4, 0)),
+        lease_s=dice.choice((5.0, 1.0, 0.3)),
+    )
+
+
+def _engine_limits(dice: random.Random) -> EngineLimits:
+    return EngineLimits(
+        max_sessions=dice.choice((64, 64, 1)),
+        max_rows_per_pass=dice.choice((1024, 12, 3)),
+        max_rows_per_session=dice.choice((512, 5, 2)),
+    )
