@@ -102,7 +102,8 @@ class DeviceStream(Protocol):
     """The device's end of one generation's stream."""
 
     async def send(self, message: Uplink) -> None:
-        """Hand over one message, in order. Raises ``LinkError`` when the stream is gone."""
+        """Hand over one message, in order. Raises ``LinkError`` when the stream is gone, and
+        ``ValueError`` naming the field and the bound when the message breaks one of the wire's."""
 
     async def receive(self) -> Downlink:
         """The next message. Raises ``LinkError`` when the stream has ended."""

@@ -69,6 +69,11 @@ class Floor:
 CORE, PORTS, TELEMETRY, CONFIG = (
     f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
 )
+COMPOSED = tuple(
+    f"edgespec.{name}"
+    for name in "core ports telemetry config drafters targets transport models agent verifier "
+    "export_cache".split()
+)
 # The first floor that holds a module is its floor. The toys come before their packages: they are
 # the simulator's models, so they keep its rules.
 FLOORS = (
@@ -86,7 +91,13 @@ FLOORS = (
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
     Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
+    # Measures agents it is handed; links, models and processes are the command line's.
+    Floor("edgespec.benchmark", (CORE, PORTS, "edgespec.agent", "edgespec.__version__"), HEAVY),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
+    Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
+    # The composition root, and the Python API on top of it.
+    Floor("edgespec.compose", COMPOSED, HEAVY),
+    Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(
         "edgespec_sim",
         (CORE, PORTS, TELEMETRY, CONFIG, "edgespec.drafters.toy", "edgespec.targets.toy"),
@@ -94,7 +105,7 @@ FLOORS = (
     ),
     Floor("edgespec.__main__", ("edgespec.cli",), HEAVY),
     # What is left: edgespec/__init__.py, which everyone loads.
-    Floor("edgespec", (CORE, PORTS), HEAVY),
+    Floor("edgespec", (CORE, PORTS, "edgespec.api"), HEAVY),
 )
 
 

@@ -10,7 +10,7 @@ it are served all the same, without drafting.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -76,6 +76,8 @@ class AgentOptions:
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
+    vocabulary: str = ""
+    """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
 
 
 class Agent:
@@ -101,19 +103,23 @@ class Agent:
         self._transport, self._drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer = tracer or NoTrace()
+        self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-draft")
         self._drafter_taken = False
 
     async def generate(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
-        Raises ``GenerationError`` when the verifier refuses or cannot be reached any more.
+        A prompt longer than the draft's context is served without drafting. Raises
+        ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
         sampling = sampling or SamplingParams()
         tokens = tuple(self._encode(prompt) if isinstance(prompt, str) else prompt)
         drafter = None if self._drafter_taken else self._drafter
+        if drafter is not None and len(tokens) >= drafter.info.context_length:
+            drafter = None
         self._drafter_taken = self._drafter_taken or drafter is not None
         driver = SessionDriver(
             self._session(tokens, sampling, drafter),
@@ -148,7 +154,7 @@ class Agent:
         request = Open(
             session_id=secrets.token_hex(16),
             model=self.options.model,
-            vocabulary="" if self._drafter is None else self._drafter.info.vocabulary,
+            vocabulary=self._vocabulary,
             prompt=prompt,
             sampling=sampling,
             run_ahead=self.options.run_ahead,

@@ -56,6 +56,8 @@ class Link:
             self._tell(Connected())
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
+        except ValueError as unfit:  # no retry makes a message fit the wire's bounds
+            self._tell(LinkDown(str(unfit), retryable=False))
         except LinkError as broken:
             # A fault the verifier sent before it hung up says more than the broken pipe does.
             await asyncio.wait([reader], timeout=1.0)

@@ -64,18 +64,24 @@ class SessionDriver:
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
         """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
-        if self._drafter is not None:
-            request = self.session.request
-            begin = self._drafter.begin
-            await asyncio.get_running_loop().run_in_executor(
-                self._thread, begin, len(request.prompt), request.sampling
-            )
+        await self._begin()
         self._handle(Start())
         while True:
             outcome = await self._outcomes.get()
             yield outcome
             if isinstance(outcome, Finish | Fail):
                 return
+
+    async def _begin(self) -> None:
+        if self._drafter is None:
+            return
+        request, loop = self.session.request, asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(
+                self._thread, self._drafter.begin, len(request.prompt), request.sampling
+            )
+        except Exception as error:  # as for a step: the session goes on without drafting
+            self._handle(StepFailed(f"{type(error).__name__}: {error}"))
 
     def stop(self, event: Stop) -> None:
         """End the generation; the outcome follows."""

@@ -1,0 +1,172 @@
+"""The Python API: ``connect`` for asyncio, ``SyncAgent`` for everyone else.
+
+async with edgespec.connect("localhost:7420") as agent:
+    async for chunk in agent.generate("def fibonacci(n):"):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+from edgespec.agent.agent import (
+    Agent,
+    AgentOptions,
+    Chunk,
+    GenerationError,
+    GenerationStats,
+    Piece,
+)
+from edgespec.compose import SetupError, build_agent
+from edgespec.config import (
+    AgentConfig,
+    ConfigError,
+    DraftSection,
+    PolicyName,
+    PolicySection,
+    load_config,
+)
+from edgespec.core.draft_events import TokenKind
+from edgespec.core.messages import FaultCode, FinishReason, RunAhead
+from edgespec.core.sampling import SamplingParams
+
+__all__ = [
+    "Agent",
+    "AgentConfig",
+    "AgentOptions",
+    "Chunk",
+    "ConfigError",
+    "FaultCode",
+    "FinishReason",
+    "GenerationError",
+    "GenerationStats",
+    "Piece",
+    "SamplingParams",
+    "SetupError",
+    "SyncAgent",
+    "TokenKind",
+    "connect",
+]
+
+_T = TypeVar("_T")
+
+
+def connect(
+    address: str = AgentConfig().verifier,
+    *,
+    draft: str = DraftSection().model,
+    tokenizer: str = "",
+    model: str = "",
+    policy: str = PolicyName.WINDOWED.value,
+    gamma: int | None = None,
+    width: int = PolicySection().width,
+    window: int | None = None,
+    run_ahead: str = RunAhead.AUTO.value,
+    rtt_ms: float = 0.0,
+    draft_ms: float = 0.0,
+) -> Agent:
+    """An agent for the verifier at ``address`` ("host:port" or "unix:path").
+
+    Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
+    Hub id, or ``none`` to only stream; ``model`` asks for a target by name; ``rtt_ms`` and
+    ``draft_ms`` emulate a longer link and a slower device. Use as ``async with``.
+
+    Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
+    file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
+    """
+    settings = {
+        "verifier": address,
+        "model": model,
+        "tokenizer": tokenizer,
+        "draft.model": draft,
+        "draft.draft_ms": draft_ms,
+        "link.rtt_ms": rtt_ms,
+        "policy.name": policy,
+        "policy.gamma": gamma,
+        "policy.width": width,
+        "policy.window": window,
+        "policy.run_ahead": run_ahead,
+    }
+    return build_agent(load_config(AgentConfig, None, settings, overrides_from="connect"))
+
+
+class SyncAgent:
+    """``connect`` without asyncio: the same arguments, and plain ``for`` loops.
+
+    An event loop runs in a thread of its own. Use as a context manager, or call ``close``. One
+    object may be used from several threads.
+    """
+
+    def __init__(self, address: str = AgentConfig().verifier, **settings: Any) -> None:
+        self._start(connect(address, **settings))
+
+    @classmethod
+    def of(cls, agent: Agent) -> Self:
+        """The synchronous face of an agent that no loop has used yet."""
+        self = cls.__new__(cls)
+        self._start(agent)
+        return self
+
+    def _start(self, agent: Agent) -> None:
+        self._agent = agent
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="edgespec-agent", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Of the generation started last."""
+        return self._agent.stats
+
+    def generate(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Stream the target's text. Leaving the loop early cancels the generation.
+
+        Raises ``GenerationError`` as ``Agent.generate`` does.
+        """
+        chunks = self._agent.generate(prompt, sampling)
+        try:
+            while (chunk := self._call(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._call(_close(chunks))
+
+    def close(self) -> None:
+        """End what runs and stop the thread; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._call(self._agent.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the agent is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # a Ctrl-C here must not leave the work running there
+            future.cancel()
+            raise
+
+
+async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(chunks, None)
+
+
+async def _close(chunks: Any) -> None:
+    await chunks.aclose()

@@ -1,0 +1,167 @@
+"""The doctor's checks: each looks at one thing and says what to run when it is not right.
+
+No check raises; one that cannot tell says so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import socket
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
+from edgespec.ports import LinkError
+
+MIN_PYTHON = (3, 11)
+NEEDED = ("grpcio", "numpy", "protobuf", "tokenizers", "typer", "pyyaml")
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+
+
+class State(Enum):
+    GOOD = "good"
+    NOTE = "note"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    """What was looked at."""
+    state: State
+    finding: str
+    advice: str = ""
+    """A line to run."""
+
+
+def python() -> Check:
+    found = platform.python_version()
+    state = State.GOOD if sys.version_info >= MIN_PYTHON else State.BAD
+    wanted = ".".join(map(str, MIN_PYTHON))
+    return Check("python", state, f"{found} on {platform.machine()} (needs {wanted} or newer)")
+
+
+def packages() -> list[Check]:
+    """The libraries every installation has."""
+    versions = {name: version(name) for name in NEEDED}
+    missing = [name for name, found in versions.items() if found is None]
+    if missing:
+        return [
+            Check("packages", State.BAD, f"missing {', '.join(missing)}", "pip install edgespec")
+        ]
+    listed = ", ".join(f"{name} {found}" for name, found in versions.items())
+    return [Check("packages", State.GOOD, listed)]
+
+
+def one_onnxruntime() -> Check:
+    """Both distributions write the same files, so with both installed neither is whole."""
+    found = [name for name in RUNTIMES if version(name) is not None]
+    if len(found) > 1:
+        return Check(
+            "onnxruntime",
+            State.BAD,
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'edgespec[cpu]'",
+        )
+    if not found:
+        advice = "pip install 'edgespec[cpu]'"
+        return Check("onnxruntime", State.BAD, "not installed: nothing can be drafted here", advice)
+    return Check("onnxruntime", State.GOOD, f"{found[0]} {version(found[0])}")
+
+
+def onnx_session() -> Check:
+    """One draft step of the bundled model."""
+    name = "draft step"
+    if importlib.util.find_spec("onnxruntime") is None:
+        return Check(name, State.NOTE, "not tried: no onnxruntime")
+    folder = BUNDLED_FOLDER / Role.DRAFT.value
+    if not folder.is_dir():
+        return Check(name, State.NOTE, "not tried: no bundled draft")
+    try:
+        from edgespec.drafters.onnx_drafter import OnnxDrafter
+
+        drafter = OnnxDrafter(folder)
+        drafter.begin(1, SamplingParams())
+        (best,) = drafter.step(0, (0,), 1)
+        drafter.close()
+    except Exception as error:  # whatever a broken installation raises is the finding
+        advice = "pip install --force-reinstall 'edgespec[cpu]'"
+        return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
+    return Check(name, State.GOOD, f"works (token {best.token} after token 0)")
+
+
+def bundled_models() -> list[Check]:
+    """Both folders are whole, and share one vocabulary."""
+    name = "bundled models"
+    try:
+        infos = []
+        for role in Role:
+            folder = BUNDLED_FOLDER / role.value
+            check_folder(folder, role)
+            infos.append(model_info(folder))
+    except ValueError as error:
+        return [Check(name, State.BAD, str(error), "pip install --force-reinstall edgespec")]
+    target, draft = infos
+    if target.vocabulary != draft.vocabulary:
+        finding = f"vocabularies {target.vocabulary} and {draft.vocabulary} differ"
+        return [Check(name, State.BAD, finding, "pip install --force-reinstall edgespec")]
+    return [Check(name, State.GOOD, f"target and draft share vocabulary {target.vocabulary}")]
+
+
+def torch() -> Check:
+    """What the verifier needs; a device does without."""
+    found = version("torch")
+    if found is None or version("transformers") is None:
+        finding = "torch or transformers is not installed: devices need neither, a verifier both"
+        return Check("verifier", State.NOTE, finding, "pip install 'edgespec[server]'")
+    try:
+        import torch as library
+
+        count = library.cuda.device_count()
+        where = (
+            f"{count} x {library.cuda.get_device_name(0)}" if count else "no GPU, runs on the CPU"
+        )
+    except Exception as error:  # whatever a broken installation raises is the finding
+        advice = "pip install --force-reinstall 'edgespec[server]'"
+        return Check("verifier", State.BAD, f"torch {found}: {error}", advice)
+    return Check("verifier", State.GOOD, f"torch {found}, {where}")
+
+
+def free_port(port: int) -> Check:
+    name = f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            finding = f"taken ({error.strerror}); perhaps a verifier is running"
+            return Check(name, State.NOTE, finding, f"edgespec verifier --port {port + 1}")
+    return Check(name, State.GOOD, "free")
+
+
+async def verifier(address: str) -> Check:
+    from edgespec.compose import connect, with_port
+
+    transport = connect(address)
+    name = f"verifier at {with_port(address)}"
+    try:
+        info = await transport.info()
+    except LinkError as error:
+        port = with_port(address).rpartition(":")[2]
+        return Check(name, State.BAD, str(error), f"edgespec verifier --port {port}")
+    finally:
+        await transport.close()
+    finding = f"serves {info.name}, context {info.context_length}, vocabulary {info.vocabulary}"
+    return Check(name, State.GOOD, finding)
+
+
+def version(name: str) -> str | None:
+    """Of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,186 @@
+"""``edgespec demo``: a verifier process, a device, a slow link; the same text with and without
+drafts, and what the drafts were worth.
+
+The machine's own target would be too fast to show anything, so a pass is made to take the time of
+a big one; everything said about speed is said with "emulated".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edgespec.agent.agent import Agent
+from edgespec.cli.child import verifier_process
+from edgespec.cli.device import greet, stream
+from edgespec.cli.running import reported, run, say, set_up_logging
+from edgespec.cli.streaming import Progress, TextView, legend, use_color
+from edgespec.compose import (
+    NONE,
+    SetupError,
+    build_agent,
+    load_tokenizer,
+    tokenizer_reference,
+    with_port,
+)
+from edgespec.config import AgentConfig, DraftSection, LinkSection
+from edgespec.core.draft_events import DraftCounters
+from edgespec.core.sampling import SamplingParams
+
+PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
+PROMPTS = (
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "# git commit\n\n> Commit files to the repository.\n",
+    "It was a cold morning in November, and the old man",
+)
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to decode all prompts, and what came of it."""
+
+    name: str
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+    per_token_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    passes: int = 0
+    tried: int = 0
+    hits: int = 0
+
+    def add(self, progress: Progress, counters: DraftCounters) -> None:
+        self.texts.append(tuple(progress.tokens))
+        if progress.per_token_s is not None:
+            self.per_token_s.append(progress.per_token_s)
+        self.tokens += counters.committed
+        self.passes += counters.passes
+        self.tried += counters.tried
+        self.hits += counters.hits
+
+    @property
+    def median_s(self) -> float | None:
+        return median(self.per_token_s) if self.per_token_s else None
+
+
+def demo(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Repeatable (default: three of its own)")
+    ] = None,
+    rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip of the link")] = RTT_MS,
+    pass_ms: Annotated[
+        float, typer.Option("--pass-ms", help="Emulated time of a target pass")
+    ] = PASS_MS,
+    draft_ms: Annotated[
+        float, typer.Option("--draft-ms", help="Emulated time of a draft step")
+    ] = DRAFT_MS,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = MAX_TOKENS,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy")] = 0.0,
+    model: Annotated[
+        str, typer.Option("--model", envvar="EDGESPEC_MODEL", help="The target")
+    ] = "bundled",
+    draft: Annotated[
+        str, typer.Option("--draft", envvar="EDGESPEC_DRAFT", help="The draft")
+    ] = "bundled",
+    color: Annotated[bool | None, typer.Option("--color/--no-color")] = None,
+) -> None:
+    """Watch drafts at work: verifier, device and a slow link, all on this machine.
+
+    Takes under a minute and needs no download. The times of a pass and of a draft step are
+    emulated, so that the machine behaves like a device and a big model; the tokens are real.
+
+    [dim]edgespec demo --rtt-ms 150 --temperature 0.8[/]
+    """
+    with reported():
+        set_up_logging("error")
+        config = AgentConfig(
+            draft=DraftSection(model=draft, draft_ms=draft_ms),
+            link=LinkSection(rtt_ms=rtt_ms),
+            sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
+        )
+        styled = use_color(color)
+        console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
+        run(_demo(config, model, pass_ms, prompt or PROMPTS, console, styled))
+
+
+async def _demo(
+    config: AgentConfig,
+    model: str,
+    pass_ms: float,
+    prompts: Sequence[str],
+    console: Console,
+    color: bool,
+) -> None:
+    load_tokenizer(tokenizer_reference(config))  # a missing model shows before anything starts
+    console.print(
+        f"link {config.link.rtt_ms:g} ms · target pass {pass_ms:g} ms (emulated pass time) ·"
+        f" draft step {config.draft.draft_ms:g} ms (emulated)",
+        soft_wrap=True,
+    )
+    if color:
+        console.print(legend())
+    console.print("starting a verifier ...", style="dim")
+    async with verifier_process(["--model", model, "--pass-ms", str(pass_ms)]) as (address, serves):
+        console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
+        config = replace(config, verifier=address)
+        await greet(config)
+        plain, drafted = Arm("target only, streamed"), Arm("with drafts")
+        plain_config = replace(
+            config,
+            draft=DraftSection(model=NONE),
+            tokenizer=tokenizer_reference(config),
+        )
+        async with (
+            build_agent(plain_config) as streaming,
+            build_agent(config, say=say) as drafting,
+        ):
+            for text in prompts:
+                for arm, agent in ((plain, streaming), (drafted, drafting)):
+                    console.rule(f"[bold]{arm.name}[/]", align="left", style="dim")
+                    await _run_arm(arm, agent, text, config.sampling, console, color)
+    report(console, plain, drafted)
+
+
+async def _run_arm(
+    arm: Arm, agent: Agent, prompt: str, sampling: SamplingParams, console: Console, color: bool
+) -> None:
+    console.print(prompt, end="", style="dim", soft_wrap=True, markup=False)
+    sys.stdout.flush()
+    progress = await stream(agent, prompt, sampling, TextView(color))
+    assert agent.stats is not None
+    arm.add(progress, agent.stats.counters)
+
+
+def report(console: Console, plain: Arm, drafted: Arm) -> None:
+    """The table, and whether the text is the same."""
+    console.rule(style="dim")
+    table = Table(title="the same prompts, the same link, emulated pass time", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens", "ms/token", "speed-up", "passes/token", "acceptance"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in (plain, drafted):
+        table.add_row(arm.name, *_row(arm, plain))
+    console.print(table)
+    count = sum(len(text) for text in drafted.texts)
+    same = plain.texts == drafted.texts
+    console.print(f"token for token the same: {'yes' if same else 'NO'} ({count} tokens)")
+    if not same:
+        raise SetupError(
+            "drafts changed the text; that must never happen in canonical mode: please report it"
+        )
+
+
+def _row(arm: Arm, base: Arm) -> tuple[str, ...]:
+    ms, base_ms = arm.median_s, base.median_s
+    return (
+        str(arm.tokens),
+        "-" if ms is None else f"{ms * 1e3:.1f}",
+        "-" if ms is None or base_ms is None else f"{base_ms / ms:.2f} x",
+        f"{arm.passes / arm.tokens:.2f}" if arm.tokens else "-",
+        f"{arm.hits / arm.tried:.0%}" if arm.tried else "-",
+    )

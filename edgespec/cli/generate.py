@@ -1,0 +1,106 @@
+"""``edgespec generate``: one prompt in, the target's text out, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgespec.cli import options
+from edgespec.cli.device import check_prompt, greet, stream
+from edgespec.cli.running import reported, run, say, set_up_logging, trace_to
+from edgespec.cli.streaming import JsonView, TextView, View, summary, use_color
+from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
+from edgespec.config import AgentConfig, ConfigError
+
+MAX_PROMPT_BYTES = 4 << 20
+
+Prompt = Annotated[
+    str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
+]
+PromptFile = Annotated[
+    Path | None, typer.Option("--file", "-f", metavar="F", help="Read the prompt from a file")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object a chunk", rich_help_panel="Output")
+]
+
+
+def generate(
+    context: typer.Context,
+    prompt: Prompt = None,
+    file: PromptFile = None,
+    verifier: options.VerifierAddress = None,
+    model: options.TargetName = None,
+    rtt_ms: options.RttMs = None,
+    draft: options.Draft = None,
+    tokenizer: options.Tokenizer = None,
+    policy: options.Policy = None,
+    gamma: options.Gamma = None,
+    width: options.Width = None,
+    window: options.Window = None,
+    run_ahead: options.RunAheadOption = None,
+    draft_ms: options.DraftMs = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.StopText = None,
+    max_tokens: options.MaxTokens = None,
+    ignore_eos: options.IgnoreEos = None,
+    json_lines: Json = False,
+    stats: options.Stats = False,
+    color: options.Color = None,
+    trace: options.Trace = None,
+    log_level: options.LogLevel = None,
+    config: options.Config = None,
+    print_config: options.PrintConfig = False,
+) -> None:
+    """Stream the target's continuation of a prompt to stdout.
+
+    The draft model runs here, the target in `edgespec verifier`. Only the text goes to stdout.
+
+    [dim]edgespec generate "def fibonacci(n):" --max-tokens 64 --stats[/]
+
+    [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
+    """
+    with reported():
+        settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
+        set_up_logging(settings.log_level)
+        text = _prompt(prompt, file)
+        view: View = JsonView() if json_lines else TextView(use_color(color))
+        run(_generate(settings, text, view, stats))
+
+
+async def _generate(config: AgentConfig, prompt: str, view: View, stats: bool) -> None:
+    info = await greet(config)
+    tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
+    check_prompt(tokens, info)
+    with trace_to(config.trace) as tracer:
+        async with build_agent(config, tracer=tracer, say=say) as agent:
+            progress = await stream(agent, tokens, config.sampling, view)
+            if stats:
+                say(summary(progress, agent.stats))
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from wherever it was given. Raises ``ConfigError``, ``OSError``."""
+    if (prompt is None) == (file is None):
+        raise ConfigError("give a PROMPT, or - to read stdin, or --file F; one of them")
+    if file is not None:
+        size = file.stat().st_size
+        if size > MAX_PROMPT_BYTES:
+            raise ConfigError(f"{file}: {size} bytes, but at most {MAX_PROMPT_BYTES} are read")
+        text = file.read_text(encoding="utf-8")
+    else:
+        text = sys.stdin.read(MAX_PROMPT_BYTES) if prompt == "-" else str(prompt)
+    if not text:
+        raise ConfigError("the prompt is empty; it must hold at least one character")
+    return text

@@ -1,0 +1,65 @@
+"""``edgespec``: the commands and what ``--help`` says first."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from edgespec import __version__
+from edgespec.cli.chat import chat
+from edgespec.cli.demo import demo
+from edgespec.cli.doctor import doctor
+from edgespec.cli.export import export
+from edgespec.cli.generate import generate
+from edgespec.cli.running import EXIT_CODES
+from edgespec.cli.verifier import verifier
+
+app = typer.Typer(
+    name="edgespec",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edgespec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=EXIT_CODES)
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and stop"
+        ),
+    ] = False,
+) -> None:
+    """Speculative decoding between a device and a verifier.
+
+    A small draft model on the device guesses, the big model on the verifier decides.
+
+    The text is the big model's own, token for token; good guesses make it come sooner.
+
+    [bold]See it[/]   edgespec demo
+
+    [bold]Serve[/]    edgespec verifier
+
+    [bold]Use[/]      edgespec generate "def fibonacci(n):"
+
+    [bold]Check[/]    edgespec doctor
+    """
+
+
+for command in (demo, verifier, generate, chat, doctor, export):
+    app.command(epilog=EXIT_CODES)(command)
+if importlib.util.find_spec("edgespec.cli.bench") is not None:
+    app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)

@@ -1,0 +1,235 @@
+"""Options that several commands share, and how they override the configuration file.
+
+An option left out is None and leaves what the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from edgespec.config import ConfigError, PolicyName, dump_config, load_config
+from edgespec.core.messages import RunAhead
+
+_Config = TypeVar("_Config")
+
+_WHERE, _TEXT, _DRAFTING, _OUTPUT = "Where", "The text", "Drafting", "Output"
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="EDGESPEC_CONFIG", help="YAML file; options win over it"),
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the merged YAML and stop")]
+Trace = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write every event as JSON lines")
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option("--log-level", envvar="EDGESPEC_LOG_LEVEL", help="debug, info, warning, error"),
+]
+
+# --- the device's ---------------------------------------------------------------------------
+
+VerifierAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--verifier",
+        envvar="EDGESPEC_VERIFIER",
+        metavar="HOST:PORT",
+        help="Where the verifier is (default: 127.0.0.1:7420)",
+        rich_help_panel=_WHERE,
+    ),
+]
+TargetName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Ask for the target by name (default: what is served)",
+        rich_help_panel=_WHERE,
+    ),
+]
+RttMs = Annotated[
+    float | None,
+    typer.Option("--rtt-ms", help="Emulate a link of this round trip", rich_help_panel=_WHERE),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        envvar="EDGESPEC_DRAFT",
+        help="bundled, a folder, a Hub id; none: only stream; toy, random: for tests",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", help="Folder or Hub id (default: the draft's)", rich_help_panel=_DRAFTING
+    ),
+]
+Policy = Annotated[
+    PolicyName | None,
+    typer.Option(
+        "--policy",
+        help="windowed: stream on; pearl: pre- and post-verify; fixed: draft, send, wait",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Gamma = Annotated[
+    int | None,
+    typer.Option(
+        "--gamma",
+        help="Draft length of fixed and pearl (default: adapts)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        "--width", help="Guesses a step: 1 a chain, more a tree", rich_help_panel=_DRAFTING
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        help="Steps windowed may have outstanding (default: adapts)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+RunAheadOption = Annotated[
+    RunAhead | None,
+    typer.Option(
+        "--run-ahead",
+        help="May the verifier decode on when no draft is there?",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftMs = Annotated[
+    float | None,
+    typer.Option(
+        "--draft-ms", help="Emulate a slower device: time of a step", rich_help_panel=_DRAFTING
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", "-t", help="0 is greedy (default: 0)", rich_help_panel=_TEXT),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Keep the k likeliest", rich_help_panel=_TEXT)
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Keep this probability", rich_help_panel=_TEXT)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Drop below this share of the best", rich_help_panel=_TEXT),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", rich_help_panel=_TEXT)
+]
+PresencePenalty = Annotated[float | None, typer.Option("--presence-penalty", rich_help_panel=_TEXT)]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option("--frequency-penalty", rich_help_panel=_TEXT)
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=X", help="Repeatable", rich_help_panel=_TEXT),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Same seed, same text (default: 0)", rich_help_panel=_TEXT),
+]
+StopText = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End before this text; repeatable", rich_help_panel=_TEXT),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help="(default: 256)", rich_help_panel=_TEXT)
+]
+IgnoreEos = Annotated[
+    bool | None,
+    typer.Option(
+        "--ignore-eos/--no-ignore-eos",
+        help="Go on past the model's end token",
+        rich_help_panel=_TEXT,
+    ),
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="Numbers at the end, on stderr", rich_help_panel=_OUTPUT)
+]
+Color = Annotated[
+    bool | None,
+    typer.Option(
+        "--color/--no-color",
+        help="Tell accepted from corrected tokens (default: on a terminal)",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+AGENT_KEYS: Mapping[str, str] = {
+    "verifier": "verifier",
+    "model": "model",
+    "tokenizer": "tokenizer",
+    "trace": "trace",
+    "log_level": "log_level",
+    "draft": "draft.model",
+    "draft_ms": "draft.draft_ms",
+    "rtt_ms": "link.rtt_ms",
+    "policy": "policy.name",
+    "gamma": "policy.gamma",
+    "width": "policy.width",
+    "window": "policy.window",
+    "run_ahead": "policy.run_ahead",
+    **{
+        name: f"sampling.{name}"
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "seed",
+            "stop",
+            "max_tokens",
+            "ignore_eos",
+        )
+    },
+}
+
+
+def configured(kind: type[_Config], context: typer.Context, keys: Mapping[str, str]) -> _Config:
+    """The config of a command: its ``--config`` file with its options on top.
+
+    Prints it and ends the command for ``--print-config``. Raises ``ConfigError``.
+    """
+    given: dict[str, Any] = {}
+    for name, key in keys.items():
+        value = context.params.get(name)
+        if value is None or value == []:
+            continue
+        given[key] = _biases(value) if name == "logit_bias" else value
+    config = load_config(kind, context.params.get("config"), given)
+    if context.params.get("print_config"):
+        typer.echo(dump_config(config), nl=False)
+        raise typer.Exit
+    return config
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise ConfigError(
+                f"--logit-bias is {text!r}, but must be ID=X, such as 42=-1.5"
+            ) from None
+    return biases

@@ -1,0 +1,123 @@
+"""What every command needs to run well: errors as one clear line, signals, logging, traces.
+
+Exit codes: 0 done, 1 it went wrong, 2 wrong usage or configuration, 130 and 143 stopped by Ctrl-C
+and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from edgespec.agent.agent import GenerationError
+from edgespec.compose import SetupError
+from edgespec.config import ConfigError
+from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
+
+FAILED, USAGE = 1, 2
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
+
+# A closed terminal (SIGHUP) must not leave a child process behind.
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_T = TypeVar("_T")
+
+
+class Interrupted(BaseException):
+    """A signal ended the work; ``number`` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def say(text: str) -> None:
+    """One line for the user, beside the output proper."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turns what users can cause into one clear message and an exit code.
+
+    At log level debug the traceback is shown as well.
+    """
+    try:
+        yield
+    except Interrupted as stopped:
+        raise typer.Exit(128 + stopped.number) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); the interpreter must not flush into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except ConfigError as error:
+        fail(error, USAGE)
+    except (GenerationError, SetupError, ValueError, OSError) as error:
+        fail(error, FAILED)
+
+
+def fail(error: Exception | str, code: int) -> None:
+    """Say what is wrong and leave."""
+    if isinstance(error, Exception):
+        logging.getLogger(__name__).debug("the error in full", exc_info=error)
+    say(f"error: {error}")
+    raise typer.Exit(code) from None
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run to the end. The first stopping signal cancels ``work``, which tidies up; the second
+    ends the process at once. Raises ``Interrupted``."""
+    return asyncio.run(_supervised(work))
+
+
+async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        task.cancel()
+
+    for number in STOPPING_SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+    finally:
+        for number in STOPPING_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def set_up_logging(level: str) -> None:
+    if level != "debug":  # gRPC's own log repeats, in C++ terms, what is reported anyway
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
+
+
+@contextmanager
+def trace_to(path: str) -> Iterator[Tracer]:
+    """A tracer that writes to ``path``; empty: none. Raises ``OSError``."""
+    if not path:
+        yield NoTrace()
+        return
+    with TraceFile(Path(path)) as tracer:
+        yield tracer

@@ -1,0 +1,149 @@
+"""Text that grows, and the numbers of how it came.
+
+On a terminal a token's origin shows in its style; anywhere else the text is plain, so that what is
+piped is the text and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from edgespec.agent.agent import Chunk, GenerationStats
+from edgespec.core.draft_events import TokenKind
+from edgespec.core.messages import FinishReason
+
+STYLES = {TokenKind.ACCEPTED: "green", TokenKind.CORRECTED: "bold red", TokenKind.DECODED: ""}
+_MEANINGS = {
+    TokenKind.ACCEPTED: "accepted: drafted on the device, confirmed by the target",
+    TokenKind.CORRECTED: "corrected: the draft said otherwise",
+    TokenKind.DECODED: "decoded: by the target alone",
+}
+
+
+class View(Protocol):
+    """Where chunks go."""
+
+    def show(self, chunk: Chunk) -> None:
+        """Show one chunk, at once."""
+
+    def end(self) -> None:
+        """The text is complete, or broke off: leave the cursor at the start of a line."""
+
+
+@dataclass(slots=True)
+class TextView:
+    """Text on stdout; ``color`` tells tokens apart."""
+
+    color: bool
+    _column_open: bool = False
+
+    def show(self, chunk: Chunk) -> None:
+        if self.color:
+            console = Console(file=sys.stdout, force_terminal=True, highlight=False)
+            text = Text.assemble(*((p.text, STYLES[p.kind]) for p in chunk.pieces))
+            console.print(text, end="", soft_wrap=True)
+        else:
+            sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        if chunk.text:
+            self._column_open = not chunk.text.endswith("\n")
+
+    def end(self) -> None:
+        if self._column_open:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        self._column_open = False
+
+
+@dataclass(slots=True)
+class JsonView:
+    """One JSON object a chunk on stdout."""
+
+    def show(self, chunk: Chunk) -> None:
+        line = {
+            "position": chunk.position,
+            "tokens": list(chunk.tokens),
+            "text": chunk.text,
+            "pieces": [{"text": p.text, "kind": p.kind.value} for p in chunk.pieces],
+            "finish": chunk.finish.value if chunk.finish else None,
+        }
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+
+    def end(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class Progress:
+    """What was received when; seconds since ``started_s``."""
+
+    clock: Callable[[], float] = time.perf_counter
+    started_s: float = field(init=False)
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    first_count: int = 0
+    """Tokens of the first chunk: they all came at ``first_s``."""
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
+    def add(self, chunk: Chunk) -> None:
+        self.finish = chunk.finish
+        if not chunk.tokens:
+            return
+        self.last_s = self.clock() - self.started_s
+        if self.first_s is None:
+            self.first_s, self.first_count = self.last_s, len(chunk.tokens)
+        self.tokens += chunk.tokens
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean time of a token after those that came first; None with nothing after them."""
+        later = len(self.tokens) - self.first_count
+        return (self.last_s - self.first_s) / later if self.first_s is not None and later else None
+
+
+def use_color(wanted: bool | None) -> bool:
+    """As asked for; else on a terminal, unless NO_COLOR (no-color.org) is set."""
+    if wanted is not None:
+        return wanted
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def legend() -> Text:
+    """What the styles mean, in one line."""
+    parts = [Text(_MEANINGS[kind], STYLES[kind]) for kind in TokenKind]
+    return Text("  ·  ").join(parts)
+
+
+def summary(progress: Progress, stats: GenerationStats | None) -> str:
+    """The numbers of one generation, in two lines."""
+    count = len(progress.tokens)
+    lines = [f"{count} tokens in {progress.last_s:.2f} s"]
+    if progress.first_s is not None:
+        lines[0] += f", first after {progress.first_s * 1e3:.0f} ms"
+    if (per_token_s := progress.per_token_s) is not None:
+        lines[0] += f", then {per_token_s * 1e3:.1f} ms a token"
+    if progress.finish is not None:
+        lines[0] += f", ended by {progress.finish.value}"
+    if stats is not None:
+        c = stats.counters
+        share = c.passes / c.committed if c.committed else 0.0
+        lines.append(
+            f"accepted {c.accepted}, corrected {c.corrected}, decoded"
+            f" {c.committed - c.accepted - c.corrected}; {share:.2f} passes a token;"
+            f" acceptance {c.acceptance:.0%}; sent {c.sent} nodes, wasted {c.wasted};"
+            f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
+        )
+    return "\n".join(lines)

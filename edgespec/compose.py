@@ -1,0 +1,345 @@
+"""The composition root: from configuration to running parts.
+
+The one place that knows which class stands behind which setting. Heavy libraries are loaded by the
+function that needs them; one that is missing is a ``SetupError`` with the line that installs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.text import TextDecoder
+from edgespec.config import (
+    DEFAULT_PORT,
+    AgentConfig,
+    DraftSection,
+    LinkSection,
+    PolicyName,
+    PolicySection,
+    VerifierConfig,
+)
+from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.messages import Limits
+from edgespec.core.toy_model import ToyModel
+from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
+from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
+from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.telemetry.trace import Tracer
+from edgespec.verifier.daemon import Verifier
+
+if TYPE_CHECKING:
+    from edgespec.transport.grpc_server import GrpcServer
+
+BUNDLED, TOY, NONE, RANDOM = "bundled", "toy", "none", "random"
+TOY_CONTEXT_LENGTH = 4096
+TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
+# Right in about four of five contexts, as a good draft is.
+_TOY_DRAFT_NOISE = 0.25
+# One message may hold the longest prompt that is any use (a context of 256 k tokens).
+_MAX_PROMPT_TOKENS = 1 << 18
+_MAX_MESSAGE_BYTES = 4 << 20
+
+Say = Callable[[str], None]
+
+
+class SetupError(RuntimeError):
+    """A part cannot be built; the message says what is wrong and, if known, what to run."""
+
+
+class PromptTokenizer(Protocol):
+    """The text side of a model: ``models.TextTokenizer`` or the toy's."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def stream(self) -> TextDecoder: ...
+
+
+# --- the verifier ---------------------------------------------------------------------------
+
+
+def load_target(config: VerifierConfig) -> TargetModel:
+    """The target model of ``config``, paced when it says so; canonical mode has been self-tested.
+
+    Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
+    """
+    target = _toy_target(config) if config.model == TOY else _torch_target(config)
+    if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
+        return target
+    from edgespec.targets.paced import PacedTarget
+
+    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+
+
+def target_mode(target: TargetModel) -> str:
+    """How the target computes, in words, for the ready line."""
+    inner = getattr(target, "inner", target)
+    canonical = getattr(inner, "canonical", None)
+    words = ["toy"] if canonical is None else ["canonical" if canonical else "plain"]
+    if inner is not target:
+        words.append("emulated pass time")
+    return ", ".join(words)
+
+
+def build_verifier(
+    config: VerifierConfig, *, target: TargetModel | None = None, tracer: Tracer | None = None
+) -> tuple[Verifier, GrpcServer]:
+    """A verifier and the server that listens for it; call ``await server.start()``."""
+    with needs("grpc", "edgespec"):
+        from edgespec.transport.grpc_server import GrpcServer
+        from edgespec.transport.wire_limits import WireLimits
+    target = target or load_target(config)
+    bounds = config.limits
+    limits = Limits(
+        context_length=target.info.context_length,
+        max_nodes_outstanding=bounds.max_nodes_outstanding,
+        max_nodes_per_pass=bounds.max_nodes_per_pass,
+        max_unreceived=bounds.max_unreceived,
+        lease_s=bounds.lease_s,
+    )
+    engine_limits = EngineLimits(
+        bounds.max_sessions, bounds.max_rows_per_pass, bounds.max_rows_per_session
+    )
+    verifier = Verifier(target, limits, engine_limits, tracer=tracer)
+    wire = WireLimits(
+        max_prompt_tokens=_MAX_PROMPT_TOKENS,
+        max_resumed_tokens=_MAX_PROMPT_TOKENS,
+        max_message_bytes=_MAX_MESSAGE_BYTES,
+    )
+    # Streams beyond the sessions are let in, so that they are told why they are refused.
+    server = GrpcServer(
+        config.address,
+        verifier.serve,
+        lambda: verifier.info,
+        limits=wire,
+        max_streams=bounds.max_sessions + 64,
+    )
+    return verifier, server
+
+
+def model_name(config: VerifierConfig) -> str:
+    """What devices may ask for: the name given, the folder's, or the reference itself."""
+    if config.name:
+        return config.name
+    path = Path(config.model).expanduser()
+    return path.resolve().name if path.is_dir() else config.model
+
+
+def _toy_target(config: VerifierConfig) -> TargetModel:
+    from edgespec.targets.toy import ToyTarget
+
+    return ToyTarget(
+        TOY_MODEL,
+        name=model_name(config),
+        vocabulary=_toy_info().vocabulary,
+        context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
+        max_sessions=config.limits.max_sessions,
+    )
+
+
+def _torch_target(config: VerifierConfig) -> TargetModel:
+    folder = resolve_model(config.model, Role.TARGET)
+    check_folder(folder, Role.TARGET)
+    info = model_info(folder)
+    with needs("torch", "edgespec[server]"):
+        from edgespec.targets.torch_target import TorchTarget
+    try:
+        return TorchTarget(
+            str(folder),
+            name=model_name(config),
+            vocabulary=info.vocabulary,
+            dtype=config.dtype,
+            device=config.device,
+            max_cached_tokens=config.limits.max_cached_tokens,
+            max_sessions=config.limits.max_sessions,
+            context_length=config.max_model_len,
+            canonical=config.canonical,
+            model_threads=config.threads,
+        )
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # safetensors and torch have exceptions of their own
+        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+
+
+# --- the device -----------------------------------------------------------------------------
+
+
+def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
+    """The drafter of ``config.draft``, paced when it says so; None for ``none``.
+
+    A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
+    ``SetupError``, or ``ValueError`` naming the file or the setting.
+    """
+    drafter = _drafter(config, say or (lambda text: None))
+    if drafter is None or config.draft.draft_ms == 0.0:
+        return drafter
+    from edgespec.drafters.paced import PacedDrafter
+
+    return PacedDrafter(drafter, config.draft.draft_ms)
+
+
+def load_tokenizer(reference: str) -> PromptTokenizer:
+    """The tokenizer of a model reference. Raises ``ValueError`` naming the file."""
+    if reference == TOY:
+        return ToyTokenizer()
+    from edgespec.models.tokenizer import TextTokenizer
+
+    # The bundled one is read from the draft's folder: a device may hold no other.
+    return TextTokenizer(resolve_model(reference, Role.DRAFT))
+
+
+def tokenizer_reference(config: AgentConfig) -> str:
+    """Which tokenizer goes with ``config``: the one named, the draft's, else the bundled one."""
+    drafts_nothing = config.draft.model in (NONE, RANDOM)
+    return config.tokenizer or (BUNDLED if drafts_nothing else config.draft.model)
+
+
+def vocabulary_of(reference: str) -> str:
+    """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
+    if reference == TOY:
+        return _toy_info().vocabulary
+    folder = resolve_model(reference, Role.DRAFT)
+    if (folder / DRAFT_MANIFEST).is_file():
+        return model_info(folder).vocabulary
+    return vocabulary_fingerprint(folder / "tokenizer.json")
+
+
+def connect(address: str, link: LinkSection | None = None) -> Transport:
+    """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
+
+    Nothing is sent before the first use. A missing port means the default one.
+    """
+    with needs("grpc", "edgespec"):
+        from edgespec.transport.grpc_client import GrpcTransport
+        from edgespec.transport.shaped import ShapedTransport
+        from edgespec.transport.wire_limits import WireLimits
+    wire = WireLimits(
+        max_prompt_tokens=_MAX_PROMPT_TOKENS,
+        max_resumed_tokens=_MAX_PROMPT_TOKENS,
+        max_message_bytes=_MAX_MESSAGE_BYTES,
+    )
+    transport = GrpcTransport(with_port(address), limits=wire)
+    if link is None or not link.shaped:
+        return transport
+    up, down = link_models(link)
+    return ShapedTransport(transport, up, down, limits=wire)
+
+
+def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
+    """Both directions of an emulated link: half the round trip each, queues of their own."""
+    bits_per_s = link.mbps * 1e6 if link.mbps else math.inf
+    settings = LinkSettings(
+        one_way_s=link.rtt_ms / 2e3, jitter_s=link.jitter_ms / 1e3, loss=link.loss, seed=link.seed
+    )
+    up = LinkModel(settings, SharedQueue(bits_per_s))
+    down = LinkModel(replace(settings, seed=link.seed + 1), SharedQueue(bits_per_s))
+    return up, down
+
+
+def build_policy(
+    name: PolicyName | str = PolicyName.WINDOWED,
+    gamma: int | None = None,
+    width: int = 2,
+    window: int | None = None,
+) -> DraftPolicy:
+    """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
+    name = PolicyName(name)
+    PolicySection(name, gamma, width, window)  # checks the ranges
+    match name:
+        case PolicyName.WINDOWED:
+            return WindowedPolicy(width=width, window=window)
+        case PolicyName.PEARL:
+            return PearlPolicy(gamma=gamma, width=width)
+        case PolicyName.FIXED:
+            return FixedPolicy(gamma=gamma, width=width)
+        case _:
+            assert_never(name)
+
+
+def build_agent(
+    config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
+) -> Agent:
+    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
+    reference = tokenizer_reference(config)
+    tokenizer = load_tokenizer(reference)
+    transport = connect(config.verifier, config.link)
+    policy = config.policy
+    options = AgentOptions(
+        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
+        run_ahead=policy.run_ahead,
+        reconnect=config.reconnect,
+        model=config.model,
+        vocabulary=vocabulary_of(reference),
+    )
+    drafter = load_drafter(config, say=say)
+    return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)
+
+
+def with_port(address: str) -> str:
+    """``address`` with the default port where it names none."""
+    address = address.strip()
+    last = address.rpartition("]")[2]
+    return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
+
+
+@contextmanager
+def needs(library: str, install: str) -> Iterator[None]:
+    """Turns a missing library into the line that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("edgespec"):
+            raise
+        raise SetupError(
+            f"this needs {library} ({error.name} is not installed): pip install '{install}'"
+        ) from error
+
+
+def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
+    draft = config.draft
+    if draft.model == NONE:
+        return None
+    if draft.model == TOY:
+        from edgespec.drafters.toy import ToyDrafter
+
+        return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), _toy_info())
+    if draft.model == RANDOM:
+        from edgespec.drafters.adversarial import RandomDrafter
+
+        reference = tokenizer_reference(config)
+        if reference == TOY:
+            return RandomDrafter(_toy_info())
+        return RandomDrafter(model_info(resolve_model(reference, Role.DRAFT)))
+    folder = _draft_folder(draft, say)
+    with needs("onnxruntime", "edgespec[cpu]"):
+        from edgespec.drafters.onnx_drafter import OnnxDrafter
+    return OnnxDrafter(folder, threads=draft.threads, context_length=draft.context_length)
+
+
+def _draft_folder(draft: DraftSection, say: Say) -> Path:
+    folder = resolve_model(draft.model, Role.DRAFT)
+    if (folder / DRAFT_MANIFEST).is_file():
+        return folder
+    from edgespec.export_cache import exported
+
+    with needs("onnx", "edgespec[export]"):
+        return exported(folder, draft.bits, say)
+
+
+def _toy_info() -> ModelInfo:
+    size = len(TOY_ALPHABET)
+    return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))

@@ -1,0 +1,32 @@
+"""Configuration: one YAML file a role, checked before anything is loaded.
+
+Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the defaults here.
+"""
+
+from edgespec.config.loading import ConfigError, dump_config, load_config
+from edgespec.config.sections import (
+    DEFAULT_PORT,
+    AgentConfig,
+    DraftSection,
+    LimitsSection,
+    LinkSection,
+    PacingSection,
+    PolicyName,
+    PolicySection,
+    VerifierConfig,
+)
+
+__all__ = [
+    "DEFAULT_PORT",
+    "AgentConfig",
+    "ConfigError",
+    "DraftSection",
+    "LimitsSection",
+    "LinkSection",
+    "PacingSection",
+    "PolicyName",
+    "PolicySection",
+    "VerifierConfig",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,191 @@
+"""From a YAML file and overrides to a config object, and back.
+
+Strict: unknown and repeated keys, wrong types and values out of range are errors that name the
+key, its place and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+MAX_CONFIG_BYTES = 1 << 20
+
+_Config = TypeVar("_Config")
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used; the message names the file, the key and what is wrong."""
+
+
+def load_config(
+    kind: type[_Config],
+    path: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    overrides_from: str = "command line",
+) -> _Config:
+    """``kind`` from the YAML file at ``path`` (None: defaults), with ``overrides`` on top.
+
+    Overrides are dotted keys (``"link.rtt_ms"``); None leaves what the file says.
+    ``overrides_from`` is whom to blame for them. Raises ``ConfigError``.
+    """
+    data = {} if path is None else _read(path)
+    if path is not None:
+        _build(kind, data, str(path), "")  # so that the file is blamed for its own mistakes
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(data, key.split("."), value)
+    return _build(kind, data, overrides_from, "")
+
+
+def dump_config(config: object) -> str:
+    """YAML that ``load_config`` reads back to an equal object."""
+    text: str = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: {size} bytes, but at most {MAX_CONFIG_BYTES} are read")
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_repeated(node, path)
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds a {type(data).__name__}, but must hold keys and values")
+    return data
+
+
+def _refuse_repeated(node: yaml.Node | None, path: Path) -> None:
+    """YAML readers keep the last of two equal keys; which one was meant is not ours to guess."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            line = key.start_mark.line + 1
+            raise ConfigError(f"{path}:{line}: key {key.value!r} stands there twice")
+        seen.add(key.value)
+        _refuse_repeated(value, path)
+
+
+def _put(data: dict[str, Any], keys: list[str], value: object) -> None:
+    for key in keys[:-1]:
+        section = data.get(key)
+        data = data.setdefault(key, {}) if section is None else section
+    data[keys[-1]] = value
+
+
+# --- plain data to objects ------------------------------------------------------------------
+
+
+def _build(kind: type[_Config], data: object, source: str, place: str) -> _Config:
+    where = f"{source}: {place}" if place else source
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} is {data!r}, but must be a section of keys and values")
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type] # a dataclass
+    for key in data:
+        if key not in names:
+            raise ConfigError(f"{where}: {_unknown(str(key), names)}")
+    values = {}
+    for key, value in data.items():
+        below = f"{place}.{key}" if place else key
+        values[key] = _convert(hints[key], value, source, below)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{source}: {place + '.' if place else ''}{error}") from None
+
+
+def _unknown(key: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _convert(hint: Any, value: object, source: str, place: str) -> Any:
+    if is_dataclass(hint):
+        return _build(typing.cast("type[Any]", hint), value, source, place)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (hint,) = (a for a in arguments if a is not types.NoneType)
+        return _convert(hint, value, source, place)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _wrong(source, place, value, "a list")
+        return tuple(_convert(arguments[0], item, source, place) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(source, place, value, "keys and values")
+        key_hint, item_hint = arguments
+        return {
+            _convert(key_hint, key, source, place): _convert(item_hint, item, source, place)
+            for key, item in value.items()
+        }
+    return _convert_scalar(hint, value, source, place)
+
+
+def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        known = [member.value for member in hint]
+        if isinstance(value, hint):
+            return value
+        if value not in known:
+            raise _wrong(source, place, value, f"one of {', '.join(known)}")
+        return hint(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is float and not isinstance(value, bool):
+        try:  # YAML 1.1 takes 1e-3 for text
+            return float(value)  # type: ignore[arg-type] # the error is caught
+        except (TypeError, ValueError):
+            pass
+    if hint is str and isinstance(value, str):
+        return value
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    raise _wrong(source, place, value, words[hint])
+
+
+def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{source}: {place} is {value!r}, but must be {wanted}")
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,215 @@
+"""What can be configured, role by role, with defaults and ranges.
+
+Every section checks itself: ``ValueError`` names the field, the value and the range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from edgespec.core.draft_policy import MAX_GAMMA
+from edgespec.core.messages import RunAhead
+from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.core.sampling import SamplingParams
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 7420
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_MINUTE_MS = 60_000.0
+
+
+class PolicyName(Enum):
+    WINDOWED = "windowed"
+    PEARL = "pearl"
+    FIXED = "fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class PacingSection:
+    """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows."""
+
+    pass_ms: float = 0.0
+    row_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _bounded("pass_ms", self.pass_ms, 0.0, _MINUTE_MS)
+        _bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsSection:
+    """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
+
+    max_sessions: int = 64
+    max_cached_tokens: int = 65_536
+    """Key-value rows over all sessions."""
+    max_nodes_outstanding: int = 128
+    max_nodes_per_pass: int = 64
+    max_unreceived: int = 256
+    max_rows_per_pass: int = 1024
+    max_rows_per_session: int = 512
+    lease_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _bounded("max_sessions", self.max_sessions, 1, 1024)
+        _bounded("max_cached_tokens", self.max_cached_tokens, 1, 1 << 30)
+        _bounded("max_nodes_outstanding", self.max_nodes_outstanding, 1, 256)
+        _bounded("max_nodes_per_pass", self.max_nodes_per_pass, 1, 256)
+        _bounded("max_unreceived", self.max_unreceived, 1, 4096)
+        _bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 16)
+        _bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 16)
+        _bounded("lease_s", self.lease_s, 0.0, 86_400.0)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierConfig:
+    """The daemon that serves one target model."""
+
+    model: str = "bundled"
+    """``bundled``, a folder, a Hub id, or ``toy``."""
+    name: str = ""
+    """What devices may ask for; empty: derived from ``model``."""
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    """0: any free one; the ready line tells which."""
+    dtype: str = "auto"
+    device: str = "auto"
+    canonical: bool | None = None
+    """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
+    threads: int | None = None
+    """Of the model, in plain mode; null: torch's choice."""
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; null: the model's own context."""
+    pacing: PacingSection = field(default_factory=PacingSection)
+    limits: LimitsSection = field(default_factory=LimitsSection)
+    trace: str = ""
+    """Write a trace (JSON lines) to this file."""
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        _not_empty("model", self.model)
+        _not_empty("host", self.host)
+        _bounded("port", self.port, 0, 65_535)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.threads is not None:
+            _bounded("threads", self.threads, 1, 1024)
+        if self.max_model_len is not None:
+            _bounded("max_model_len", self.max_model_len, 2, 1 << 20)
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSection:
+    """The model on the device."""
+
+    model: str = "bundled"
+    """``bundled``, an exported folder, a Hugging Face folder or Hub id (exported once, into the
+    cache), ``none`` (only stream), ``toy``, or ``random`` (guesses at chance: a check)."""
+    threads: int = 0
+    """0: chosen by the size of the model."""
+    context_length: int = 0
+    """0: the model's own. Less bounds the memory of keys and values."""
+    draft_ms: float = 0.0
+    """Emulate a slower device: a step takes at least this long."""
+    bits: int = 4
+    """Of the weights when a Hugging Face folder is exported."""
+
+    def __post_init__(self) -> None:
+        _not_empty("model", self.model)
+        _bounded("threads", self.threads, 0, 64)
+        _bounded("context_length", self.context_length, 0, 1 << 20)
+        _bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
+        _one_of("bits", self.bits, (4, 8, 32))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSection:
+    """A link emulated on top of the real one; all zero: the real one as it is."""
+
+    rtt_ms: float = 0.0
+    jitter_ms: float = 0.0
+    """Mean extra delay of each direction."""
+    mbps: float = 0.0
+    """Bandwidth of each direction; 0: without limit."""
+    loss: float = 0.0
+    """Share of packets sent again; they come late, never not at all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _bounded("rtt_ms", self.rtt_ms, 0.0, _MINUTE_MS)
+        _bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
+        _bounded("mbps", self.mbps, 0.0, 1e6)
+        _bounded("loss", self.loss, 0.0, 0.99)
+
+    @property
+    def shaped(self) -> bool:
+        return any((self.rtt_ms, self.jitter_ms, self.mbps, self.loss))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySection:
+    """What to draft and when to send it (``core.draft_policy``)."""
+
+    name: PolicyName = PolicyName.WINDOWED
+    gamma: int | None = None
+    """Draft length of ``fixed`` and ``pearl``; null adapts."""
+    width: int = 2
+    """Choices a draft step adds: 1 is a chain, more a tree."""
+    window: int | None = None
+    """Steps ``windowed`` may have outstanding; null adapts."""
+    run_ahead: RunAhead = RunAhead.AUTO
+    """May the verifier decode on without a draft?"""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None:
+            _bounded("gamma", self.gamma, 1, MAX_GAMMA)
+        _bounded("width", self.width, 1, 16)
+        if self.window is not None:
+            _bounded("window", self.window, 1, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """The device: where the verifier is, what drafts, what the text shall be like."""
+
+    verifier: str = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+    model: str = ""
+    """Name of the target wanted; empty takes what the verifier serves."""
+    tokenizer: str = ""
+    """Folder or reference; empty: the draft's, or the bundled one when nothing drafts."""
+    draft: DraftSection = field(default_factory=DraftSection)
+    link: LinkSection = field(default_factory=LinkSection)
+    policy: PolicySection = field(default_factory=PolicySection)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
+    trace: str = ""
+    """Write a trace (JSON lines) to this file."""
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        _not_empty("verifier", self.verifier)
+        if "://" in self.verifier:
+            raise ValueError(f"verifier is {self.verifier!r}, but must be host:port or unix:path")
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+
+
+def _bounded(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also catches NaN
+        raise ValueError(f"{name} is {value}, but must be in [{low}, {high}]")
+
+
+def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(str, known))}")
+
+
+def _not_empty(name: str, value: str) -> None:
+    if not value.strip():
+        raise ValueError(f"{name} is empty")

@@ -1,0 +1,64 @@
+"""Drafts exported on the fly, kept in the user's cache under a key of their content.
+
+The key covers the weights, the tokenizer and the settings of the export, so a changed checkpoint
+is exported anew and an equal one is found again wherever it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info
+
+# Raised when an export of the same input would give other bytes.
+_EXPORT_VERSION = 1
+_CHUNK_BYTES = 1 << 20
+_HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
+
+
+def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
+    """The draft folder made from the Hugging Face folder ``source``; made now if need be.
+
+    Raises ``ValueError`` naming the file for a folder that cannot be exported.
+    """
+    from edgespec.drafters.export import export_draft
+
+    check_folder(source, Role.TARGET)
+    folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits)}"
+    if (folder / DRAFT_MANIFEST).is_file():
+        return folder
+    say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Built aside and moved: a half-written folder is never found, nor by a second process.
+    work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
+    try:
+        export_draft(source, work, model_info(source), bits=bits)
+        try:
+            work.rename(folder)
+        except OSError:
+            if not (folder / DRAFT_MANIFEST).is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "edgespec"
+
+
+def _key(source: Path, bits: int) -> str:
+    digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits}".encode(), digest_size=8)
+    for path in sorted(found for pattern in _HASHED for found in source.glob(pattern)):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

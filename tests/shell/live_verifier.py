@@ -1,0 +1,112 @@
+"""Verifiers for tests: in this event loop, or as the real daemon in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from edgespec.compose import TOY_MODEL, build_verifier
+from edgespec.config import VerifierConfig
+from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.toy_model import ToyModel
+from edgespec.ports import ModelInfo, PassRequest, PassResult, TargetModel
+from edgespec.verifier.daemon import Verifier
+from tests.sources import ROOT
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    target: TargetModel | None = None, port: int = 0, config: VerifierConfig | None = None
+) -> AsyncIterator[tuple[str, Verifier]]:
+    """A toy verifier on 127.0.0.1, over real gRPC; yields its address."""
+    config = config or VerifierConfig(model="toy", port=port)
+    verifier, server = build_verifier(config, target=target)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{server.port}", verifier
+    finally:
+        await verifier.stop()
+        await server.stop(0.0)
+
+
+def toy_text(
+    prompt: Sequence[int], params: SamplingParams, model: ToyModel = TOY_MODEL
+) -> list[int]:
+    """The oracle: one token after the other, by the scalar specification."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        output = tokens[len(prompt) :]
+        token = choose(model.logits(tokens), params, len(tokens), prompt, output)
+        tokens.append(token)
+        if token in params.stop_token_ids or (token == model.eos_token and not params.ignore_eos):
+            break
+    return tokens[len(prompt) :]
+
+
+class GatedTarget:
+    """A target that lets ``free_passes`` sampling passes through and then waits for ``gate``."""
+
+    def __init__(self, inner: TargetModel, free_passes: int) -> None:
+        self._inner, self._left = inner, free_passes
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.open(key, prompt_length, sampling)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        if any(request.sample for request in batch):
+            if self._left == 0:
+                self.reached.set()
+                self.gate.wait()
+            else:
+                self._left -= 1
+        return self._inner.forward(batch)
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self._inner.keep(key, nodes)
+
+    def close(self, key: str) -> None:
+        self._inner.close(key)
+
+
+def environment() -> dict[str, str]:
+    """For a child process that runs this checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """``edgespec`` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "edgespec", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The real daemon with the toy model on a free port; yields its address and process."""
+    process = start("verifier", "--model", "toy", "--port", "0", *options)
+    with process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"ready on (\S+:\d+): ", line)
+            assert found is not None, line + (process.stderr.read() if process.stderr else "")
+            yield found[1], process
+        finally:
+            process.kill()

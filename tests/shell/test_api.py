@@ -1,0 +1,105 @@
+"""The Python API as a user meets it, against the real daemon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import edgespec
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.live_verifier import daemon, environment, toy_text
+from tests.sources import ROOT
+
+PROMPT = "once upon a time"
+PARAMS = edgespec.SamplingParams(max_tokens=32, temperature=0.7, seed=3)
+EXPECTED = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with daemon() as (where, _):
+        yield where
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    """Asked of a fresh interpreter: the package, and what ``generate --help`` needs."""
+    heavy = ("torch", "transformers", "onnxruntime", "onnx", "grpc", "numpy", "tokenizers")
+    code = (
+        "import sys, edgespec, edgespec.cli.main\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in edgespec.__all__:
+        assert getattr(edgespec, name) is not None
+    assert set(edgespec.__all__) <= set(dir(edgespec))
+    with pytest.raises(AttributeError, match="no attribute 'agent_'"):
+        edgespec.agent_  # noqa: B018 # the access is the test
+
+
+async def test_async_session(address: str) -> None:
+    text = ""
+    async with edgespec.connect(address, draft="toy") as agent:
+        async for chunk in agent.generate(PROMPT, PARAMS):
+            text += chunk.text
+    assert text == EXPECTED
+
+
+def test_sync_session(address: str) -> None:
+    with edgespec.SyncAgent(address, draft="toy", policy="fixed", gamma=3) as agent:
+        for _ in range(2):
+            assert "".join(chunk.text for chunk in agent.generate(PROMPT, PARAMS)) == EXPECTED
+        assert agent.stats is not None
+        assert agent.stats.counters.committed == PARAMS.max_tokens
+
+
+def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
+    with edgespec.SyncAgent(address, draft="toy") as agent:
+        for chunk in agent.generate(PROMPT, edgespec.SamplingParams(max_tokens=3000)):
+            assert chunk.text is not None
+            break
+        assert "".join(chunk.text for chunk in agent.generate(PROMPT, PARAMS)) == EXPECTED
+        agent.close()
+        agent.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iter(agent.generate(PROMPT, PARAMS)))
+
+
+def test_errors_reach_the_sync_caller(address: str) -> None:
+    with edgespec.SyncAgent(address, draft="toy", model="other") as agent:
+        with pytest.raises(edgespec.GenerationError, match="unknown model 'other'"):
+            list(agent.generate(PROMPT, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "eagle"}, "policy.name is 'eagle', but must be one of windowed, pearl, fixed"),
+        ({"gamma": 0}, r"gamma is 0, but must be in \[1, 32\]"),
+        ({"rtt_ms": -1.0}, r"rtt_ms is -1.0"),
+        ({"draft": "no/such/folder"}, "neither 'bundled', nor a folder"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        edgespec.connect("127.0.0.1:1", **{"draft": "toy", **settings})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        edgespec.SyncAgent("127.0.0.1:1", **{"draft": "toy", **settings})
+
+
+def test_a_negative_temperature_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"temperature is -0.5, but must be in \[0.0, 100.0\]"):
+        edgespec.SamplingParams(temperature=-0.5)

@@ -1,0 +1,235 @@
+"""The bench's arithmetic, on requests written by hand.
+
+Oracle: the expected numbers are worked out in the comments, not by the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgespec.benchmark.arms import Arm, arm_options, parse_arms, parse_rtts_ms, rotated
+from edgespec.benchmark.calibration import GammaCost, best_gamma_at, gamma_cost
+from edgespec.benchmark.estimate import bench_s, tpot_s
+from edgespec.benchmark.measurement import Measurement, mismatch_count
+from edgespec.benchmark.report import Subject, document, footer, verdict, write_json
+from edgespec.benchmark.rows import Cell, percentile, summarise
+from edgespec.benchmark.settings import BenchSettings
+from edgespec.benchmark.workload import Workload
+from edgespec.core.draft_events import DraftCounters
+from edgespec.core.draft_policy import FixedPolicy
+from edgespec.core.messages import RunAhead
+
+# Five tokens in three passes; the last one ended the text, so four count.
+ONE = Measurement(
+    tokens=(5, 6, 7, 8, 0),
+    times_s=(0.1, 0.1, 0.2, 0.4),
+    counters=DraftCounters(
+        sent=8, committed=5, accepted=2, passes=3, tried=4, hits=3, verify_s=0.075
+    ),
+)
+TWO = Measurement(
+    tokens=(5, 6),
+    times_s=(0.3, 0.5),
+    counters=DraftCounters(
+        sent=2, committed=2, accepted=0, passes=2, tried=1, hits=0, verify_s=0.05
+    ),
+)
+TRAFFIC = {
+    "drafted_nodes": 10.0,
+    "up_payload_bytes": 150.0,
+    "open_payload_bytes": 80.0,
+    "up_framed_bytes": 200.0,
+    "down_payload_bytes": 70.0,
+    "down_framed_bytes": 90.0,
+}
+
+
+def cell(arm: Arm = Arm.EDGESPEC, repeat: int = 0, **changes: object) -> Cell:
+    whole = Cell(arm, 20.0, repeat, (ONE, TWO), (ONE.tokens, TWO.tokens), TRAFFIC)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def test_a_row_counts_what_it_says() -> None:
+    row = cell().row()
+    assert row["ttft_ms_p50"] == pytest.approx(200)  # 100 and 300
+    assert row["tpot_ms_p50"] == pytest.approx(150)  # 300 / 3 and 200 / 1
+    assert row["tpot_ms_p95"] == pytest.approx(195)
+    assert row["itl_ms_p95"] == pytest.approx(200)  # 0, 100, 200, 200
+    assert row["tokens"] == 6
+    assert row["tokens_per_second"] == pytest.approx(6 / 0.9)
+    assert row["passes_per_token"] == pytest.approx(5 / 7)
+    assert row["tokens_per_pass"] == pytest.approx(7 / 5)
+    assert row["acceptance"] == pytest.approx(3 / 5)
+    assert row["wasted_nodes"] == 8
+    assert row["pass_ms_mean"] == pytest.approx(25)
+    assert row["up_bytes_per_token"] == pytest.approx(7)  # 150 - 80 over 10 drafted
+    assert row["up_bytes_per_committed_token"] == pytest.approx(10)
+    assert row["down_bytes_per_token"] == pytest.approx(10)
+    assert row["open_bytes_per_request"] == pytest.approx(40)
+    assert row["framing_bytes_per_committed_token"] == pytest.approx(10)  # 50 + 20 over 7
+    assert row["mismatches"] == 0
+
+
+def test_nothing_drafted_is_no_division() -> None:
+    row = cell(Arm.TARGET_ONLY, traffic={"up_payload_bytes": 9.0, "open_payload_bytes": 9.0}).row()
+    assert row["up_bytes_per_token"] == 0.0
+
+
+def test_a_request_without_tokens_has_no_times() -> None:
+    ended_at_once = Measurement((0,), (), DraftCounters(committed=1, passes=1))
+    row = cell(measurements=(ended_at_once,), references=((0,),)).row()
+    assert (row["ttft_ms_p50"], row["tpot_ms_p50"], row["itl_ms_p95"]) == (None, None, None)
+    assert (row["tokens"], row["mismatches"]) == (0, 0)
+    assert summarise([row])[0]["tpot_ms_p50"] is None
+    one_token = Measurement((4, 0), (0.1,), DraftCounters(committed=2, passes=2))
+    assert (one_token.ttft_s, one_token.tpot_s, one_token.gaps_s) == (0.1, None, ())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [((5, 6, 7), 0), ((5, 6), 1), ((5, 6, 7, 8), 1), ((5, 9, 7), 1), ((), 3), ((9, 9), 3)],
+)
+def test_mismatches_are_positions_that_differ(tokens: tuple[int, ...], count: int) -> None:
+    assert mismatch_count(tokens, (5, 6, 7)) == count
+
+
+def test_a_wrong_token_is_counted_and_said() -> None:
+    wrong = cell(references=((5, 6, 7, 9, 0), TWO.tokens)).row()
+    assert wrong["mismatches"] == 1
+    assert verdict([cell().row(), wrong]) == (
+        1,
+        "1 of 12 tokens differ from target-only: they must not",
+    )
+    assert verdict([cell().row()]) == (0, "all 6 tokens are those of target-only")
+
+
+def test_the_summary_has_medians_spread_and_speed() -> None:
+    def at(tpot_ms: float, arm: Arm, repeat: int) -> dict[str, object]:
+        return {**cell(arm, repeat).row(), "tpot_ms_p50": tpot_ms, "mismatches": repeat}
+
+    rows = [at(ms, Arm.EDGESPEC, n) for n, ms in enumerate((10.0, 30.0, 11.0))]
+    rows += [at(ms, Arm.TARGET_ONLY, n) for n, ms in enumerate((22.0, 20.0, 90.0))]
+    ours, plain = summarise(rows)
+    assert (ours["arm"], ours["rtt_ms"], ours["repeats"]) == ("edgespec", 20.0, 3)
+    assert ours["tpot_ms_p50"] == 11.0
+    assert ours["spread"]["tpot_ms_p50"] == [10.0, 30.0]  # type: ignore[index]
+    assert ours["mismatches"] == 3
+    assert ours["speedup"] == pytest.approx(2.0)
+    assert plain["speedup"] == pytest.approx(1.0)
+    assert "repeat" not in ours
+    assert summarise(rows[:3])[0]["speedup"] is None
+    assert summarise([]) == []
+
+
+def test_percentiles_lie_between_ranks() -> None:
+    assert percentile([], 50) is None
+    assert percentile([7.0], 95) == 7.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([0.0, 10.0], 95) == pytest.approx(9.5)
+
+
+def test_the_best_draft_length_grows_with_the_round_trip() -> None:
+    # 100 tokens in 50 rounds of 33 ms, or in 25 rounds of 57 ms.
+    costs = {1: GammaCost(50 * 0.033, 50, 100), 4: GammaCost(25 * 0.057, 25, 100)}
+    costs[4] = replace(costs[4], flow_s=25 * 0.07)
+    assert best_gamma_at(costs, 0.0) == 1  # 16.5 against 17.5 ms a token
+    assert best_gamma_at(costs, 0.1) == 4  # 66.5 against 42.5
+    assert costs[4].tpot_s(0.1) == pytest.approx(0.0425)
+    assert best_gamma_at({}, 0.1) is None
+
+
+def test_a_draft_length_costs_its_requests_rounds() -> None:
+    cost = gamma_cost([ONE, TWO])
+    assert cost is not None
+    assert (cost.rounds, cost.tokens) == (3, 4)
+    assert cost.flow_s == pytest.approx(0.5)
+    assert gamma_cost([Measurement((0,), (), DraftCounters())]) is None
+
+
+def test_the_arms_are_settings_of_one_machine() -> None:
+    assert [arm for arm in Arm if not arm.drafts] == [Arm.TARGET_ONLY]
+    assert arm_options(Arm.VANILLA, 5).policy == FixedPolicy(5)
+    waiting = [arm for arm in Arm if arm_options(arm).run_ahead is RunAhead.NEVER]
+    assert waiting == [Arm.VANILLA, Arm.PEARL, Arm.WINDOWED]
+    assert rotated((Arm.PEARL, Arm.VANILLA), 3) == (Arm.VANILLA, Arm.PEARL)
+
+
+def test_lists_are_read_or_refused() -> None:
+    assert parse_arms("edgespec, vanilla") == (Arm.EDGESPEC, Arm.VANILLA)
+    assert parse_rtts_ms("2, 20.5") == (2.0, 20.5)
+    with pytest.raises(ValueError, match="arm 'eagle' is unknown; there are target-only, vanilla"):
+        parse_arms("eagle")
+    with pytest.raises(ValueError, match="arms names pearl more than once"):
+        parse_arms("pearl,vanilla,pearl")
+    with pytest.raises(ValueError, match="arms is empty"):
+        parse_arms(" , ")
+    with pytest.raises(ValueError, match="rtt-ms is '2;3'"):
+        parse_rtts_ms("2;3")
+    with pytest.raises(ValueError, match="rtt-ms names 2 more than once"):
+        parse_rtts_ms("2,2.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rtts_ms": (-1.0,)}, "rtt-ms is -1"),
+        ({"rtts_ms": (float("nan"),)}, "rtt-ms is nan"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"prompt_limit": 0}, "limit is 0"),
+        ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
+        ({"pass_ms": 1e9}, "pass-ms is 1e"),
+        ({"draft_ms": -0.5}, "draft-ms is -0.5"),
+        ({"gamma": 33}, r"gamma is 33, but must be in \[1, 32\]"),
+    ],
+)
+def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BenchSettings(**changes)  # type: ignore[arg-type]
+
+
+def test_paced_times_are_called_emulated() -> None:
+    assert BenchSettings().timing.startswith("emulated pass time: target 25 ms a pass")
+    assert BenchSettings(pass_ms=0).timing.startswith("emulated pass time")
+    assert BenchSettings(pass_ms=0, draft_ms=0).timing.startswith("real pass time")
+
+
+def test_the_estimate_orders_the_arms_as_expected_on_a_slow_link() -> None:
+    at = {arm: tpot_s(BenchSettings(), arm, 200.0) for arm in Arm}
+    assert at[Arm.EDGESPEC] <= at[Arm.TARGET_ONLY] < at[Arm.WINDOWED] < at[Arm.VANILLA]
+    assert 5 * 60 < bench_s(BenchSettings()) < 15 * 60
+    assert bench_s(BenchSettings(repeats=6)) > 1.8 * bench_s(BenchSettings(repeats=3))
+
+
+def test_the_document_is_complete_json(tmp_path: Path) -> None:
+    subject = Subject("bundled", "bundled", "t", "d", "auto", "built-in", False)
+    workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
+    rows = [cell().row()]
+    content = document(
+        ("edgespec", "bench", "--json", "my file"),
+        BenchSettings(),
+        subject,
+        workload,
+        rows,
+        {20.0: 4},
+        {4: GammaCost(1.5, 20, 60)},
+        interrupted=True,
+    )
+    path = tmp_path / "deep" / "result.json"
+    write_json(path, content)
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["command"] == "edgespec bench --json 'my file'"
+    assert {"machine", "versions", "settings", "results", "summary"} <= set(read)
+    assert read["settings"]["timing"].startswith("emulated pass time")
+    assert read["settings"]["vanilla_gamma"] == {"20": 4}
+    assert read["settings"]["vanilla_sweep"]["4"]["rounds"] == 20
+    assert read["settings"]["prompt_tokens"] == [2, 1]
+    assert read["interrupted"] is True
+    assert read["results"][0]["arm"] == "edgespec"
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    lines = "\n".join(footer(content))
+    for said in ("emulated pass time", "4 at 20 ms", "machine:", "python", "command: edgespec"):
+        assert said in lines

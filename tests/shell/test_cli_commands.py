@@ -1,0 +1,251 @@
+"""Commands in this process: what they print, refuse and return. Oracle: the toy's text."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from edgespec.cli import checks
+from edgespec.cli.checks import State
+from edgespec.cli.main import app
+from edgespec.compose import SetupError, needs
+from edgespec.core.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.live_verifier import daemon, toy_text
+from tests.shell.tiny_checkpoints import write_tokenizer
+
+PROMPT = "once upon a time"
+COUNT = 24
+TEXT = ToyTokenizer()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with daemon() as (where, _):
+        yield where
+
+
+def call(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def generate(address: str, *arguments: str, stdin: str | None = None) -> Result:
+    where = ("--verifier", address, "--draft", "toy", "-n", str(COUNT))
+    return call("generate", *where, *arguments, stdin=stdin)
+
+
+def expected(prompt: str = PROMPT, **params: object) -> str:
+    sampling = SamplingParams(max_tokens=COUNT, **params)  # type: ignore[arg-type]
+    return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
+
+
+def test_only_the_text_goes_to_stdout(address: str) -> None:
+    result = generate(address, PROMPT, "--stats")
+    assert (result.exit_code, result.stdout) == (0, expected() + "\n")
+    assert f"{COUNT} tokens in" in result.stderr
+    assert "acceptance" in result.stderr
+
+
+def test_a_prompt_from_stdin_and_from_a_file(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    assert generate(address, "-", stdin=PROMPT).stdout == expected() + "\n"
+    assert generate(address, "--file", str(path)).stdout == expected() + "\n"
+
+
+def test_sampling_options_reach_the_target(address: str) -> None:
+    given = ("-t", "0.8", "--top-k", "9", "--min-p", "0.01", "--seed", "5", "--logit-bias", "3=-9")
+    result = generate(address, PROMPT, *given, "--ignore-eos")
+    text = expected(
+        temperature=0.8, top_k=9, min_p=0.01, seed=5, logit_bias={3: -9.0}, ignore_eos=True
+    )
+    assert result.stdout == text + "\n"
+
+
+def test_json_lines(address: str) -> None:
+    shown = generate(address, PROMPT, "--json", "--run-ahead", "never").stdout
+    lines = [json.loads(line) for line in shown.splitlines()]
+    assert "".join(line["text"] for line in lines) == expected()
+    assert lines[-1]["finish"] == "length"
+    assert lines[0]["position"] == len(PROMPT)
+    kinds = {piece["kind"] for line in lines for piece in line["pieces"]}
+    assert "accepted" in kinds
+
+
+def test_color_tells_tokens_apart(address: str) -> None:
+    colored = generate(address, PROMPT, "--color", "--run-ahead", "never", "--policy", "fixed")
+    assert "\x1b[32m" in colored.stdout
+    assert "\x1b[" not in generate(address, PROMPT).stdout
+
+
+def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    assert generate(address, PROMPT, "--trace", str(path)).exit_code == 0
+    names = [json.loads(line)["name"] for line in path.read_text().splitlines()]
+    assert names[0] == "Start"
+    assert "Commit" in names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "give a PROMPT"),
+        (("a", "--file", "x"), 2, "give a PROMPT"),
+        (("",), 2, "the prompt is empty"),
+        (("a", "-t", "-1"), 2, "sampling.temperature is -1.0, but must be in [0.0, 100.0]"),
+        (("a", "--gamma", "0"), 2, "policy.gamma is 0"),
+        (("a", "--logit-bias", "7"), 2, "--logit-bias is '7', but must be ID=X"),
+        (("a", "--config", "nowhere.yaml"), 2, "nowhere.yaml: No such file"),
+        (("a", "--model", "other"), 1, "unknown model 'other'"),
+        (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
+        (("--file", "nowhere.txt"), 1, "No such file or directory: 'nowhere.txt'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    address: str, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    result = generate(address, *arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_no_verifier_there_says_how_to_start_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = taken.getsockname()[1]
+        result = generate(f"127.0.0.1:{port}", PROMPT)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"edgespec verifier --port {port}" in result.stderr
+
+
+def test_a_foreign_vocabulary_is_refused(address: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    result = call(
+        "generate", PROMPT, "--verifier", address, "--draft", "none", "--tokenizer", str(tmp_path)
+    )
+    assert result.exit_code == 1
+    assert "toy-64" in result.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = call("verifier", "--model", "toy", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+    assert "loading" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "config.json: no such file"),
+        ({"config.json": "{"}, "config.json: not readable as JSON"),
+        ({"config.json": '{"model_type": "gpt2"}'}, "model_type 'gpt2' is not one of"),
+        ({"config.json": '{"model_type": "llama"}'}, "tokenizer.json: no such file"),
+    ],
+)
+def test_a_corrupt_model_folder_is_named(
+    files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    result = call("verifier", "--model", str(tmp_path), "--port", "0")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert str(tmp_path) in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verifier", "generate", "chat"])
+def test_print_config_reads_back(command: str, tmp_path: Path) -> None:
+    first = call(command, "--print-config", "--log-level", "error")
+    assert first.exit_code == 0
+    assert yaml.safe_load(first.stdout)["log_level"] == "error"
+    path = tmp_path / "config.yaml"
+    path.write_text(first.stdout)
+    assert call(command, "--config", str(path), "--print-config").stdout == first.stdout
+
+
+def test_the_environment_wins_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("verifier: a:1\n")
+    monkeypatch.setenv("EDGESPEC_VERIFIER", "b:2")
+    shown = yaml.safe_load(call("generate", "-c", str(path), "--print-config").stdout)
+    assert shown["verifier"] == "b:2"
+    given = ("--verifier", "c:3", "--print-config")
+    assert yaml.safe_load(call("generate", "-c", str(path), *given).stdout)["verifier"] == "c:3"
+
+
+def test_chat_keeps_the_conversation(address: str) -> None:
+    """The second reply follows from the whole conversation, in the tokenizer's chat format."""
+    lines = "hello\nagain\n/stats\n/foo\n/reset\n/quit\n"
+    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
+    assert result.exit_code == 0
+    first = expected("hello ")
+    second = expected(f"hello {first} again ")
+    assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
+    assert "unknown command '/foo'" in result.stderr
+    assert f"{COUNT} tokens in" in result.stderr
+    assert "the conversation is forgotten" in result.stderr
+
+
+def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
+    lines = f"{'x' * 5000}\nhello\n"
+    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
+    assert result.exit_code == 0
+    assert "your message was not kept" in result.stderr
+    assert expected("hello ") in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("installed", "state", "advice"),
+    [
+        ({"onnxruntime": "1.23"}, State.GOOD, ""),
+        ({"onnxruntime-gpu": "1.23"}, State.GOOD, ""),
+        ({}, State.BAD, "pip install 'edgespec[cpu]'"),
+        ({"onnxruntime": "1", "onnxruntime-gpu": "1"}, State.BAD, "pip uninstall -y"),
+    ],
+)
+def test_the_doctor_sees_two_onnxruntimes(
+    installed: dict[str, str], state: State, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "version", installed.get)
+    found = checks.one_onnxruntime()
+    assert found.state is state
+    assert found.advice.startswith(advice)
+
+
+def test_the_doctor_asks_the_verifier(address: str) -> None:
+    assert f"verifier at {address}: serves toy" in call("doctor", "--verifier", address).stdout
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        result = call("doctor", "--verifier", f"127.0.0.1:{port}", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"edgespec verifier --port {port}" in result.stdout
+    assert f"port {port}: taken" in result.stdout
+
+
+def test_a_missing_library_names_the_line_that_installs_it() -> None:
+    line = r"pip install 'edgespec\[cpu\]'"
+    with pytest.raises(SetupError, match=line), needs("onnxruntime", "edgespec[cpu]"):
+        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
+
+
+def test_help_teaches() -> None:
+    shown = call("--help").stdout
+    for command in ("demo", "verifier", "generate", "chat", "doctor", "export"):
+        assert command in shown
+        assert "Exit codes" in call(command, "--help").stdout
+    assert call("--version").stdout.startswith("edgespec ")

@@ -1,0 +1,104 @@
+"""The real processes: start, serve, stop, be killed, be replaced. Oracle: the toy's text."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from typing import IO
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.live_verifier import daemon, start, toy_text
+
+PROMPT = "once upon a time"
+LONG = 200
+WITHIN_S = 60
+TEXT = ToyTokenizer()
+
+
+def generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
+    where = ("--verifier", address, "--draft", "toy")
+    return start("generate", PROMPT, *where, "-n", str(count), "--ignore-eos", "--json")
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def rest(pipe: IO[str] | None) -> str:
+    return "" if pipe is None else pipe.read()
+
+
+def test_sigterm_drains_the_daemon_and_a_replacement_continues_the_text() -> None:
+    with daemon("--pass-ms", "10") as (address, verifier):
+        device = generating(address)
+        lines = [first_line(device)]
+        verifier.send_signal(signal.SIGTERM)
+        assert verifier.wait(WITHIN_S) == 0
+        assert "stopping; the devices are told" in rest(verifier.stderr)
+    with daemon("--port", address.rpartition(":")[2]) as _, device:
+        out, err = device.communicate(timeout=WITHIN_S)
+    assert device.returncode == 0, err
+    assert _tokens([*lines, *out.splitlines()]) == _expected()
+
+
+def test_a_killed_daemon_costs_no_text() -> None:
+    with daemon("--pass-ms", "10") as (address, verifier):
+        device = generating(address)
+        lines = [first_line(device)]
+        verifier.kill()
+        verifier.wait(WITHIN_S)
+    with daemon("--port", address.rpartition(":")[2]) as _, device:
+        out, err = device.communicate(timeout=WITHIN_S)
+    assert device.returncode == 0, err
+    assert _tokens([*lines, *out.splitlines()]) == _expected()
+
+
+def test_a_stopped_device_leaves_the_daemon_serving() -> None:
+    with daemon("--pass-ms", "10") as (address, verifier):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with generating(address, 3000) as device:
+                assert first_line(device)
+                device.send_signal(number)
+                device.communicate(timeout=WITHIN_S)
+                assert device.returncode == 128 + number
+        with generating(address, 8) as device:
+            out, _ = device.communicate(timeout=WITHIN_S)
+        assert _tokens(out.splitlines()) == _expected(8)
+        assert verifier.poll() is None
+
+
+def test_the_demo_runs_without_a_terminal_and_leaves_no_process() -> None:
+    models = ("--model", "toy", "--draft", "toy", "--prompt", PROMPT, "-n", "24")
+    times = ("--rtt-ms", "2", "--pass-ms", "2", "--draft-ms", "0")
+    with start("demo", *models, *times) as demo:
+        out, err = demo.communicate(timeout=WITHIN_S)
+    assert demo.returncode == 0, err
+    assert "token for token the same: yes (24 tokens)" in out
+    assert "emulated pass time" in out
+    assert "\x1b[" not in out
+    assert TEXT.decode(_expected(24, ignore_eos=False)) in out
+    found = re.search(r"verifier on 127.0.0.1:(\d+)", out)
+    assert found is not None
+    with daemon("--port", found[1]):
+        pass  # the port is free again
+
+
+def test_a_demo_without_its_model_says_so() -> None:
+    with start("demo", "--model", "no-such-model", "--draft", "toy") as demo:
+        out, err = demo.communicate(timeout=WITHIN_S)
+    assert demo.returncode == 1
+    assert "the verifier did not start" in err
+    assert "'no-such-model' is neither 'bundled', nor a folder" in err
+    assert "Traceback" not in out + err
+
+
+def _tokens(lines: list[str]) -> list[int]:
+    return [token for line in lines for token in json.loads(line)["tokens"]]
+
+
+def _expected(count: int = LONG, ignore_eos: bool = True) -> list[int]:
+    return toy_text(TEXT.encode(PROMPT), SamplingParams(max_tokens=count, ignore_eos=ignore_eos))
