@@ -1,0 +1,157 @@
+"""From requests to numbers: one row an arm, RTT and repeat; then one an arm and RTT.
+
+Times are of tokens before the end token; TPOT is (last - first) / (tokens - 1) of a request, and
+its percentiles go over requests. Passes are those that committed a token of this session. Bytes
+are payload: up per *drafted* token (drafts, acknowledgements and cancels; the request with its
+prompt and gRPC's framing stand apart), down per committed token (everything).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from edgespec.benchmark.arms import Arm
+from edgespec.benchmark.measurement import Measurement, mismatch_count
+
+Row = dict[str, object]
+Traffic = Mapping[str, float]
+"""Totals by name, as the link's meter reports them."""
+
+KEYS = ("arm", "rtt_ms", "repeat")
+TIMES = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95")
+SPREAD = (*TIMES, "tokens_per_second")
+_SUMMED = frozenset({"mismatches"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The requests of one arm at one RTT in one repeat."""
+
+    arm: Arm
+    rtt_ms: float
+    repeat: int
+    measurements: tuple[Measurement, ...]
+    references: tuple[tuple[int, ...], ...]
+    """What target-only delivered for the same prompts."""
+    traffic: Traffic
+    """Of these requests alone."""
+
+    def row(self) -> Row:
+        done = self.measurements
+        committed = self._sum(lambda m: m.counters.committed)
+        passes = self._sum(lambda m: m.counters.passes)
+        pairs = zip(done, self.references, strict=True)
+        return {
+            "arm": self.arm.value,
+            "rtt_ms": self.rtt_ms,
+            "repeat": self.repeat,
+            "requests": len(done),
+            **self._times(),
+            "tokens": self._sum(lambda m: len(m.times_s)),
+            "passes_per_token": _ratio(passes, committed),
+            "tokens_per_pass": _ratio(committed, passes),
+            "acceptance": _ratio(
+                self._sum(lambda m: m.counters.hits), self._sum(lambda m: m.counters.tried)
+            ),
+            "wasted_nodes": self._sum(lambda m: m.counters.wasted),
+            "wasted_nodes_per_token": _ratio(self._sum(lambda m: m.counters.wasted), committed),
+            "pass_ms_mean": _ratio(1e3 * sum(m.counters.verify_s for m in done), passes),
+            **self._bytes(committed),
+            "reconnects": self._sum(lambda m: m.counters.reconnects),
+            "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
+        }
+
+    def _sum(self, count: Callable[[Measurement], int]) -> int:
+        return sum(count(m) for m in self.measurements)
+
+    def _times(self) -> Row:
+        firsts_ms = [1e3 * m.ttft_s for m in self.measurements if m.ttft_s is not None]
+        tpots_ms = [1e3 * m.tpot_s for m in self.measurements if m.tpot_s is not None]
+        gaps_ms = [1e3 * gap_s for m in self.measurements for gap_s in m.gaps_s]
+        flow_s = sum(m.times_s[-1] for m in self.measurements if m.times_s)
+        return {
+            "ttft_ms_p50": percentile(firsts_ms, 50),
+            "tpot_ms_p50": percentile(tpots_ms, 50),
+            "tpot_ms_p95": percentile(tpots_ms, 95),
+            "itl_ms_p95": percentile(gaps_ms, 95),
+            "tokens_per_second": _ratio(self._sum(lambda m: len(m.times_s)), flow_s),
+        }
+
+    def _bytes(self, committed: int) -> Row:
+        traffic = self.traffic
+        drafted = traffic.get("drafted_nodes", 0)
+        up_bytes = traffic.get("up_payload_bytes", 0)
+        down_bytes = traffic.get("down_payload_bytes", 0)
+        open_bytes = traffic.get("open_payload_bytes", 0)
+        return {
+            "drafted_nodes": int(drafted),
+            "up_bytes_per_token": _ratio(up_bytes - open_bytes, drafted),
+            "up_bytes_per_committed_token": _ratio(up_bytes - open_bytes, committed),
+            "down_bytes_per_token": _ratio(down_bytes, committed),
+            "open_bytes_per_request": _ratio(open_bytes, len(self.measurements)),
+            "framing_bytes_per_committed_token": _ratio(
+                traffic.get("up_framed_bytes", 0)
+                - up_bytes
+                + traffic.get("down_framed_bytes", 0)
+                - down_bytes,
+                committed,
+            ),
+        }
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """One row an arm and RTT, in order of first appearance: medians over the repeats, the sum of
+    the mismatches, ``spread`` (lowest and highest repeat) and the speed against target-only."""
+    groups: dict[tuple[object, object], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["arm"], row["rtt_ms"]), []).append(row)
+    summary = [_summary(group) for group in groups.values()]
+    plain = {
+        row["rtt_ms"]: row["tpot_ms_p50"] for row in summary if row["arm"] == Arm.TARGET_ONLY.value
+    }
+    for row in summary:
+        base, own = plain.get(row["rtt_ms"]), row["tpot_ms_p50"]
+        known = isinstance(base, float) and isinstance(own, float) and own > 0
+        row["speedup"] = base / own if known else None  # type: ignore[operator]
+    return summary
+
+
+def _summary(group: Sequence[Row]) -> Row:
+    summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
+    for name in group[0]:
+        if name in KEYS:
+            continue
+        values = numbers(group, name)
+        if name in _SUMMED:
+            summary[name] = int(sum(values))
+        else:
+            summary[name] = float(median(values)) if values else None
+    spread: dict[str, list[float]] = {}
+    for name in SPREAD:
+        if values := numbers(group, name):
+            spread[name] = [min(values), max(values)]
+    summary["spread"] = spread
+    return summary
+
+
+def numbers(rows: Sequence[Row], name: str) -> list[float]:
+    """The values of one column, without those that could not be measured."""
+    values = [row.get(name) for row in rows]
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Between the two nearest ranks, linearly; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    rank = percent / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
+    return low + (high - low) * (rank - math.floor(rank))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

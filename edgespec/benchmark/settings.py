@@ -1,0 +1,59 @@
+"""What a bench is asked to do, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.benchmark.arms import Arm
+from edgespec.core.draft_policy import MAX_GAMMA
+
+MAX_RTT_MS = 10_000.0
+MAX_REPEATS = 1000
+MAX_PACE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """Raises ``ValueError`` naming the setting, the value and the limit."""
+
+    arms: tuple[Arm, ...] = tuple(Arm)
+    rtts_ms: tuple[float, ...] = (2.0, 20.0, 50.0, 100.0, 200.0)
+    repeats: int = 3
+    prompt_limit: int = 4
+    """Use the first so many prompts that fit into the models' context."""
+    max_tokens: int = 48
+    temperature: float = 0.0
+    seed: int = 0
+    pass_ms: float = 25.0
+    """Emulated time of a target pass; 0 is as fast as the machine goes."""
+    draft_ms: float = 8.0
+    """The same for a draft step."""
+    gamma: int | None = None
+    """Draft length of stop-and-wait; None looks for the best one."""
+
+    def __post_init__(self) -> None:
+        for rtt_ms in self.rtts_ms:
+            _bounded("rtt-ms", rtt_ms, 0.0, MAX_RTT_MS)
+        _bounded("repeats", self.repeats, 1, MAX_REPEATS)
+        _bounded("limit", self.prompt_limit, 1, 100_000)
+        _bounded("max-tokens", self.max_tokens, 2, 1 << 20)
+        _bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
+        _bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
+        if self.gamma is not None:
+            _bounded("gamma", self.gamma, 1, MAX_GAMMA)
+
+    @property
+    def emulated(self) -> bool:
+        return self.pass_ms > 0 or self.draft_ms > 0
+
+    @property
+    def timing(self) -> str:
+        """What the times of a result are times of; belongs beside every one of them."""
+        passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
+        steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
+        return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
+
+
+def _bounded(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also catches NaN
+        raise ValueError(f"{name} is {value:g}, but must be in [{low:g}, {high:g}]")
