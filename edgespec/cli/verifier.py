@@ -55,7 +55,8 @@ def verifier(
         typer.Option("--port", "-p", envvar="EDGESPEC_PORT", help="0: any (default: 7420)"),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="auto, float32, bfloat16, float16")
+        str | None,
+        typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")] = None,
     canonical: Annotated[

@@ -47,8 +47,9 @@ def load_model(
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
-    ``dtype`` is float32, bfloat16, float16 or auto (what the checkpoint says); ``device`` is cpu,
-    cuda, cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
+    ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
+    any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
+    cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -61,7 +62,7 @@ def load_model(
         path,
         trust_remote_code=False,
         use_safetensors=True,
-        dtype="auto" if dtype == "auto" else DTYPES[dtype],
+        dtype=_dtype(dtype, where),
         attn_implementation=packed_attention.IMPLEMENTATION,
     )
     model = model.to(where).eval()
@@ -133,6 +134,12 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r}, but no CUDA device is available")
     return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float32 if device.type == "cpu" else "auto"
 
 
 def _eos(model: Any) -> tuple[int, ...]:
