@@ -1,0 +1,178 @@
+"""The shipped pair, over the real wire: exact whatever drafts, and a draft worth shipping."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.compose import build_verifier, connect, load_target
+from edgespec.config import VerifierConfig
+from edgespec.core.draft_policy import PearlPolicy, WindowedPolicy
+from edgespec.core.messages import RunAhead
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.work import PassRequest
+from edgespec.models.folders import Role, resolve_model
+from edgespec.models.tokenizer import TextTokenizer
+from edgespec.ports import Drafter, TargetModel
+from edgespec.transport.grpc_server import GrpcServer
+from edgespec.verifier.daemon import Verifier
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+PROMPTS = (
+    "Once upon a time there was a",
+    "def read_lines(path):\n",
+    "<|user|>A farmer has 12 hens and buys 7 more. How many hens are there?<|assistant|>",
+    "The parser reads the file and",
+)
+LENGTH = 160
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=LENGTH, ignore_eos=True),
+    "0.7, top-p, penalties": SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        seed=5,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+    ),
+    "1.0": SamplingParams(temperature=1.0, seed=6, max_tokens=LENGTH, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return load_target(VerifierConfig(model="bundled"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(resolve_model("bundled", Role.TARGET))
+
+
+@pytest.fixture(scope="module")
+def drafters() -> Iterator[dict[str, Drafter]]:
+    from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
+    from edgespec.drafters.onnx_drafter import OnnxDrafter
+
+    folder = resolve_model("bundled", Role.DRAFT)
+    draft = OnnxDrafter(folder)
+    yield {
+        "draft": draft,
+        "random": RandomDrafter(draft.info, seed=3),
+        "adversarial": AdversarialDrafter(OnnxDrafter(folder)),
+    }
+    draft.close()
+
+
+def alone(target: TargetModel, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """The target by itself, one token a pass."""
+    tokens, cached = list(prompt), 0
+    target.open("alone", len(prompt), params)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        request = PassRequest("alone", cached, tuple(tokens[cached:]))
+        cached = len(tokens)
+        tokens.append(target.forward([request])[0].targets[0])
+    target.close("alone")
+    return tokens[len(prompt) :]
+
+
+@asynccontextmanager
+async def agent_for(
+    target: TargetModel, drafter: Drafter, tokenizer: TextTokenizer, options: AgentOptions
+) -> AsyncIterator[Agent]:
+    config = VerifierConfig(model="bundled", port=0)
+    verifier, server = build_verifier(config, target=target)
+    await server.start()
+    transport = connect(f"127.0.0.1:{server.port}")
+    agent = Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options)
+    try:
+        yield agent
+    finally:
+        await transport.close()
+        await _stop(verifier, server)
+
+
+async def _stop(verifier: Verifier, server: GrpcServer) -> None:
+    await verifier.stop()
+    await server.stop(0.0)
+
+
+OPTIONS = {
+    "draft": AgentOptions(),
+    "random": AgentOptions(WindowedPolicy(width=2), RunAhead.NEVER),
+    "adversarial": AgentOptions(PearlPolicy(gamma=4), RunAhead.NEVER),
+}
+
+
+@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize("kind", list(OPTIONS))
+async def test_the_text_is_the_targets_own_whatever_drafts(
+    kind: str,
+    sampling: str,
+    target: TargetModel,
+    tokenizer: TextTokenizer,
+    drafters: dict[str, Drafter],
+) -> None:
+    params = SAMPLINGS[sampling]
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    expected = [alone(target, prompt, params) for prompt in prompts]
+    tried = hits = 0
+    async with agent_for(target, drafters[kind], tokenizer, OPTIONS[kind]) as agent:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            received = [t async for c in agent.generate(prompt, params) for t in c.tokens]
+            assert received == tokens
+            assert agent.stats is not None
+            tried += agent.stats.counters.tried
+            hits += agent.stats.counters.hits
+    assert tried > LENGTH
+    if kind == "draft":
+        assert hits / tried >= 0.5
+    elif kind == "random":
+        assert hits / tried <= 0.02
+    else:
+        assert hits / tried <= 0.15
+
+
+def test_greedy_text_is_what_transformers_generates(
+    target: TargetModel, tokenizer: TextTokenizer
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model("bundled", Role.TARGET)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for text in PROMPTS:
+        prompt = tokenizer.encode(text)
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            generated = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=LENGTH,
+                eos_token_id=None,
+            )
+        assert alone(target, prompt, SAMPLINGS["greedy"]) == generated[0, len(prompt) :].tolist()
+
+
+def test_greedy_acceptance_on_unseen_prompts(
+    target: TargetModel, tokenizer: TextTokenizer, drafters: dict[str, Drafter]
+) -> None:
+    """At least 0.65, asked on every prefix of the target's own text."""
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    draft, hits, total = drafters["draft"], 0, 0
+    for text in PROMPTS:
+        prompt = tokenizer.encode(text)
+        draft.begin(len(prompt), params)
+        keep, feed = 0, prompt
+        for token in alone(target, prompt, params):
+            hits += draft.step(keep, feed, 1)[0].token == token
+            keep, feed, total = keep + len(feed), [token], total + 1
+    assert hits / total >= 0.65
