@@ -19,7 +19,7 @@ from edgespec.benchmark.arms import parse_rtts_ms
 from edgespec.benchmark.report import machine, versions
 from edgespec.benchmark.rows import percentile
 from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.messages import Commit, Downlink, Draft, Uplink
+from edgespec.core.messages import Commit, Downlink, Draft, Limits, Uplink, VerifierInfo
 from edgespec.core.work import ModelInfo
 from edgespec.ports import DeviceStream
 from edgespec.transport.pipe import Pipe
@@ -58,8 +58,8 @@ class EchoTransport:
     async def connect(self) -> DeviceStream:
         return self.echo
 
-    async def info(self) -> ModelInfo:
-        return ModelInfo("echo", "echo", 2, 2)
+    async def info(self) -> VerifierInfo:
+        return VerifierInfo(ModelInfo("echo", "echo", 2, 2), Limits(), 0, 1)
 
     async def close(self) -> None:
         await self.echo.close()

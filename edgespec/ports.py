@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from edgespec.core.messages import Downlink, Message, Uplink
+from edgespec.core.messages import Downlink, Message, Uplink, VerifierInfo
 from edgespec.core.sampling import SamplingParams
 from edgespec.core.work import Candidate, ModelInfo, PassRequest, PassResult
 
@@ -128,8 +128,8 @@ class Transport(Protocol):
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` naming the peer and the reason."""
 
-    async def info(self) -> ModelInfo:
-        """What the verifier serves. Raises ``LinkError``."""
+    async def info(self) -> VerifierInfo:
+        """What the verifier serves and how busy it is. Raises ``LinkError``."""
 
     async def close(self) -> None: ...
 

@@ -332,7 +332,7 @@ class _Stations:
 async def _served(address: str) -> ModelInfo:
     transport = connect(address)
     try:
-        return await transport.info()
+        return (await transport.info()).model
     finally:
         await transport.close()
 

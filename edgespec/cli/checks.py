@@ -149,13 +149,20 @@ async def verifier(address: str) -> Check:
     transport = connect(address)
     name = f"verifier at {with_port(address)}"
     try:
-        info = await transport.info()
+        served = await transport.info()
     except LinkError as error:
         port = with_port(address).rpartition(":")[2]
         return Check(name, State.BAD, str(error), f"edgespec verifier --port {port}")
     finally:
         await transport.close()
-    finding = f"serves {info.name}, context {info.context_length}, vocabulary {info.vocabulary}"
+    model, limits = served.model, served.limits
+    finding = f"serves {model.name}, context {model.context_length}, vocabulary {model.vocabulary}"
+    if served.max_sessions:
+        finding += (
+            f"; {served.sessions} of {served.max_sessions} sessions, each with up to"
+            f" {limits.max_nodes_outstanding} nodes ({limits.max_nodes_per_pass} a pass)"
+            f" and a lease of {limits.lease_s:g} s"
+        )
     return Check(name, State.GOOD, finding)
 
 

@@ -24,7 +24,7 @@ async def greet(config: AgentConfig) -> ModelInfo:
     what to run; without this a wrong address is only noticed after the attempts to reconnect."""
     transport = connect(config.verifier)
     try:
-        info = await transport.info()
+        info = (await transport.info()).model
     except LinkError as error:
         raise SetupError(no_verifier(config.verifier, error)) from error
     finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from edgespec.core.sampling import SamplingParams
+from edgespec.core.work import ModelInfo
 
 PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
@@ -157,3 +158,20 @@ class Fault:
 Uplink = Open | Draft | Received | Cancel
 Downlink = Opened | Commit | Fault
 Message = Uplink | Downlink
+
+
+# --- beside the streams ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """What a verifier serves and how busy it is. ``limits`` and the counts are all 0 when it is
+    one that does not tell them."""
+
+    model: ModelInfo
+    limits: Limits
+    """What ``Opened`` would announce."""
+    sessions: int
+    """Held now, counting those whose link is lost until their lease ends."""
+    max_sessions: int
+    """With as many held, a new one is refused as ``OVERLOADED``."""

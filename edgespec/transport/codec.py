@@ -34,6 +34,7 @@ from edgespec.core.messages import (
     Opened,
     Received,
     Uplink,
+    VerifierInfo,
 )
 from edgespec.ports import ModelInfo
 from edgespec.transport.open_codec import decode_open, encode_open
@@ -141,40 +142,27 @@ def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
     return len(encode_uplink(message, limits))
 
 
-def encode_info(info: ModelInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of the InfoReply."""
-    check_number("ModelInfo.vocabulary_size", info.vocabulary_size, 1, MAX_UINT32)
-    check_number("ModelInfo.context_length", info.context_length, 1, MAX_UINT32)
-    check_count("ModelInfo.eos_token_ids", len(info.eos_token_ids), limits.max_stop_ids)
-    model = pb.ModelInfo(
-        name=check_text("ModelInfo.name", info.name, limits.max_name_bytes),
-        vocabulary=check_text("ModelInfo.vocabulary", info.vocabulary, limits.max_name_bytes),
-        vocabulary_size=info.vocabulary_size,
-        context_length=info.context_length,
-        eos_token_ids=check_tokens(
-            "ModelInfo.eos_token_ids", info.eos_token_ids, limits.vocabulary_size
-        ),
+def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+    """Bytes of the InfoReply. Raises ``ProtocolViolation`` for one over a bound."""
+    wire = pb.InfoReply(
+        model=_encode_model(info.model, limits),
+        protocol_version=PROTOCOL_VERSION,
+        limits=_encode_limits(info.limits),
+        max_sessions=check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32),
+        sessions=check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions),
     )
-    return _serialised(pb.InfoReply(model=model, protocol_version=PROTOCOL_VERSION), limits)
+    return _serialised(wire, limits)
 
 
-def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> ModelInfo:
+def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> VerifierInfo:
+    """Raises ``ProtocolViolation`` for malformed bytes and for a reply over a bound."""
     wire = pb.InfoReply()
     _parse(wire, payload, limits)
-    model = wire.model
-    check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
-    return ModelInfo(
-        name=check_text("ModelInfo.name", model.name, limits.max_name_bytes),
-        vocabulary=check_text("ModelInfo.vocabulary", model.vocabulary, limits.max_name_bytes),
-        vocabulary_size=check_number(
-            "ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32
-        ),
-        context_length=check_number(
-            "ModelInfo.context_length", model.context_length, 1, MAX_UINT32
-        ),
-        eos_token_ids=check_tokens(
-            "ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size
-        ),
+    return VerifierInfo(
+        model=_decode_model(wire.model, limits),
+        limits=_decode_limits(wire.limits),
+        sessions=check_number("InfoReply.sessions", wire.sessions, 0, wire.max_sessions),
+        max_sessions=wire.max_sessions,
     )
 
 
@@ -273,15 +261,8 @@ def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) ->
 
 
 def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
-    bounds = pb.Limits(lease_s=_seconds("Limits.lease_s", opened.limits.lease_s))
-    for name in _LIMIT_COUNTS:
-        setattr(
-            bounds,
-            name,
-            check_number(f"Limits.{name}", getattr(opened.limits, name), 0, MAX_UINT32),
-        )
     return pb.Opened(
-        limits=bounds,
+        limits=_encode_limits(opened.limits),
         model=check_text("Opened.model", opened.model, limits.max_name_bytes),
         position=check_number("Opened.position", opened.position, 0, MAX_UINT32),
     )
@@ -289,10 +270,7 @@ def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
 
 def _decode_opened(wire: pb.Opened, limits: WireLimits) -> Opened:
     return Opened(
-        limits=Limits(
-            **{name: getattr(wire.limits, name) for name in _LIMIT_COUNTS},
-            lease_s=_seconds("Limits.lease_s", wire.limits.lease_s),
-        ),
+        limits=_decode_limits(wire.limits),
         model=check_text("Opened.model", wire.model, limits.max_name_bytes),
         position=wire.position,
     )
@@ -318,6 +296,9 @@ def _decode_fault(wire: pb.Fault, limits: WireLimits) -> Fault:
     )
 
 
+# --- parts ----------------------------------------------------------------------------------
+
+
 _LIMIT_COUNTS: Final = (
     "context_length",
     "max_nodes_outstanding",
@@ -326,7 +307,49 @@ _LIMIT_COUNTS: Final = (
 )
 
 
-# --- parts ----------------------------------------------------------------------------------
+def _encode_limits(bounds: Limits) -> pb.Limits:
+    wire = pb.Limits(lease_s=_seconds("Limits.lease_s", bounds.lease_s))
+    for name in _LIMIT_COUNTS:
+        setattr(wire, name, check_number(f"Limits.{name}", getattr(bounds, name), 0, MAX_UINT32))
+    return wire
+
+
+def _decode_limits(wire: pb.Limits) -> Limits:
+    return Limits(
+        **{name: getattr(wire, name) for name in _LIMIT_COUNTS},
+        lease_s=_seconds("Limits.lease_s", wire.lease_s),
+    )
+
+
+def _encode_model(model: ModelInfo, limits: WireLimits) -> pb.ModelInfo:
+    _check_model(model, limits)
+    return pb.ModelInfo(
+        name=model.name,
+        vocabulary=model.vocabulary,
+        vocabulary_size=model.vocabulary_size,
+        context_length=model.context_length,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def _decode_model(wire: pb.ModelInfo, limits: WireLimits) -> ModelInfo:
+    _check_model(wire, limits)
+    return ModelInfo(
+        name=wire.name,
+        vocabulary=wire.vocabulary,
+        vocabulary_size=wire.vocabulary_size,
+        context_length=wire.context_length,
+        eos_token_ids=tuple(wire.eos_token_ids),
+    )
+
+
+def _check_model(model: ModelInfo | pb.ModelInfo, limits: WireLimits) -> None:
+    check_text("ModelInfo.name", model.name, limits.max_name_bytes)
+    check_text("ModelInfo.vocabulary", model.vocabulary, limits.max_name_bytes)
+    check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
+    check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
+    check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
+    check_tokens("ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size)
 
 
 def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:

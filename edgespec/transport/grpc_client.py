@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.core.messages import Downlink, Fault, Uplink
-from edgespec.ports import ByteMeter, DeviceStream, LinkError, ModelInfo
+from edgespec.core.messages import Downlink, Fault, Uplink, VerifierInfo
+from edgespec.ports import ByteMeter, DeviceStream, LinkError
 from edgespec.transport.codec import SERVICE, decode_downlink, decode_info, encode_uplink
 from edgespec.transport.grpc_options import Keepalive, client_options
 from edgespec.transport.unbroken import Unbroken
@@ -95,7 +95,7 @@ class GrpcTransport:
         self._streams.add(stream)
         return stream
 
-    async def info(self) -> ModelInfo:
+    async def info(self) -> VerifierInfo:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Info", None, None)
         try:

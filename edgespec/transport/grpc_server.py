@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from edgespec.core.messages import Fault, FaultCode
-from edgespec.ports import ByteMeter, LinkError, ModelInfo, ServeStream
+from edgespec.core.messages import Fault, FaultCode, VerifierInfo
+from edgespec.ports import ByteMeter, LinkError, ServeStream
 from edgespec.transport.codec import SERVICE, encode_info
 from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import GrpcVerifierStream
@@ -44,14 +44,14 @@ class GrpcServer:
     """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path").
 
     ``serve`` is called once per stream, at most ``max_streams`` at a time; ``info`` answers what is
-    served. ``credentials`` None is plaintext.
+    served and how busy it is. ``credentials`` None is plaintext.
     """
 
     def __init__(
         self,
         address: str,
         serve: ServeStream,
-        info: Callable[[], ModelInfo],
+        info: Callable[[], VerifierInfo],
         *,
         limits: WireLimits | None = None,
         keepalive: Keepalive | None = None,

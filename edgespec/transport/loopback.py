@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from edgespec.core.messages import Downlink, Fault, FaultCode, Uplink
-from edgespec.ports import ByteMeter, DeviceStream, LinkError, ModelInfo, ServeStream
+from edgespec.core.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
+from edgespec.ports import ByteMeter, DeviceStream, LinkError, ServeStream
 from edgespec.transport.codec import (
     decode_downlink,
     decode_uplink,
@@ -35,7 +35,7 @@ class LoopbackTransport:
     def __init__(
         self,
         serve: ServeStream,
-        info: Callable[[], ModelInfo],
+        info: Callable[[], VerifierInfo],
         *,
         limits: WireLimits | None = None,
         meter: ByteMeter | None = None,
@@ -65,7 +65,7 @@ class LoopbackTransport:
         task.add_done_callback(lambda _: self._links.pop(link, None))
         return _DeviceEnd(link, self._codec())
 
-    async def info(self) -> ModelInfo:
+    async def info(self) -> VerifierInfo:
         self._raise_if_refusing()
         return self._info()
 

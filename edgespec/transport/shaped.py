@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from edgespec.core.link_model import LinkModel
-from edgespec.core.messages import Downlink, Uplink
-from edgespec.ports import ByteMeter, DeviceStream, LinkError, ModelInfo, Transport
+from edgespec.core.messages import Downlink, Uplink, VerifierInfo
+from edgespec.ports import ByteMeter, DeviceStream, LinkError, Transport
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.pacer import Pacer, ThreadPacer
 from edgespec.transport.pipe import Pipe
@@ -72,7 +72,7 @@ class ShapedTransport:
         stream.reader = self._spawn(stream.pump_down())
         return stream
 
-    async def info(self) -> ModelInfo:
+    async def info(self) -> VerifierInfo:
         await self._round_trip()
         return await self._inner.info()
 

@@ -31,10 +31,10 @@ from edgespec.core.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from edgespec.core.messages import Downlink, Fault, FaultCode, Limits, Open
+from edgespec.core.messages import Downlink, Fault, FaultCode, Limits, Open, VerifierInfo
 from edgespec.core.verify_engine import VerifyEngine
 from edgespec.core.work import PassRequest
-from edgespec.ports import CapacityError, LinkError, ModelInfo, TargetModel, VerifierStream
+from edgespec.ports import CapacityError, LinkError, TargetModel, VerifierStream
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.target_worker import TargetWorker
 
@@ -66,8 +66,11 @@ class Verifier:
         self._stopping = False
 
     @property
-    def info(self) -> ModelInfo:
-        return self._target.info
+    def info(self) -> VerifierInfo:
+        """What is served and how busy this verifier is, now."""
+        engine = self.engine
+        bound = engine.engine_limits.max_sessions
+        return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound)
 
     async def serve(self, stream: VerifierStream) -> None:
         """Run one stream to its end; never raises for what a peer does."""

@@ -18,12 +18,13 @@ from edgespec.core.messages import (
     Open,
     Opened,
     Received,
+    VerifierInfo,
 )
 from edgespec.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 
-INFO = ModelInfo("toy", "v1", 32000, 4096, (2,))
+INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), Limits(lease_s=7.5), 3, 8)
 OPEN = Open("session", "", "", (1, 2, 3))
 
 

@@ -227,7 +227,9 @@ def test_the_doctor_sees_two_onnxruntimes(
 
 
 def test_the_doctor_asks_the_verifier(address: str) -> None:
-    assert f"verifier at {address}: serves toy" in call("doctor", "--verifier", address).stdout
+    output = " ".join(call("doctor", "--verifier", address).stdout.split())
+    assert f"verifier at {address}: serves toy" in output
+    assert "0 of 64 sessions, each with up to 128 nodes (64 a pass) and a lease of 30 s" in output
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

@@ -28,6 +28,7 @@ from edgespec.core.messages import (
     Received,
     RunAhead,
     Uplink,
+    VerifierInfo,
 )
 from edgespec.core.sampling import SamplingParams
 from edgespec.ports import ModelInfo
@@ -117,11 +118,28 @@ UPLINK: st.SearchStrategy[Uplink] = st.one_of(
     OPEN,
 )
 SECONDS = st.floats(0.0, 1e9)
+BOUNDS = st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS)
+MODEL = st.builds(
+    ModelInfo,
+    NAME,
+    NAME,
+    st.integers(1, 2**32 - 1),
+    st.integers(1, 2**32 - 1),
+    st.lists(TOKEN, max_size=5).map(tuple),
+)
+
+
+@st.composite
+def infos(draw: st.DrawFn) -> VerifierInfo:
+    most = draw(UINT32)
+    return VerifierInfo(draw(MODEL), draw(BOUNDS), draw(st.integers(0, most)), most)
+
+
 DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(
     commits(),
     st.builds(
         Opened,
-        limits=st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS),
+        limits=BOUNDS,
         model=NAME,
         position=UINT32,
     ),
@@ -139,9 +157,16 @@ def test_a_downlink_message_comes_out_as_it_went_in(message: Downlink) -> None:
     assert decode_downlink(encode_downlink(message, LIMITS), LIMITS) == message
 
 
-@given(st.builds(ModelInfo, NAME, NAME, st.integers(1, 32000), st.integers(1, 2**32 - 1)))
-def test_model_info_comes_out_as_it_went_in(info: ModelInfo) -> None:
+@given(infos())
+def test_verifier_info_comes_out_as_it_went_in(info: VerifierInfo) -> None:
     assert decode_info(encode_info(info, LIMITS), LIMITS) == info
+
+
+def test_a_verifier_that_tells_only_its_model_is_understood() -> None:
+    model = pb.ModelInfo(name="m", vocabulary="v", vocabulary_size=9, context_length=8)
+    payload = pb.InfoReply(model=model, protocol_version=1).SerializeToString()
+    nothing_told = Limits(0, 0, 0, 0, 0.0)
+    assert decode_info(payload) == VerifierInfo(ModelInfo("m", "v", 9, 8), nothing_told, 0, 0)
 
 
 def test_stop_strings_stay_on_the_device() -> None:
@@ -261,6 +286,27 @@ UNKNOWN: Any = 4
 def test_a_verifier_is_held_to_the_bounds_too(wire: pb.VerifierMessage, text: str) -> None:
     with pytest.raises(ProtocolViolation, match=text):
         decode_downlink(wire.SerializeToString(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model": None}, r"ModelInfo.vocabulary_size is 0, but must be in \[1, "),
+        ({"limits": pb.Limits(lease_s=-1.0)}, "Limits.lease_s is -1.0, but must be finite"),
+        ({"sessions": 9}, r"InfoReply.sessions is 9, but must be in \[0, 8\]"),
+    ],
+)
+def test_what_a_verifier_tells_is_bounded(fields: dict[str, Any], text: str) -> None:
+    model = pb.ModelInfo(name="m", vocabulary="v", vocabulary_size=9, context_length=8)
+    wire = pb.InfoReply(**{"model": model, "max_sessions": 8, **fields})
+    with pytest.raises(ProtocolViolation, match=text):
+        decode_info(wire.SerializeToString(), LIMITS)
+
+
+@pytest.mark.parametrize(("sessions", "most"), [(9, 8), (-1, 8), (0, 1 << 32)])
+def test_what_would_be_refused_of_it_is_not_told(sessions: int, most: int) -> None:
+    with pytest.raises(ProtocolViolation, match=r"InfoReply.*must be in"):
+        encode_info(VerifierInfo(ModelInfo("m", "v", 9, 8), Limits(), sessions, most))
 
 
 @pytest.mark.parametrize(

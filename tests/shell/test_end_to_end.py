@@ -217,6 +217,11 @@ async def test_more_sessions_than_allowed_wait_their_turn_or_are_told() -> None:
         async with build_agent(config(address)) as first, build_agent(config(address)) as second:
             task = asyncio.create_task(collect(first, GREEDY))
             await asyncio.to_thread(gated.reached.wait)
+            link = connect(address)
+            told = await link.info()
+            await link.close()
+            assert (told.model, told.sessions, told.max_sessions) == (gated.info, 1, 1)
+            assert told.limits.context_length == gated.info.context_length
             with pytest.raises(GenerationError, match="1"):
                 await collect(second, GREEDY)
             gated.gate.set()

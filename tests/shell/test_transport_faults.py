@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from edgespec.core.messages import Limits, Open, Opened, Received
-from edgespec.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
+from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_options import Keepalive
 from edgespec.transport.grpc_server import GrpcServer
+from tests.shell.echo_verifier import INFO
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 5.0
@@ -103,7 +104,7 @@ async def test_a_stopped_device_is_noticed_in_time() -> None:
         except LinkError as error:
             gone.set_result(error)
 
-    server = GrpcServer("127.0.0.1:0", watch, lambda: ModelInfo("", "", 1, 1))
+    server = GrpcServer("127.0.0.1:0", watch, lambda: INFO)
     await server.start()
     proxy = BlackHole(server.port)
     await proxy.start()
@@ -164,7 +165,7 @@ async def _serve_until_killed() -> None:
         while True:
             await stream.receive()
 
-    server = GrpcServer("127.0.0.1:0", open_and_listen, lambda: ModelInfo("", "", 1, 1))
+    server = GrpcServer("127.0.0.1:0", open_and_listen, lambda: INFO)
     await server.start()
     sys.stdout.write(f"{server.port}\n")
     sys.stdout.flush()

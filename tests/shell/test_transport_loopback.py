@@ -6,7 +6,17 @@ import asyncio
 
 import pytest
 
-from edgespec.core.messages import Commit, Draft, Fault, FaultCode, Limits, Open, Opened, Received
+from edgespec.core.messages import (
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    Opened,
+    Received,
+    VerifierInfo,
+)
 from edgespec.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.loopback import LoopbackTransport
@@ -14,7 +24,7 @@ from edgespec.transport.metered import FRAMING_BYTES, TrafficMeter
 from edgespec.transport.pipe import Pipe
 from edgespec.transport.wire_limits import WireLimits
 
-INFO = ModelInfo("toy", "v1", 32000, 4096)
+INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 OPEN = Open("session", "", "", (1, 2, 3))
 OPENED = Opened(Limits(), "toy", 3)
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.messages import Cancel, Commit, Draft, Received, Uplink
+from edgespec.core.messages import Cancel, Commit, Draft, Limits, Received, Uplink, VerifierInfo
 from edgespec.ports import LinkError, ModelInfo, VerifierStream
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.loopback import LoopbackTransport
@@ -19,7 +19,7 @@ from edgespec.transport.pacer import ThreadPacer
 from edgespec.transport.shaped import ShapedTransport
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
-INFO = ModelInfo("toy", "v1", 32000, 4096)
+INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 UP_S, DOWN_S = 0.030, 0.070
 
 
