@@ -26,7 +26,7 @@ from tools.train_pair.pretrain import batches, new_model, optimizers_for, prepar
 
 SAMPLE_LENGTH = 257
 TEMPERATURES = (0.0, 0.7, 1.0, 0.7)
-CORPUS_SHARE = 0.2
+CORPUS_SHARE = 0.3
 FIRST_CHOICE_WEIGHT = 0.3
 ROUNDED_SHARE = 0.45
 BLOCK_SIZE = 32
