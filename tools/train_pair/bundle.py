@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=BUNDLED)
     folder, out = (args := parser.parse_args()).folder, args.out
     save(folder / "target", folder / "tokenizer", out / "target", torch.bfloat16)
-    checkpoint = folder / "draft_checkpoint"
+    checkpoint = folder / "edgespec-draft"
     save(folder / "draft", folder / "tokenizer", checkpoint, torch.float32)
     export_draft(checkpoint, out / "draft", model_info(checkpoint), bits=4)
     shutil.copyfile(checkpoint / "model.safetensors", out / "draft" / "model.safetensors")

@@ -33,13 +33,15 @@ BLOCK_SIZE = 32
 
 
 @torch.inference_mode()
-def sample(folder: Path, minutes: float, rows: int) -> None:
-    """Write ``samples.npy``: uint16 [N, SAMPLE_LENGTH], beginnings and their continuations."""
+def sample(folder: Path, minutes: float, rows: int, seed: int) -> None:
+    """Add to ``samples.npy``: uint16 [N, SAMPLE_LENGTH], beginnings and their continuations."""
     _, ids, _ = prepare(folder)
     target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).eval()
     target.generation_config.eos_token_id = None
-    rng, start, out = np.random.default_rng(0), time.monotonic(), []
-    torch.manual_seed(0)
+    path = folder / "samples.npy"
+    rng, start = np.random.default_rng(seed), time.monotonic()
+    out = [np.load(path)] if path.exists() else []
+    torch.manual_seed(seed)
     for number in itertools.count():
         if time.monotonic() - start > 60 * minutes:
             break
@@ -57,7 +59,7 @@ def sample(folder: Path, minutes: float, rows: int) -> None:
         out.append(texts.numpy().astype(np.uint16))
         speed = number * rows * SAMPLE_LENGTH / (time.monotonic() - start)
         print(f"batch {number} at temperature {temperature}, {speed:.0f} tok/s", flush=True)
-        np.save(folder / "samples.npy", np.concatenate(out))
+        np.save(path, np.concatenate(out))
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -94,19 +96,23 @@ def distill_loss(
     return divergence + FIRST_CHOICE_WEIGHT * first_choice
 
 
-def distill(folder: Path, minutes: float, rows: int, micro: int) -> None:
+def distill(folder: Path, minutes: float, rows: int, micro: int, more: bool) -> None:
+    """Train ``draft`` in ``folder``; ``more`` goes on from what is there, in 4 bits throughout."""
     _, ids, _ = prepare(folder)
     samples = np.load(folder / "samples.npy")
     target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).eval()
     for parameter in target.parameters():
         parameter.requires_grad_(False)
     draft = new_model("draft", seed=1)
+    if more:
+        draft = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+    rounded_share = 1.0 if more else ROUNDED_SHARE
     print(f"draft: {sum(p.numel() for p in draft.parameters()) / 1e6:.2f}M", flush=True)
-    optimizers = optimizers_for(draft)
+    optimizers = optimizers_for(draft, scale=0.5 if more else 1.0)
     base = [[g["lr"] for g in o.param_groups] for o in optimizers]
     corpus_rows = int(rows * CORPUS_SHARE)
     corpus = batches(ids, corpus_rows, SAMPLE_LENGTH - 1, seed=5)
-    rng, start = np.random.default_rng(1), time.monotonic()
+    rng, start = np.random.default_rng(2 if more else 1), time.monotonic()
     for step in itertools.count():
         share = (time.monotonic() - start) / (60 * minutes)
         if share >= 1:
@@ -115,7 +121,7 @@ def distill(folder: Path, minutes: float, rows: int, micro: int) -> None:
         window = torch.cat([torch.from_numpy(chosen), next(corpus)])[:, :-1]
         losses = []
         for part in window.split(micro):
-            loss = distill_loss(draft, target, part, low_bits=share > 1 - ROUNDED_SHARE)
+            loss = distill_loss(draft, target, part, low_bits=share >= 1 - rounded_share)
             (loss * len(part) / rows).backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
@@ -145,11 +151,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--rows", type=int, default=64, help="texts a batch or step")
     parser.add_argument("--micro", type=int, default=16, help="texts a forward pass of distill")
+    parser.add_argument("--seed", type=int, default=0, help="of sample: another one, other texts")
+    parser.add_argument(
+        "--more", action="store_true", help="distill on from the draft that is there"
+    )
     args = parser.parse_args()
     if args.stage == "sample":
-        sample(args.folder, args.minutes, args.rows)
+        sample(args.folder, args.minutes, args.rows, args.seed)
     else:
-        distill(args.folder, args.minutes, args.rows, args.micro)
+        distill(args.folder, args.minutes, args.rows, args.micro, args.more)
 
 
 if __name__ == "__main__":
