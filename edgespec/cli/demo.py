@@ -35,6 +35,8 @@ from edgespec.core.draft_events import DraftCounters
 from edgespec.core.sampling import SamplingParams
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
+# A small model under greedy decoding soon says the same thing again and again.
+REPETITION_PENALTY = 1.15
 PROMPTS = (
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
     "# git commit\n\n> Commit files to the repository.\n",
@@ -81,6 +83,9 @@ def demo(
     ] = DRAFT_MS,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = MAX_TOKENS,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="1: off; keeps a small model from looping")
+    ] = REPETITION_PENALTY,
     model: Annotated[
         str, typer.Option("--model", envvar="EDGESPEC_MODEL", help="The target")
     ] = "bundled",
@@ -101,7 +106,11 @@ def demo(
         config = AgentConfig(
             draft=DraftSection(model=draft, draft_ms=draft_ms),
             link=LinkSection(rtt_ms=rtt_ms),
-            sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
+            sampling=SamplingParams(
+                temperature=temperature,
+                repetition_penalty=repetition_penalty,
+                max_tokens=max_tokens,
+            ),
         )
         styled = use_color(color)
         console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
@@ -129,7 +138,7 @@ async def _demo(
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)
         await greet(config)
-        plain, drafted = Arm("target only, streamed"), Arm("with drafts")
+        plain, drafted = Arm("target only"), Arm("with drafts")
         plain_config = replace(
             config,
             draft=DraftSection(model=NONE),
