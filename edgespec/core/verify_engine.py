@@ -4,6 +4,7 @@ Theory of operation. Streams come and go; a stream that opens with a session id 
 session, new or resumed, and replaces the stream that had it. One pass runs at a time; the
 scheduler forms the next one whenever none does. A pass that fails is tried again session by session
 and ends only what fails alone.
+
 Law of the file: the engine routes and schedules; what is committed is the sessions' business.
 ``deadline`` is when ``Poll`` is worth sending if nothing else happens.
 """
@@ -11,8 +12,10 @@ Law of the file: the engine routes and schedules; what is committed is the sessi
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import assert_never
 
+from edgespec.core import verify_events as ev
 from edgespec.core.acceptance import AcceptanceRule, ExactRule
 from edgespec.core.admission import refuse_open
 from edgespec.core.engine_events import (
@@ -33,21 +36,9 @@ from edgespec.core.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from edgespec.core.messages import EXACT_RULE, Fault, FaultCode, Limits, Open
+from edgespec.core.messages import EXACT_RULE, Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.pass_scheduler import PassScheduler
-from edgespec.core.run_ahead import run_ahead_policy
-from edgespec.core.verify_events import (
-    Attach,
-    Detach,
-    Hangup,
-    Keep,
-    PassDone,
-    PassFailed,
-    RunPass,
-    Send,
-    VerifyEvent,
-    VerifyState,
-)
+from edgespec.core.run_ahead import RunAheadPolicy, run_ahead_policy
 from edgespec.core.verify_session import VerifySession
 from edgespec.core.work import ModelInfo, PassResult
 
@@ -59,9 +50,11 @@ class VerifyEngine:
         limits: Limits,
         engine_limits: EngineLimits,
         rules: dict[str, AcceptanceRule] | None = None,
+        run_ahead: Callable[[RunAhead], RunAheadPolicy] = run_ahead_policy,
     ) -> None:
         self.model, self.limits, self.engine_limits = model, limits, engine_limits
         self.sessions: dict[str, VerifySession] = {}
+        self._run_ahead = run_ahead
         self._rules = rules or {EXACT_RULE: ExactRule()}
         self._stream_of: dict[str, int] = {}
         self._key_of: dict[int, str] = {}
@@ -94,7 +87,7 @@ class VerifyEngine:
                 actions = []
                 if key is not None:
                     del self._stream_of[key]
-                    actions = self._tell(key, Detach(), now)
+                    actions = self._tell(key, ev.Detach(), now)
             case BatchDone(results):
                 actions = self._batch_done(results, now)
             case BatchFailed():
@@ -134,7 +127,7 @@ class VerifyEngine:
                 self.model,
                 self.limits,
                 self._rules[request.rule],
-                run_ahead_policy(request.run_ahead),
+                self._run_ahead(request.run_ahead),
                 now,
             )
             self._cached.add(key)
@@ -143,23 +136,23 @@ class VerifyEngine:
             del self._key_of[old]
             actions.append(CloseStream(old))
         self._stream_of[key], self._key_of[stream] = stream, key
-        return actions + self._tell(key, Attach(request), now)
+        return actions + self._tell(key, ev.Attach(request), now)
 
-    def _tell(self, key: str, event: VerifyEvent, now: float) -> list[EngineAction]:
+    def _tell(self, key: str, event: ev.VerifyEvent, now: float) -> list[EngineAction]:
         """Hand an event to a session and translate what it asks for."""
         session = self.sessions[key]
         actions: list[EngineAction] = []
         for action in session.handle(event, now):
             match action:
-                case Send(message):
+                case ev.Send(message):
                     stream = self._stream_of.get(key)
                     if stream is not None:
                         actions.append(SendTo(stream, message))
-                case Keep(nodes):
+                case ev.Keep(nodes):
                     actions.append(KeepNodes(key, nodes))
-                case Hangup():
+                case ev.Hangup():
                     actions += self._drop_stream(key)
-                case RunPass():
+                case ev.RunPass():
                     raise AssertionError("a pass only follows an offer")
                 case _:
                     assert_never(action)
@@ -170,7 +163,7 @@ class VerifyEngine:
         if session.over(now):
             return self._end(key, None)
         actions: list[EngineAction] = []
-        if session.state is VerifyState.FINISHED:
+        if session.state is ev.VerifyState.FINISHED:
             self._scheduler.forget(key)
             if key in self._cached:
                 self._cached.discard(key)
@@ -232,7 +225,7 @@ class VerifyEngine:
             assert request.key == result.key
             self._scheduler.trust(request.key)
             if self.sessions.get(request.key) is session:
-                actions += self._tell(request.key, PassDone(result.targets), now)
+                actions += self._tell(request.key, ev.PassDone(result.targets), now)
         return actions
 
     def _batch_failed(self, failure: BatchFailed, now: float) -> list[EngineAction]:
@@ -241,7 +234,7 @@ class VerifyEngine:
         for session, request in batch.parts:
             if self.sessions.get(request.key) is not session:
                 continue
-            actions += self._tell(request.key, PassFailed(), now)
+            actions += self._tell(request.key, ev.PassFailed(), now)
             if len(batch.parts) > 1:
                 self._scheduler.isolate(request.key)
             else:
