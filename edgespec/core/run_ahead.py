@@ -73,9 +73,10 @@ class AutoRunAhead:
     def start_at(self, view: RunAheadView) -> float:
         if view.told_to_go or view.expected_at is None:
             return view.now
-        if view.expected_at - view.idle_since > self._share(view.hit_rate) * view.pass_s:
+        latest = view.idle_since + self._share(view.hit_rate) * view.pass_s
+        if view.expected_at > latest:
             return view.now
-        return view.expected_at + self.slack_share * view.pass_s
+        return min(latest, view.expected_at + self.slack_share * view.pass_s)
 
     def _share(self, hit_rate: float) -> float:
         certainty = (hit_rate - self.unsure) / (self.sure - self.unsure)
