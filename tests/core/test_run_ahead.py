@@ -72,3 +72,14 @@ def test_auto_never_waits_longer_than_a_pass_and_its_slack(
     auto = AutoRunAhead(slack_share=0.1)
     view = _view(idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
     assert auto.start_at(view) - view.idle_since <= 1.1 * view.pass_s + 1e-9
+
+
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("expected_at", [9.0, 9.99, 10.0])
+def test_auto_never_waits_past_its_share_for_an_overdue_draft(
+    expected_at: float, hit_rate: float
+) -> None:
+    auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
+    view = _view(idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
+    share = max(0.0, (hit_rate - 0.5) / 0.5)
+    assert auto.start_at(view) <= 10.0 + share * view.pass_s
