@@ -6,7 +6,6 @@ Oracle: the texts written into the files by hand.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -78,11 +77,9 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         list(read_prompts(tmp_path / "latin"))
 
 
-def test_the_shared_files_are_read() -> None:
-    folder = Path(os.environ.get("EDGESPEC_DATA", "absent")) / "prompts"
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        pytest.skip("EDGESPEC_DATA names no folder with prompts")
+def test_the_shared_files_are_read(data_dir: Path) -> None:
+    files = sorted((data_dir / "prompts").glob("*.jsonl"))
+    assert files
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(list(read_prompts(path))) == len(lines)
