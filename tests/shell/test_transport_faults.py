@@ -67,6 +67,22 @@ async def test_a_dead_verifier_is_noticed_in_time(fault: signal.Signals) -> None
 
 
 @pytest.mark.slow
+async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
+    """Both processes live and the connection stands, but nothing passes any more."""
+    with verifier_process() as (_, address):
+        proxy = BlackHole(int(address.rpartition(":")[2]))
+        await proxy.start()
+        transport = GrpcTransport(f"127.0.0.1:{proxy.port}")
+        stream = await opened(transport)
+        proxy.pause()
+        with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
+            await asyncio.wait_for(stream.receive(), PATIENCE_S)
+        assert caught.value.retryable
+        await transport.close()
+        await proxy.stop()
+
+
+@pytest.mark.slow
 async def test_an_idle_stream_outlives_many_pings() -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
     with verifier_process() as (_, address):
