@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
+from edgespec.core.arms import default_policy
 from edgespec.core.draft_events import DraftCounters, Fail, Finish, Stop, TokenKind
-from edgespec.core.draft_policy import DraftPolicy, WindowedPolicy
+from edgespec.core.draft_policy import DraftPolicy
 from edgespec.core.draft_session import DraftSession
 from edgespec.core.estimators import DraftEstimates
 from edgespec.core.messages import FaultCode, FinishReason, Open, RunAhead
@@ -71,7 +72,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    policy: DraftPolicy = field(default_factory=lambda: WindowedPolicy(width=2))
+    policy: DraftPolicy = field(default_factory=default_policy)
     run_ahead: RunAhead = RunAhead.AUTO
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""

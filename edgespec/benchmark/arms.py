@@ -1,49 +1,17 @@
-"""The arms of a bench: five settings of one machine.
-
-``target-only`` is plain streaming; ``vanilla`` stop-and-wait split decoding at its best draft
-length; ``pearl`` pre-verify and post-verify with its adaptive draft length; ``windowed`` streams
-one chain of drafts; ``edgespec`` is what the agent does by default. The first needs no drafter,
-the next three wait for drafts as the literature has it.
-"""
+"""The arms of a bench as options of an agent, and the lists of arms and round trips of its user."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import assert_never
 
 from edgespec.agent.agent import AgentOptions
-from edgespec.core.draft_policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.messages import RunAhead
-
-
-class Arm(Enum):
-    TARGET_ONLY = "target-only"
-    VANILLA = "vanilla"
-    PEARL = "pearl"
-    WINDOWED = "windowed"
-    EDGESPEC = "edgespec"
-
-    @property
-    def drafts(self) -> bool:
-        return self is not Arm.TARGET_ONLY
+from edgespec.core.arms import Arm, arm_settings
 
 
 def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
     """``gamma`` is the draft length of ``vanilla``; the others do not look at it."""
-    match arm:
-        case Arm.TARGET_ONLY:
-            return AgentOptions(run_ahead=RunAhead.ALWAYS)
-        case Arm.VANILLA:
-            return AgentOptions(policy=FixedPolicy(gamma), run_ahead=RunAhead.NEVER)
-        case Arm.PEARL:
-            return AgentOptions(policy=PearlPolicy(), run_ahead=RunAhead.NEVER)
-        case Arm.WINDOWED:
-            return AgentOptions(policy=WindowedPolicy(width=1), run_ahead=RunAhead.NEVER)
-        case Arm.EDGESPEC:
-            return AgentOptions()
-        case _:
-            assert_never(arm)
+    settings = arm_settings(arm, gamma)
+    return AgentOptions(policy=settings.policy, run_ahead=settings.run_ahead)
 
 
 def parse_arms(text: str) -> tuple[Arm, ...]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GAMMAS, PROMPT_COUNT
 from edgespec.benchmark.settings import BenchSettings
+from edgespec.core.arms import Arm
 from edgespec.core.draft_policy import best_gamma
 
 ASSUMED_ACCEPTANCE = 0.65

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.benchmark.arms import Arm, arm_options, rotated
+from edgespec.benchmark.arms import arm_options, rotated
 from edgespec.benchmark.calibration import (
     GAMMAS,
     PROMPT_COUNT,
@@ -25,6 +25,7 @@ from edgespec.benchmark.measurement import Measurement, measure
 from edgespec.benchmark.rows import Cell, Row, Traffic
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
+from edgespec.core.arms import Arm
 from edgespec.core.sampling import SamplingParams
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.benchmark.arms import Arm
+from edgespec.core.arms import Arm
 from edgespec.core.draft_policy import MAX_GAMMA
 
 MAX_RTT_MS = 10_000.0

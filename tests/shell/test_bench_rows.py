@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm, arm_options, parse_arms, parse_rtts_ms, rotated
+from edgespec.benchmark.arms import arm_options, parse_arms, parse_rtts_ms, rotated
 from edgespec.benchmark.calibration import GammaCost, best_gamma_at, gamma_cost
 from edgespec.benchmark.estimate import bench_s, tpot_s
 from edgespec.benchmark.measurement import Measurement, mismatch_count
@@ -19,6 +19,7 @@ from edgespec.benchmark.report import Subject, document, footer, verdict, write_
 from edgespec.benchmark.rows import Cell, percentile, summarise
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
+from edgespec.core.arms import Arm
 from edgespec.core.draft_events import DraftCounters
 from edgespec.core.draft_policy import FixedPolicy
 from edgespec.core.messages import RunAhead

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from edgespec.agent.agent import Agent, AgentOptions, GenerationError
-from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GAMMAS
 from edgespec.benchmark.lent_drafter import LentDrafter
 from edgespec.benchmark.rows import Row
 from edgespec.benchmark.runner import BenchRunner, Station
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
+from edgespec.core.arms import Arm
 from edgespec.core.messages import Limits, RunAhead
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import ToyDrafter, toy_info

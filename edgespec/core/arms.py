@@ -1,0 +1,58 @@
+"""The arms of a comparison: five settings of one machine.
+
+``target-only`` is plain streaming; ``vanilla`` stop-and-wait split decoding at its best draft
+length; ``pearl`` pre-verify and post-verify with its adaptive draft length; ``windowed`` streams
+one chain of drafts; ``edgespec`` is what the agent does by default. The first needs no drafter,
+the next three wait for drafts as the literature has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
+
+from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.messages import RunAhead
+
+DEFAULT_WIDTH = 2
+
+
+class Arm(Enum):
+    TARGET_ONLY = "target-only"
+    VANILLA = "vanilla"
+    PEARL = "pearl"
+    WINDOWED = "windowed"
+    EDGESPEC = "edgespec"
+
+    @property
+    def drafts(self) -> bool:
+        return self is not Arm.TARGET_ONLY
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSettings:
+    policy: DraftPolicy
+    run_ahead: RunAhead
+
+
+def arm_settings(arm: Arm, gamma: int | None = None) -> ArmSettings:
+    """``gamma`` is the draft length of ``vanilla`` (None: adaptive); others ignore it."""
+    match arm:
+        case Arm.TARGET_ONLY:
+            return ArmSettings(default_policy(), RunAhead.ALWAYS)
+        case Arm.VANILLA:
+            return ArmSettings(FixedPolicy(gamma), RunAhead.NEVER)
+        case Arm.PEARL:
+            return ArmSettings(PearlPolicy(), RunAhead.NEVER)
+        case Arm.WINDOWED:
+            return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
+        case Arm.EDGESPEC:
+            return ArmSettings(default_policy(), RunAhead.AUTO)
+        case _:
+            assert_never(arm)
+
+
+def default_policy() -> DraftPolicy:
+    """What an agent does that was not told otherwise."""
+    return WindowedPolicy(width=DEFAULT_WIDTH)
