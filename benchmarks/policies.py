@@ -26,7 +26,7 @@ from edgespec.drafters.toy import ToyDrafter
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import SimulatedVerifier
+from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import FixedDelay, Stream
 
 PASS_S = 0.025
@@ -61,18 +61,19 @@ def play(
     model = ToyModel(vocabulary_size=64, order=3, seed=seed)
     target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(noise))
     engine = VerifyEngine(target.info, Limits(), EngineLimits(), run_ahead=lambda kind: run_ahead)
-    verifier = SimulatedVerifier(queue, engine, target, lambda batch: PASS_S)
+    compute = PassTime(queue, lambda batch: PASS_S)
+    verifier = SimulatedVerifier(queue, engine, target, compute)
     sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=n)
     request = Open("policies", "", "", (1, 2, 3), (), sampling, RunAhead.AUTO)
     policy = WindowedPolicy(width=width)
     session = DraftSession(request, policy, ReconnectPolicy(), 1 << 20)
 
     def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(rtt_ms / 2e3), FixedDelay(rtt_ms / 2e3))
+        stream = Stream(queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3))
         verifier.accept(stream)
         return stream, rtt_ms / 1e3
 
-    device = SimulatedDevice(queue, session, drafter, lambda fed: step_ms / 1e3, connect)
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: step_ms / 1e3, connect)
     device.start()
     queue.run(until_s=3600.0)
     times_s, counters = device.delivery.times_s, session.counters

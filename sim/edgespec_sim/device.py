@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -25,11 +26,12 @@ from edgespec.core.draft_events import (
 )
 from edgespec.core.draft_session import DraftSession
 from edgespec.ports import Drafter
+from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.stream import Stream
 
-StepTime = Callable[[int], float]
-"""Seconds of a draft step that feeds this many tokens."""
+StepTime = Callable[[int, int], float]
+"""Seconds of a draft step that keeps so many tokens in the cache and feeds so many."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,8 @@ class SimulatedDevice:
     """Interprets a ``DraftSession``'s actions on an event queue.
 
     ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
-    set-up time.
+    set-up time. ``on_end`` hears when the session is over. A session draws with a drafter that
+    nothing else uses meanwhile.
     """
 
     def __init__(
@@ -56,9 +59,15 @@ class SimulatedDevice:
         drafter: Drafter,
         step_s: StepTime,
         connect: Callable[[], tuple[Stream, float] | None],
+        tracer: Tracer | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.session, self.delivery = session, Delivery()
         self.stream: Stream | None = None
+        self.drafting_s = 0.0
+        """Time the drafter was at work."""
+        self._tracer, self._on_end = tracer, on_end
+        self._tick_at_s = math.inf
         self._queue, self._drafter, self._step_s, self._connect = queue, drafter, step_s, connect
         request = session.request
         drafter.begin(len(request.prompt), request.sampling)
@@ -67,16 +76,32 @@ class SimulatedDevice:
         self.handle(Start())
 
     def handle(self, event: DraftEvent) -> None:
-        for action in self.session.handle(event, self._queue.now):
+        actions = self.session.handle(event, self._queue.now)
+        if self._tracer is not None:
+            self._trace(self._tracer, event, actions)
+        for action in actions:
             self._do(action)
+        self._schedule_tick()
+
+    def _schedule_tick(self) -> None:
         deadline = self.session.deadline
-        if deadline is not None:
-            self._queue.at(max(deadline, self._queue.now), self._tick)
+        if deadline is not None and deadline < self._tick_at_s:
+            self._tick_at_s = max(deadline, self._queue.now)
+            self._queue.at(self._tick_at_s, self._tick)
 
     def _tick(self) -> None:
+        self._tick_at_s = math.inf
         deadline = self.session.deadline
         if deadline is not None and deadline <= self._queue.now:
             self.handle(Tick())
+        else:
+            self._schedule_tick()
+
+    def _trace(self, tracer: Tracer, event: DraftEvent, actions: tuple[DraftAction, ...]) -> None:
+        now, key = self._queue.now, self.session.request.session_id
+        tracer.record(now, "device", key, "event", event)
+        for action in actions:
+            tracer.record(now, "device", key, "action", action)
 
     def _do(self, action: DraftAction) -> None:
         match action:
@@ -90,9 +115,10 @@ class SimulatedDevice:
                 if self.stream is not None:
                     self.stream.send_up(message)
             case StartStep(keep, feed, width):
-                candidates = self._drafter.step(keep, feed, width)
-                done = StepDone(candidates)
-                self._queue.after(self._step_s(len(feed)), lambda: self.handle(done))
+                done = StepDone(self._drafter.step(keep, feed, width))
+                step_s = self._step_s(keep, len(feed))
+                self.drafting_s += step_s
+                self._queue.after(step_s, lambda: self.handle(done))
             case Deliver(position, tokens, kinds):
                 prompt_length = len(self.session.request.prompt)
                 assert position == prompt_length + len(self.delivery.tokens)
@@ -101,6 +127,7 @@ class SimulatedDevice:
                 self.delivery.times_s += [self._queue.now] * len(tokens)
             case Finish() | Fail():
                 self.delivery.ended = action
+                self._on_end()
             case _:
                 assert_never(action)
 

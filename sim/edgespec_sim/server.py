@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from edgespec.core.engine_events import (
     BatchDone,
@@ -27,22 +28,52 @@ from edgespec.core.sampling import SamplingParams
 from edgespec.core.verify_engine import VerifyEngine
 from edgespec.core.work import PassRequest
 from edgespec.ports import CapacityError, TargetModel
+from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.stream import Stream
 
-PassTime = Callable[[tuple[PassRequest, ...]], float]
+
+class Compute(Protocol):
+    """What a pass runs on."""
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        """Call ``done`` when a pass over these requests that starts now is over."""
+
+
+class PassTime:
+    """A machine that does one pass at a time and nothing else."""
+
+    def __init__(
+        self, queue: EventQueue, pass_s: Callable[[tuple[PassRequest, ...]], float]
+    ) -> None:
+        self._queue, self._pass_s = queue, pass_s
+        self.busy_s = 0.0
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        pass_s = self._pass_s(requests)
+        self.busy_s += pass_s
+        self._queue.after(pass_s, done)
 
 
 class SimulatedVerifier:
     """Interprets a ``VerifyEngine``'s actions on an event queue."""
 
     def __init__(
-        self, queue: EventQueue, engine: VerifyEngine, target: TargetModel, pass_s: PassTime
+        self,
+        queue: EventQueue,
+        engine: VerifyEngine,
+        target: TargetModel,
+        compute: Compute,
+        tracer: Tracer | None = None,
+        name: str = "",
     ) -> None:
-        self.engine = engine
-        self._queue, self._target, self._pass_s = queue, target, pass_s
+        self.engine, self.name = engine, name
+        self._queue, self._target, self._compute = queue, target, compute
+        self._tracer = tracer
         self._streams: dict[int, Stream] = {}
         self._count = 0
+        self._poll_at_s = math.inf
+        self._stopped = False
 
     def accept(self, stream: Stream) -> None:
         self._count += 1
@@ -58,17 +89,41 @@ class SimulatedVerifier:
         stream.to_verifier = receive
         stream.lost_at_verifier = lambda: self._handle(StreamLost(number))
 
+    def stop(self, device_notice_s: float = 0.0) -> None:
+        """The process is gone: every stream breaks, nothing more is committed."""
+        for stream in tuple(self._streams.values()):
+            stream.cut(device_notice_s, 0.0, "the verifier is gone")
+        self._streams.clear()
+        self._stopped = True
+
     def _handle(self, event: EngineEvent) -> None:
-        for action in self.engine.handle(event, self._queue.now):
+        if self._stopped:
+            return
+        actions = self.engine.handle(event, self._queue.now)
+        if self._tracer is not None:
+            self._trace(self._tracer, event, actions)
+        for action in actions:
             self._do(action)
+        self._schedule_poll()
+
+    def _schedule_poll(self) -> None:
         deadline = self.engine.deadline
-        if deadline is not None:
-            self._queue.at(max(deadline, self._queue.now), self._poll)
+        if deadline is not None and deadline < self._poll_at_s:
+            self._poll_at_s = max(deadline, self._queue.now)
+            self._queue.at(self._poll_at_s, self._poll)
 
     def _poll(self) -> None:
+        self._poll_at_s = math.inf
         deadline = self.engine.deadline
         if deadline is not None and deadline <= self._queue.now:
             self._handle(Poll())
+        else:
+            self._schedule_poll()
+
+    def _trace(self, tracer: Tracer, event: EngineEvent, actions: tuple[EngineAction, ...]) -> None:
+        tracer.record(self._queue.now, "verifier", self.name, "event", event)
+        for action in actions:
+            tracer.record(self._queue.now, "verifier", self.name, "action", action)
 
     def _do(self, action: EngineAction) -> None:
         match action:
@@ -100,4 +155,4 @@ class SimulatedVerifier:
             outcome = BatchDone(tuple(self._target.forward(requests)))
         except CapacityError as error:
             outcome = BatchFailed(str(error))
-        self._queue.after(self._pass_s(requests), lambda: self._handle(outcome))
+        self._compute.run(requests, lambda: self._handle(outcome))

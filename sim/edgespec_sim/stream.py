@@ -1,32 +1,34 @@
-"""One generation's stream in virtual time: two one-way links, delivered in order, breakable."""
+"""One generation's stream in virtual time: a path each way, delivered in order, breakable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from edgespec.core.messages import Commit, Downlink, Draft, Uplink
+from edgespec.core.wire_size import message_bytes
 from edgespec_sim.event_queue import EventQueue
 
 
-class OneWay(Protocol):
-    def arrival(self, now: float, size_bytes: int) -> float:
-        """When a message of this size that leaves now arrives; never before an earlier one."""
+class Path(Protocol):
+    """One direction, in order: nothing overtakes what was sent before it."""
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        """Call ``deliver`` when a message of this payload that leaves now has arrived."""
 
 
-@dataclass(slots=True)
 class FixedDelay:
-    """A constant one-way delay."""
+    """A path that takes the same time for everything."""
 
-    delay_s: float
+    def __init__(self, queue: EventQueue, delay_s: float) -> None:
+        self._queue, self._delay_s = queue, delay_s
 
-    def arrival(self, now: float, size_bytes: int) -> float:
-        return now + self.delay_s
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self._queue.after(self._delay_s, deliver)
 
 
-# A typical message; links without a bandwidth ignore it.
-_MESSAGE_BYTES = 40
+def _never() -> bool:
+    return False
 
 
 class Stream:
@@ -34,12 +36,20 @@ class Stream:
 
     ``to_verifier`` and ``to_device`` are called as messages arrive; both ends hear of a cut."""
 
+    __slots__ = (
+        "_down",
+        "_duplicate",
+        "_queue",
+        "_up",
+        "lost_at_device",
+        "lost_at_verifier",
+        "open",
+        "to_device",
+        "to_verifier",
+    )
+
     def __init__(
-        self,
-        queue: EventQueue,
-        up: OneWay,
-        down: OneWay,
-        duplicate: Callable[[], bool] = lambda: False,
+        self, queue: EventQueue, up: Path, down: Path, duplicate: Callable[[], bool] = _never
     ) -> None:
         self._queue, self._up, self._down, self._duplicate = queue, up, down, duplicate
         self.open = True
@@ -49,16 +59,16 @@ class Stream:
         self.lost_at_device: Callable[[str], None] = lambda why: None
 
     def send_up(self, message: Uplink) -> None:
-        copies = 1 + (isinstance(message, Draft) and self._duplicate())
-        for _ in range(copies):
-            at = self._up.arrival(self._queue.now, _MESSAGE_BYTES)
-            self._queue.at(at, lambda: self._arrive_up(message))
+        size = message_bytes(message)
+        self._up.send(size, lambda: self._arrive_up(message))
+        if isinstance(message, Draft) and self._duplicate():
+            self._up.send(size, lambda: self._arrive_up(message))
 
     def send_down(self, message: Downlink) -> None:
-        copies = 1 + (isinstance(message, Commit) and self._duplicate())
-        for _ in range(copies):
-            at = self._down.arrival(self._queue.now, _MESSAGE_BYTES)
-            self._queue.at(at, lambda: self._arrive_down(message))
+        size = message_bytes(message)
+        self._down.send(size, lambda: self._arrive_down(message))
+        if isinstance(message, Commit) and self._duplicate():
+            self._down.send(size, lambda: self._arrive_down(message))
 
     def _arrive_up(self, message: Uplink) -> None:
         if self.open:
@@ -68,25 +78,23 @@ class Stream:
         if self.open:
             self.to_device(message)
 
-    def cut(self, device_notice_s: float, verifier_notice_s: float) -> None:
+    def cut(self, device_notice_s: float, verifier_notice_s: float, why: str = "link cut") -> None:
         """The link breaks now: what is under way is lost, and each end notices in its own time."""
         if self.open:
             self.open = False
             self._queue.after(verifier_notice_s, lambda: self.lost_at_verifier())
-            self._queue.after(device_notice_s, lambda: self.lost_at_device("link cut"))
+            self._queue.after(device_notice_s, lambda: self.lost_at_device(why))
 
     def close_from_device(self) -> None:
         """The device lets go: what it sent before still arrives, then the verifier hears of it."""
         self.to_device = lambda message: None
         self.lost_at_device = lambda why: None
-        at = self._up.arrival(self._queue.now, 0)
-        self._queue.at(at, self._end_at_verifier)
+        self._up.send(0, self._end_at_verifier)
 
     def close_from_verifier(self) -> None:
         self.to_verifier = lambda message: None
         self.lost_at_verifier = lambda: None
-        at = self._down.arrival(self._queue.now, 0)
-        self._queue.at(at, self._end_at_device)
+        self._down.send(0, self._end_at_device)
 
     def _end_at_verifier(self) -> None:
         if self.open:

@@ -39,7 +39,7 @@ from edgespec_sim.checks import (
 )
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import SimulatedVerifier
+from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import Stream
 
 DrafterFactory = Callable[[ToyModel], Drafter]
@@ -123,17 +123,19 @@ def run_world(options: WorldOptions, seed: int) -> WorldResult:
     return _World(options, random.Random(seed)).run()
 
 
-class _JitteryLink:
+class _JitteryPath:
     """Delays each message by a random time, in order."""
 
-    def __init__(self, delay_s: float, jitter_s: float, dice: random.Random) -> None:
-        self._delay_s, self._jitter_s, self._dice = delay_s, jitter_s, dice
+    def __init__(
+        self, queue: EventQueue, delay_s: float, jitter_s: float, dice: random.Random
+    ) -> None:
+        self._queue, self._delay_s, self._jitter_s, self._dice = queue, delay_s, jitter_s, dice
         self._last_s = 0.0
 
-    def arrival(self, now: float, size_bytes: int) -> float:
-        at = now + self._delay_s + self._dice.uniform(0.0, self._jitter_s)
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        at = self._queue.now + self._delay_s + self._dice.uniform(0.0, self._jitter_s)
         self._last_s = max(self._last_s, at)
-        return self._last_s
+        self._queue.at(self._last_s, deliver)
 
 
 class _CheckedTarget:
@@ -200,7 +202,8 @@ class _World:
         engine = VerifyEngine(inner.info, options.limits, options.engine_limits)
         check = PassCheck(engine.sessions, self.records, options.limits, options.engine_limits)
         target = _CheckedTarget(inner, check, lambda: self._chance(options.batch_failure_chance))
-        return SimulatedVerifier(self.queue, engine, target, lambda requests: options.pass_s)
+        compute = PassTime(self.queue, lambda requests: options.pass_s)
+        return SimulatedVerifier(self.queue, engine, target, compute)
 
     def _start_device(self, index: int, request: Open) -> SimulatedDevice:
         options = self.options
@@ -213,7 +216,11 @@ class _World:
         )
         drafter = CheckedDrafter(options.drafter(options.model), session.tree)
         device = SimulatedDevice(
-            self.queue, session, drafter, lambda fed: options.step_s, lambda: self._connect(index)
+            self.queue,
+            session,
+            drafter,
+            lambda kept, fed: options.step_s,
+            lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)
         self.queue.after(self.dice.uniform(0.0, 0.1), device.start)
@@ -225,8 +232,8 @@ class _World:
         delay_s, jitter_s = self.options.delay_s, self.options.jitter_s
         stream = Stream(
             self.queue,
-            _JitteryLink(delay_s, jitter_s, self.dice),
-            _JitteryLink(delay_s, jitter_s, self.dice),
+            _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
+            _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             lambda: self._chance(self.options.duplicate_chance),
         )
         self.server.accept(stream)

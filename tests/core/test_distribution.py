@@ -32,7 +32,7 @@ from edgespec.ports import Drafter
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import SimulatedVerifier
+from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import FixedDelay, Stream
 
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
@@ -81,17 +81,17 @@ def _draw(
     counts there."""
     queue, target = EventQueue(), ToyTarget(LAW)
     engine = VerifyEngine(target.info, Limits(), EngineLimits(), {EXACT_RULE: rule})
-    server = SimulatedVerifier(queue, engine, target, lambda requests: 0.02)
+    server = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda requests: 0.02))
 
     def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(0.001), FixedDelay(0.001))
+        stream = Stream(queue, FixedDelay(queue, 0.001), FixedDelay(queue, 0.001))
         server.accept(stream)
         return stream, 0.0
 
     params = _params(top_p, seed)
     request = Open("s", "", "", PROMPT, sampling=params, run_ahead=RunAhead.NEVER)
     session = DraftSession(request, WindowedPolicy(width), ReconnectPolicy(), 1000)
-    device = SimulatedDevice(queue, session, drafter, lambda fed: 0.002, connect)
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: 0.002, connect)
     device.start()
     queue.run(1e3)
     assert isinstance(device.delivery.ended, Finish)

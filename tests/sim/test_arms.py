@@ -25,7 +25,7 @@ from edgespec.targets.toy import ToyTarget
 from edgespec.transport.codec import payload_bytes
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import SimulatedVerifier
+from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import FixedDelay, Stream
 
 PASS_S, STEP_S, TOKENS = 0.025, 0.008, 200
@@ -86,19 +86,22 @@ def run(arm: str, rtt_ms: int, seed: int) -> Result:
     model = ToyModel(vocabulary_size=64, order=3, seed=seed)
     target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.27))
     engine = VerifyEngine(target.info, Limits(), EngineLimits())
-    verifier = SimulatedVerifier(queue, engine, target, lambda batch: PASS_S)
+    compute = PassTime(queue, lambda batch: PASS_S)
+    verifier = SimulatedVerifier(queue, engine, target, compute)
     sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS)
     prompt = tuple(i % 64 for i in range(500))
     request = Open("arm", "", "", prompt, sampling=sampling, run_ahead=run_ahead)
     session = DraftSession(request, policy, ReconnectPolicy(), 1 << 16)
 
     def connect() -> tuple[Stream, float]:
-        stream = CountedStream(queue, FixedDelay(rtt_ms / 2e3), FixedDelay(rtt_ms / 2e3))
+        stream = CountedStream(
+            queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3)
+        )
         stream.counted = counted
         verifier.accept(stream)
         return stream, rtt_ms / 1e3
 
-    device = SimulatedDevice(queue, session, drafter, lambda fed: STEP_S, connect)
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: STEP_S, connect)
     device.start()
     queue.run(until_s=3600.0)
     times_s = device.delivery.times_s

@@ -84,8 +84,8 @@ GOLDEN: tuple[tuple[str, WorldOptions, tuple[int, int, int, int]], ...] = (
         replace(PLAIN, policies=(WindowedPolicy(), PearlPolicy(), FixedPolicy())),
         (17, 342, 145, 59),
     ),
-    ("faults", FAULTY, (1, 145, 64, 59)),
-    ("faults, no run-ahead", replace(FAULTY, run_ahead=RunAhead.NEVER), (28, 177, 50, 31)),
+    ("faults", FAULTY, (2, 148, 72, 58)),
+    ("faults, no run-ahead", replace(FAULTY, run_ahead=RunAhead.NEVER), (28, 183, 50, 31)),
 )
 
 

@@ -1,0 +1,94 @@
+"""How many bytes a message takes on the wire, without encoding it.
+
+The simulator sends millions of messages and needs only their sizes. The rules are those of
+``protos/edgespec/v1/speculation.proto`` (protobuf's varints and tags); a test holds them against
+the codec's own bytes: exact for what travels all the time, within 2 % and 32 bytes for ``Open``,
+``Opened`` and ``Fault``, which travel once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgespec.core.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    Message,
+    Open,
+    Opened,
+    Received,
+)
+
+_FIXED32 = 5  # a tag and four bytes
+_SAMPLING_BYTES = 24
+_LIMITS_BYTES = 28
+
+
+def message_bytes(message: Message) -> int:
+    """Payload of one message, before any framing."""
+    match message:
+        case Draft():
+            return _wrapped(_draft_bytes(message))
+        case Commit():
+            return _wrapped(_commit_bytes(message))
+        case Received(position, echo):
+            return _wrapped(_number(position) + _number(echo))
+        case Cancel():
+            return _wrapped(0)
+        case Open():
+            texts = message.session_id, message.model, message.vocabulary
+            text_bytes = sum(2 + len(text.encode()) for text in texts if text)
+            tokens = _packed(message.prompt) + _packed(message.committed)
+            return _wrapped(8 + text_bytes + tokens + _SAMPLING_BYTES)
+        case Opened(_, model, position):
+            return _wrapped(_LIMITS_BYTES + 2 + len(model.encode()) + _number(position))
+        case Fault(_, text):
+            return _wrapped(14 + len(text.encode()))
+
+
+def _draft_bytes(draft: Draft) -> int:
+    size = _number(draft.first_node_id) + _packed(draft.tokens)
+    first = draft.first_node_id
+    if any(parent != first + i - 1 for i, parent in enumerate(draft.parents)) or 0 in draft.parents:
+        deltas = (first + i - parent if parent else 0 for i, parent in enumerate(draft.parents))
+        size += _packed(deltas)
+    if 0 in draft.parents:
+        size += _number(draft.base_position)
+        size += _FIXED32 if draft.base_hash else 0
+    return size
+
+
+def _commit_bytes(commit: Commit) -> int:
+    numbers = (
+        commit.position,
+        commit.accepted,
+        commit.stale,
+        commit.queue_us,
+        commit.verify_us,
+        commit.rows,
+        commit.echo,
+        commit.held_us,
+    )
+    size = _packed(commit.tokens) + sum(map(_number, numbers))
+    return size + (2 if commit.finish is not None else 0)
+
+
+def _wrapped(size: int) -> int:
+    """A message inside the ``oneof`` of its direction: tag and length."""
+    return 1 + _varint(size) + size
+
+
+def _packed(values: Iterable[int]) -> int:
+    size = sum(map(_varint, values))
+    return 1 + _varint(size) + size if size else 0
+
+
+def _number(value: int) -> int:
+    """A field with a tag of one byte; 0 is left out."""
+    return 1 + _varint(value) if value else 0
+
+
+def _varint(value: int) -> int:
+    return max(1, (value.bit_length() + 6) // 7)
