@@ -18,21 +18,28 @@ of the message, purpose), so changing one impairment leaves the other's numbers 
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from edgespec.core.link_schedules import DelaySchedule, LossSchedule, OutageSchedule
 from edgespec.core.noise import noise_bits
+from edgespec.core.shared_queue import SharedQueue
+
+__all__ = [
+    "MIN_RETRANSMIT_S",
+    "DelaySchedule",
+    "JitterLaw",
+    "LinkModel",
+    "LinkSettings",
+    "SharedQueue",
+]
 
 # Linux does not retransmit on time-out earlier (TCP_RTO_MIN, RFC 6298 asks for 1 s).
 MIN_RETRANSMIT_S: Final = 0.2
 _MAX_RETRANSMITS: Final = 6
 _PACKET_BYTES: Final = 1400
-_MAX_OUTAGES: Final = 10_000
-_MAX_STEPS: Final = 1_000_000
 # What a draw is for: the hash's third argument.
 _JITTER: Final = 0
 _LOSS: Final = 1
@@ -43,34 +50,6 @@ class JitterLaw(Enum):
 
     UNIFORM = "uniform"
     EXPONENTIAL = "exponential"
-
-
-@dataclass(frozen=True, slots=True)
-class DelaySchedule:
-    """One-way delay over time: steps (time_s, one_way_s), each valid until the next one.
-
-    Before the first step its value holds. ``period_s`` repeats the steps.
-    """
-
-    steps: tuple[tuple[float, float], ...]
-    period_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.steps) <= _MAX_STEPS:
-            raise ValueError(f"a schedule has {len(self.steps)} steps, but 1 to {_MAX_STEPS} go")
-        times = [time_s for time_s, _ in self.steps]
-        if any(later <= earlier for earlier, later in itertools.pairwise(times)):
-            raise ValueError("the times of a schedule must increase from step to step")
-        for time_s, one_way_s in self.steps:
-            _at_least_0(f"one_way_s at {time_s} s", one_way_s)
-        if self.period_s is not None and not self.period_s > times[-1]:
-            raise ValueError(f"period_s is {self.period_s}, but must be above {times[-1]}")
-
-    def one_way_s(self, time_s: float) -> float:
-        if self.period_s is not None:
-            time_s %= self.period_s
-        index = bisect.bisect_right(self.steps, time_s, key=lambda step: step[0])
-        return self.steps[max(index - 1, 0)][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +68,12 @@ class LinkSettings:
     outages_s: tuple[tuple[float, float], ...] = ()
     """Intervals [start, end) in which nothing leaves; in order, apart from one another."""
     schedule: DelaySchedule | None = None
+    loss_schedule: LossSchedule | None = None
+    """Takes the place of ``loss``."""
+    outage_schedule: OutageSchedule | None = None
+    """Outages beyond ``outages_s``, which may repeat."""
+    schedule_offset_s: float = 0.0
+    """Where in the three schedules the clock's time 0 lies."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,60 +82,9 @@ class LinkSettings:
         _at_least_0("overhead_bytes", self.overhead_bytes)
         if not 0.0 <= self.loss < 1.0:
             raise ValueError(f"loss is {self.loss}, but must be in [0, 1)")
-        if len(self.outages_s) > _MAX_OUTAGES:
-            raise ValueError(f"{len(self.outages_s)} outages, but at most {_MAX_OUTAGES} go")
-        previous_end_s = -math.inf
-        for start_s, end_s in self.outages_s:
-            if not previous_end_s <= start_s < end_s < math.inf:
-                raise ValueError(f"outage ({start_s}, {end_s}) is empty or not in order")
-            previous_end_s = end_s
-
-
-class SharedQueue:
-    """Bandwidth that one or several links send through, one message at a time.
-
-    A message that may start only later (its link is out) reserves a later slot; messages of other
-    links that are ready sooner use the gap before it when they fit.
-    """
-
-    def __init__(self, bits_per_s: float = math.inf) -> None:
-        if not bits_per_s > 0.0:
-            raise ValueError(f"bits_per_s is {bits_per_s}, but must be above 0")
-        self._bits_per_s = bits_per_s
-        self._busy: list[tuple[float, float]] = []
-
-    @property
-    def slot_count(self) -> int:
-        """Stretches of time reserved, as joined."""
-        return len(self._busy)
-
-    def serialisation_s(self, size_bytes: int) -> float:
-        return size_bytes * 8 / self._bits_per_s
-
-    def first_free_s(self, now_s: float, ready_s: float, duration_s: float) -> float:
-        """Start of the first free slot of that length from ``ready_s`` on. Slots that ended by
-        ``now_s`` are forgotten."""
-        self._busy = [slot for slot in self._busy if slot[1] > now_s]
-        start_s = ready_s
-        for busy_start_s, busy_end_s in self._busy:
-            if start_s + duration_s <= busy_start_s:
-                break
-            start_s = max(start_s, busy_end_s)
-        return start_s
-
-    def take(self, start_s: float, duration_s: float) -> None:
-        """Occupy a slot that ``first_free_s`` found; joined with a neighbour it touches, so that
-        there are only as many slots as gaps."""
-        if duration_s == 0.0:
-            return
-        end_s = start_s + duration_s
-        index = bisect.bisect(self._busy, (start_s, end_s))
-        first, last = index, index
-        if index > 0 and self._busy[index - 1][1] == start_s:
-            first, start_s = index - 1, self._busy[index - 1][0]
-        if index < len(self._busy) and self._busy[index][0] == end_s:
-            last, end_s = index + 1, self._busy[index][1]
-        self._busy[first:last] = [(start_s, end_s)]
+        if not math.isfinite(self.schedule_offset_s):
+            raise ValueError(f"schedule_offset_s is {self.schedule_offset_s}, but must be finite")
+        OutageSchedule(self.outages_s)  # Raises when they are out of order.
 
 
 class LinkModel:
@@ -161,9 +95,16 @@ class LinkModel:
     ) -> None:
         self._settings = settings or LinkSettings()
         self._queue = queue or SharedQueue()
+        self._outages = [
+            (schedule, offset_s)
+            for schedule, offset_s in (
+                (OutageSchedule(self._settings.outages_s), 0.0),
+                (self._settings.outage_schedule, self._settings.schedule_offset_s),
+            )
+            if schedule is not None and schedule.intervals_s
+        ]
         self._message_count = 0
         self._now_s = -math.inf
-        self._outage = 0
         self._left_s = -math.inf
         self._arrived_s = -math.inf
 
@@ -173,37 +114,52 @@ class LinkModel:
         assert size_bytes >= 0, f"size_bytes is {size_bytes}"
         self._now_s = now_s
         self._message_count += 1
-        wire_bytes = size_bytes + self._settings.overhead_bytes
-        self._left_s = self._leave(now_s, wire_bytes)
-        one_way_s = self._settings.one_way_s
-        if self._settings.schedule is not None:
-            one_way_s = self._settings.schedule.one_way_s(self._left_s)
-        flight_s = one_way_s + self._jitter_s() + self._retransmission_s(wire_bytes, one_way_s)
-        self._arrived_s = max(self._arrived_s, self._left_s + flight_s)
+        settings = self._settings
+        wire_bytes = size_bytes + settings.overhead_bytes
+        self._left_s = left_s = self._leave(now_s, wire_bytes)
+        flight_s = settings.one_way_s
+        if settings.schedule is not None:
+            flight_s = settings.schedule.at(left_s + settings.schedule_offset_s)
+        loss = settings.loss
+        if settings.loss_schedule is not None:
+            loss = settings.loss_schedule.at(left_s + settings.schedule_offset_s)
+        if loss > 0.0:
+            flight_s += self._retransmission_s(wire_bytes, flight_s, loss)
+        if settings.jitter_s > 0.0:
+            flight_s += self._jitter_s()
+        self._arrived_s = max(self._arrived_s, left_s + flight_s)
         return self._arrived_s
 
     def _leave(self, now_s: float, wire_bytes: int) -> float:
         """When its last bit is on the way."""
-        duration_s = self._queue.serialisation_s(wire_bytes)
+        queue = self._queue
         start_s = max(now_s, self._left_s)
         while True:
-            up_s = self._after_outages_s(now_s, start_s, duration_s)
-            start_s = self._queue.first_free_s(now_s, up_s, duration_s)
-            if start_s == up_s:
+            up_s = self._after_outages_s(start_s, wire_bytes) if self._outages else start_s
+            start_s = queue.first_free_s(now_s, up_s, wire_bytes)
+            if start_s == up_s or not self._outages:
                 break
-        self._queue.take(start_s, duration_s)
-        return start_s + duration_s
+        end_s = start_s + queue.serialisation_s(start_s, wire_bytes)
+        queue.take(start_s, end_s)
+        return end_s
 
-    def _after_outages_s(self, now_s: float, start_s: float, duration_s: float) -> float:
+    def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:
         """First time from ``start_s`` on at which a message finds the link up to its last bit; one
-        that an outage would interrupt waits for the end of it."""
-        outages_s = self._settings.outages_s
-        while self._outage < len(outages_s) and outages_s[self._outage][1] <= now_s:
-            self._outage += 1
-        for down_s, up_s in outages_s[self._outage :]:
-            if start_s < down_s and start_s + duration_s <= down_s:
+        that an outage would interrupt waits for the end of it. One that fits between no two
+        outages of a period is let through after the last of them, or it would wait for ever."""
+        tries = 2 + sum(len(schedule.intervals_s) for schedule, _ in self._outages)
+        for _ in range(tries):
+            before_s = start_s
+            for schedule, offset_s in self._outages:
+                outage = schedule.next_after(start_s + offset_s)
+                if outage is None:
+                    continue
+                down_s, up_s = outage[0] - offset_s, outage[1] - offset_s
+                end_s = start_s + self._queue.serialisation_s(start_s, wire_bytes)
+                if start_s >= down_s or end_s > down_s:
+                    start_s = max(start_s, up_s)
+            if start_s == before_s:
                 break
-            start_s = max(start_s, up_s)
         return start_s
 
     def _chance(self, purpose: int) -> float:
@@ -219,11 +175,11 @@ class LinkModel:
             case JitterLaw.EXPONENTIAL:
                 return -self._settings.jitter_s * math.log1p(-share)
 
-    def _retransmission_s(self, wire_bytes: int, one_way_s: float) -> float:
+    def _retransmission_s(self, wire_bytes: int, one_way_s: float, loss: float) -> float:
         """Each wait is twice as long as the one before it."""
         packet_count = max(1, math.ceil(wire_bytes / _PACKET_BYTES))
         draw = self._chance(_LOSS)
-        probability = 1.0 - (1.0 - self._settings.loss) ** packet_count
+        probability = 1.0 - (1.0 - loss) ** packet_count
         wait_s = max(MIN_RETRANSMIT_S, 2.0 * one_way_s)
         late_s = 0.0
         for _ in range(_MAX_RETRANSMITS):
@@ -231,7 +187,7 @@ class LinkModel:
                 break
             late_s += wait_s
             wait_s *= 2.0
-            probability *= self._settings.loss  # that the packet sent again is lost too
+            probability *= loss  # that the packet sent again is lost too
         return late_s
 
 
