@@ -25,8 +25,10 @@ class EventQueue:
 
     def run(self, until_s: float) -> int:
         """Run everything due by ``until_s``; the number of events run."""
-        count = 0
-        while self.step(until_s):
+        heap, count = self._heap, 0
+        while heap and heap[0][0] <= until_s:
+            self.now, _, callback = heapq.heappop(heap)
+            callback()
             count += 1
         return count
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from edgespec.core.messages import Commit, Downlink, Draft, Uplink
 from edgespec.core.wire_size import message_bytes
 from edgespec_sim.event_queue import EventQueue
-
-
-class Path(Protocol):
-    """One direction, in order: nothing overtakes what was sent before it."""
-
-    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        """Call ``deliver`` when a message of this payload that leaves now has arrived."""
+from edgespec_sim.links.path import Path
 
 
 class FixedDelay:

@@ -1,0 +1,292 @@
+"""Links from traces, paths of several hops, cross traffic, handovers.
+
+Oracle: the trace's own columns for a link made from it; for paths, conservation (each message out
+once, in order, never before it can be) and arithmetic on small cases; for cross traffic, the mean
+wait of an M/D/1 queue (Pollaczek and Khinchine) and a run with an event a packet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.link_model import LinkModel, LinkSettings
+from edgespec.core.shared_queue import SharedQueue
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.cross_traffic import LoadedQueue
+from edgespec_sim.links.from_trace import TraceLinks, link_pair
+from edgespec_sim.links.handover import Handover, gaps_s
+from edgespec_sim.links.path import ManyHops, OneHop, Path, PathCounts
+from edgespec_sim.traces.network_trace import NetworkTrace
+
+RATE = 8e6
+MS = 0.001
+TRACE = NetworkTrace(
+    name="made",
+    source="test",
+    time_s=(0.0, 10.0, 20.0),
+    rtt_s=(0.020, 0.100, 0.040),
+    duration_s=30.0,
+    loss=(0.0, 0.0, 0.19),
+    up_bits_per_s=(RATE, RATE / 2, RATE),
+    down_bits_per_s=(RATE * 2, RATE * 2, RATE),
+    outages_s=((5.0, 6.0),),
+)
+
+
+# --- links from a trace -----------------------------------------------------------------------
+
+
+def test_a_link_does_what_its_trace_did_and_repeats() -> None:
+    up, down = link_pair(TRACE, up_share=0.75)
+    for period_s in (0.0, 30.0, 300.0):
+        assert up.arrival(period_s, 1000) == pytest.approx(period_s + 1 * MS + 15 * MS)
+        assert up.arrival(period_s + 5.5, 1000) == pytest.approx(period_s + 6.016)
+        assert up.arrival(period_s + 12, 1000) == pytest.approx(period_s + 12 + 2 * MS + 75 * MS)
+        assert down.arrival(period_s + 12, 1000) == pytest.approx(period_s + 12.0255)
+
+
+def test_an_offset_starts_within_the_trace() -> None:
+    up, _ = link_pair(TRACE, offset_s=9.0)
+    assert up.arrival(0.0, 1000) == pytest.approx(1 * MS + 10 * MS)
+    assert up.arrival(2.0, 1000) == pytest.approx(2.0 + 2 * MS + 50 * MS)
+    assert up.arrival(26.5, 1000) == pytest.approx(27.0 + 1 * MS + 10 * MS)
+
+
+def test_the_loss_of_both_ways_is_that_of_the_trace() -> None:
+    up, down = link_pair(TRACE, offset_s=20.0, seed=4)
+    lost = 0
+    for n in range(4000):
+        at_s = 30.0 * n
+        lost += up.arrival(at_s, 100) > at_s + 0.2 or down.arrival(at_s, 100) > at_s + 0.2
+    assert lost / 4000 == pytest.approx(0.19, abs=0.02)
+
+
+def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
+    links = TraceLinks.of(TRACE)
+    queues = links.queues()
+    (one, _), (two, _) = links.pair(queues=queues), links.pair(seed=1, queues=queues)
+    assert one.arrival(0.0, 1000) == pytest.approx(11 * MS)
+    assert two.arrival(0.0, 1000) == pytest.approx(12 * MS)
+    with pytest.raises(ValueError, match=r"up_share is 1.5, but must be in \[0, 1\]"):
+        TraceLinks.of(TRACE, up_share=1.5)
+
+
+def test_what_a_trace_has_not_measured_is_no_limit() -> None:
+    bare = NetworkTrace("bare", "test", (0.0, 1.0), (0.02, 0.04), 1.0)
+    up, _ = link_pair(bare)
+    assert up.arrival(0.5, 10**6) == 0.51
+    assert up.arrival(7.5, 10**6) == 7.51
+
+
+# --- paths ------------------------------------------------------------------------------------
+
+
+def test_serialisation_counts_on_every_hop_and_propagation_once_on_each() -> None:
+    events = EventQueue()
+    links = [LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE)) for _ in range(3)]
+    path, arrived = ManyHops(events, links), list[float]()
+    for _ in range(2):
+        path.send(1000, lambda: arrived.append(events.now))
+    events.run(1.0)
+    # Store and forward: the second is one serialisation behind, not three.
+    assert arrived == pytest.approx([33 * MS, 34 * MS])
+
+
+def test_a_shared_queue_sees_messages_in_order_of_arrival() -> None:
+    events, shared = EventQueue(), SharedQueue(RATE)
+    far = ManyHops(
+        events, [LinkModel(LinkSettings(one_way_s=0.1)), LinkModel(LinkSettings(), shared)]
+    )
+    near, arrived = OneHop(events, LinkModel(LinkSettings(), shared)), list[tuple[str, float]]()
+    far.send(1000, lambda: arrived.append(("far", events.now)))
+    events.at(0.0995, lambda: near.send(1000, lambda: arrived.append(("near", events.now))))
+    events.run(1.0)
+    assert [who for who, _ in arrived] == ["near", "far"]
+    assert [at_s for _, at_s in arrived] == pytest.approx([0.1005, 0.1015])
+
+
+SENDS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4000)), min_size=1, max_size=40)
+
+
+def one_hop(events: EventQueue) -> Path:
+    return OneHop(events, _link(0.02, 1))
+
+
+def many_hops(events: EventQueue) -> Path:
+    return ManyHops(events, [_link(0.005, 1), _link(0.02, 2), _link(0.001, 3)])
+
+
+def handed_over(events: EventQueue) -> Path:
+    cells = [(0.0, one_hop(events)), (0.3, OneHop(events, _link(0.001, 4))), (0.6, one_hop(events))]
+    return Handover(events, cells, gap_s=0.08)
+
+
+def _link(one_way_s: float, seed: int) -> LinkModel:
+    settings = LinkSettings(one_way_s=one_way_s, jitter_s=0.01, loss=0.05, seed=seed)
+    return LinkModel(settings, SharedQueue(RATE))
+
+
+@pytest.mark.parametrize("build", [one_hop, many_hops, handed_over])
+@given(sends=SENDS)
+def test_a_path_delivers_each_message_once_and_in_order(
+    build: Callable[[EventQueue], Path], sends: list[tuple[int, int]]
+) -> None:
+    assert violations(build, sends) == []
+
+
+def violations(build: Callable[[EventQueue], Path], sends: list[tuple[int, int]]) -> list[str]:
+    events, found, arrived = EventQueue(), list[str](), list[int]()
+    path = build(events)
+    counts: PathCounts = path.counts  # type: ignore[attr-defined]
+
+    def send(number: int, size_bytes: int) -> None:
+        sent_s = events.now
+
+        def deliver() -> None:
+            arrived.append(number)
+            if events.now < sent_s + size_bytes * 8 / RATE + 0.001 - 1e-9:
+                found.append(f"message {number} was faster than its link")
+
+        path.send(size_bytes, deliver)
+        if counts.messages_in_flight != number + 1 - len(arrived):
+            found.append(f"{counts.messages_in_flight} in flight, but not so many")
+
+    at_s = 0.0
+    for number, (gap_ms, size_bytes) in enumerate(sends):
+        at_s += gap_ms * MS
+        events.at(at_s, functools.partial(send, number, size_bytes))
+    events.run(math.inf)
+    if arrived != list(range(len(sends))):
+        found.append(f"arrived {arrived}")
+    if (counts.bytes_in, counts.bytes_in_flight) != (sum(size for _, size in sends), 0):
+        found.append(f"bytes: {counts.bytes_in} in, {counts.bytes_out} out")
+    return found
+
+
+class Lossy(OneHop):
+    """Planted fault: every tenth message disappears."""
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        if self.counts.messages_in % 10 == 9:
+            self.counts.enter(size_bytes)
+        else:
+            super().send(size_bytes, deliver)
+
+
+class Overtaking(OneHop):
+    """Planted fault: a link a message, so that a small one passes a large one."""
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self._link = LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE))
+        super().send(size_bytes, deliver)
+
+
+class Instant(OneHop):
+    """Planted fault: no serialisation."""
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.counts.enter(size_bytes)
+        self.counts.leave(size_bytes)
+        self._queue.after(0.001, deliver)
+
+
+@pytest.mark.parametrize("faulty", [Lossy, Overtaking, Instant])
+def test_a_faulty_path_is_caught(faulty: type[OneHop]) -> None:
+    sends = [(1, 4000 if n % 2 else 40) for n in range(40)]
+    assert violations(one_hop, sends) == []
+    assert violations(lambda events: faulty(events, _link(0.01, 1)), sends) != []
+
+
+def test_a_path_needs_a_link() -> None:
+    with pytest.raises(ValueError, match="0 links"):
+        ManyHops(EventQueue(), [])
+
+
+# --- handover ---------------------------------------------------------------------------------
+
+
+def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
+    events, arrived = EventQueue(), list[tuple[int, float]]()
+    (gap,) = gaps_s([1.0], 0.2)
+    old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=(gap,)), SharedQueue(RATE))
+    new = LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE))
+    path = Handover(events, [(0.0, OneHop(events, old)), (1.0, OneHop(events, new))], gap_s=0.2)
+
+    def send(number: int) -> None:
+        path.send(1000, lambda: arrived.append((number, events.now)))
+
+    for number, at_s in enumerate((0.5, 0.9, 1.0, 1.1, 1.2, 2.0)):
+        events.at(at_s, functools.partial(send, number))
+    events.run(10.0)
+    assert [number for number, _ in arrived] == list(range(6))
+    # The third to fifth arrive at the new cell at about 1.21 s, but the second comes at 1.401 s.
+    assert [at_s for _, at_s in arrived] == pytest.approx(
+        [1.001, 1.401, 1.401, 1.401, 1.401, 2.011]
+    )
+
+
+def test_a_handover_that_cannot_be_is_named() -> None:
+    events = EventQueue()
+    hop = one_hop(events)
+    with pytest.raises(ValueError, match=r"begin at \[1.0\] s"):
+        Handover(events, [(1.0, hop)], 0.1)
+    with pytest.raises(ValueError, match="gap_s is -1"):
+        Handover(events, [(0.0, hop)], -1.0)
+    with pytest.raises(ValueError, match=r"a change at 0.5 s"):
+        Handover(events, [(0.0, hop), (0.45, hop), (0.5, hop)], 0.1)
+
+
+# --- cross traffic ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_the_mean_wait_is_that_of_a_loaded_queue(share: float) -> None:
+    """M/D/1: the mean wait is share / (2 (1 - share)) packets' time. Probes of size 0 see it."""
+    queue = LoadedQueue(RATE, share, packet_bytes=1000, seed=1)
+    chance, now_s, waits_s = random.Random(2), 0.0, list[float]()
+    for _ in range(8000):
+        now_s += chance.expovariate(1 / 0.004)
+        waits_s.append(queue.first_free_s(now_s, now_s, 0) - now_s)
+    expected_s = share / (2 * (1 - share)) * 1 * MS
+    assert sum(waits_s) / len(waits_s) == pytest.approx(expected_s, rel=0.15)
+    assert queue.cross_bytes * 8 / now_s == pytest.approx(share * RATE, rel=0.1)
+
+
+def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
+    lazy = LoadedQueue(RATE, 0.6, packet_bytes=1000, seed=7)
+    eager = LoadedQueue(RATE, 0.6, packet_bytes=1000, seed=7)
+    chance, now_s = random.Random(3), 0.0
+    for _ in range(300):
+        later_s = now_s + chance.expovariate(1 / 0.01)
+        while now_s < later_s:  # asked often enough, no packet is played late
+            now_s = min(now_s + 0.0002, later_s)
+            eager.first_free_s(now_s, now_s, 0)
+        found = lazy.first_free_s(now_s, now_s, 500), eager.first_free_s(now_s, now_s, 500)
+        assert found[0] == pytest.approx(found[1], abs=1e-12)
+        for queue in (lazy, eager):
+            queue.take(found[0], found[0] + queue.serialisation_s(found[0], 500))
+
+
+def test_a_long_pause_costs_a_bounded_number_of_packets() -> None:
+    queue = LoadedQueue(RATE, 0.8, packet_bytes=1000, seed=1)
+    queue.first_free_s(1e6, 1e6, 0)
+    assert 0 < queue.cross_bytes < 1000 * 1000
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: LoadedQueue(RATE, 0.99), r"share is 0.99, but must be in \[0, 0.95\]"),
+        (lambda: LoadedQueue(RATE, 0.5, packet_bytes=0), "packet_bytes is 0"),
+    ],
+)
+def test_cross_traffic_out_of_range_is_named(build: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build()
