@@ -1,0 +1,1 @@
+"""Network traces: what they are, how they are read, made and judged."""

@@ -1,0 +1,169 @@
+"""Generated traces, and the statistics they are checked with.
+
+Oracle: the ranges of ``generator_targets.py`` for many seeds, the recordings of the class where the
+shared data is present, closed forms for the statistics of made-up traces. A generator that draws
+each row on its own, or leaves the tail out, must miss its target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec_sim.traces.generator_targets import TARGET_DURATION_S, TARGETS
+from edgespec_sim.traces.generators import KINDS, MAX_GENERATED_ROWS, generate
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
+from edgespec_sim.traces.readers import read_trace
+from edgespec_sim.traces.statistics import TraceStatistics
+
+DAY_S = 86_400.0
+
+
+def duration_s(kind: str) -> float:
+    return DAY_S if kind == "wan" else TARGET_DURATION_S
+
+
+# --- statistics -------------------------------------------------------------------------------
+
+
+def test_statistics_are_over_time_not_over_rows() -> None:
+    trace = NetworkTrace("made", "test", (0.0, 9.0, 9.1, 9.2), (0.01, 1.0, 2.0, 3.0), 10.0)
+    found = TraceStatistics.of(trace)
+    assert found.rtt_median_s == 0.01
+    assert found.rtt_mean_s == pytest.approx(0.9 * 0.01 + 0.01 * 3 + 0.08 * 3, rel=0.01)
+
+
+def test_outages_are_measured_and_left_out_of_the_rest() -> None:
+    trace = NetworkTrace(
+        "made",
+        "test",
+        (0.0, 4.0, 6.0),
+        (0.01, 5.0, 0.01),
+        10.0,
+        loss=(0.1, 0.9, 0.1),
+        outages_s=((4.0, 6.0), (8.0, 8.5)),
+    )
+    found = TraceStatistics.of(trace)
+    assert found.rtt_p99_s == 0.01
+    assert found.loss == pytest.approx(0.1)
+    assert (found.outage_count, found.outage_share) == (2, 0.25)
+    assert (found.outage_median_s, found.outage_max_s) == (1.25, 2.0)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.9])
+def test_the_autocorrelation_of_a_known_process(keep: float) -> None:
+    chance, value, rtts_s = random.Random(1), 0.0, list[float]()
+    for _ in range(8000):
+        value = keep * value + (1 - keep**2) ** 0.5 * chance.gauss(0, 1)
+        rtts_s.append(0.05 * 2.0**value)
+    trace = NetworkTrace("made", "test", tuple(map(float, range(8000))), tuple(rtts_s), 8000.0)
+    assert TraceStatistics.of(trace).autocorrelation == pytest.approx(keep, abs=0.05)
+
+
+# --- generators -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_of_every_seed_is_on_target(kind: str) -> None:
+    for seed in range(5):
+        trace = generate(kind, seed, duration_s(kind))
+        misses = TARGETS[kind].misses(TraceStatistics.of(trace), trace.duration_s)
+        assert not misses, (kind, seed, misses)
+
+
+def test_a_generator_without_memory_or_tail_misses_its_target() -> None:
+    trace = generate("lte", 1, TARGET_DURATION_S)
+    shuffled = list(trace.rtt_s)
+    random.Random(1).shuffle(shuffled)
+    capped = tuple(min(rtt_s, 0.08) for rtt_s in trace.rtt_s)
+    for rtt_s, word in ((tuple(shuffled), "autocorrelation"), (capped, "rtt_p99_s")):
+        faulty = dataclasses.replace(trace, rtt_s=rtt_s)
+        misses = TARGETS["lte"].misses(TraceStatistics.of(faulty), TARGET_DURATION_S)
+        assert any(word in miss for miss in misses), misses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_seeds_give_equal_traces_and_others_do_not(kind: str) -> None:
+    assert generate(kind, 3, 600.0) == generate(kind, 3, 600.0)
+    assert generate(kind, 3, 600.0).rtt_s != generate(kind, 4, 600.0).rtt_s
+
+
+def test_the_kinds_have_the_columns_they_say() -> None:
+    for kind in KINDS:
+        trace = generate(kind, 0, 120.0)
+        assert (trace.up_bits_per_s is None) == (kind in ("wifi", "wan"))
+        assert (trace.loss is None) == (kind in ("wifi", "wan", "5g"))
+        assert trace.source == f"generator {kind}, seed 0"
+
+
+def test_lengths_of_outages_follow_their_law() -> None:
+    lengths = [
+        end_s - start_s
+        for seed in range(3)
+        for start_s, end_s in generate("lte", seed, 72_000.0).outages_s
+    ]
+    short = [length for length in lengths if length < 10.0]
+    assert len(lengths) * 3600 / (3 * 72_000) == pytest.approx(4.0, rel=0.2)
+    assert np.median(short) == pytest.approx(1.8, abs=0.2)
+    assert min(short) >= 1.0
+    assert len(short) / len(lengths) == pytest.approx(7 / 11, abs=0.1)
+
+
+def test_a_short_trace_holds_a_whole_day_of_congestion() -> None:
+    trace = generate("wan", 1, 3600.0)
+    level = np.array(trace.rtt_s)
+    peak = int(len(level) * 16 / 24)
+    width = len(level) // 12
+    assert np.median(level[peak - width : peak + width]) > 2 * np.median(level[: 4 * width])
+
+
+def test_a_long_trace_has_bounded_rows() -> None:
+    for kind in ("wifi", "5g"):
+        assert len(generate(kind, 0, 40_000.0).time_s) <= MAX_GENERATED_ROWS
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "lasts_s", "text"),
+    [
+        ("6g", 0, 60.0, "no generator '6g'; known are wifi, lte"),
+        ("lte", 0, 0.0, "duration_s is 0.0"),
+        ("lte", -1, 60.0, "seed is -1"),
+    ],
+)
+def test_a_wrong_request_is_named(kind: str, seed: int, lasts_s: float, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        generate(kind, seed, lasts_s)
+
+
+# --- against the recordings -------------------------------------------------------------------
+
+RECORDED = {
+    "lte": ("cellular_us_drive/*.txt",),
+    "5g": ("cicv5g/urban*.txt", "cicv5g/arterial*.txt", "cicv5g/30ms*.txt"),
+    "starlink": ("starlink_fjordlink/*.csv",),
+    "wan": ("wan_jitterbug/*.csv",),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_generator_agrees_with_the_recordings_of_its_class(data_dir: Path, kind: str) -> None:
+    """Percentiles of all recordings together; autocorrelation and loss as their mean."""
+    folder = data_dir / "traces"
+    recorded = [read_trace(file) for glob in RECORDED[kind] for file in sorted(folder.glob(glob))]
+    made = [generate(kind, seed, duration_s(kind)) for seed in range(3)]
+    percent = (50, 95, 99)
+    there = np.percentile(np.concatenate([trace.rtt_s for trace in recorded]), percent)
+    here = np.percentile(np.concatenate([trace.rtt_s for trace in made]), percent)
+    assert here == pytest.approx(there, rel=0.25)
+    theirs, ours = ([TraceStatistics.of(trace) for trace in traces] for traces in (recorded, made))
+    assert np.mean([one.autocorrelation for one in ours]) == pytest.approx(
+        np.mean([one.autocorrelation for one in theirs]), abs=0.1
+    )
+    if recorded[0].loss is not None:
+        assert np.mean([one.loss for one in ours]) == pytest.approx(
+            np.mean([one.loss for one in theirs]), rel=0.35
+        )

@@ -1,0 +1,387 @@
+"""Reading traces of every format. Oracle: small files written out by hand, conservation of
+bytes (packet-delivery files), and that writing in the plain format and reading it again changes
+nothing. Broken files must be refused at the right line, and bytes of any kind by ``TraceError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
+from edgespec_sim.traces.readers import read_pair, read_trace, write_plain
+from edgespec_sim.traces.readers.mahimahi import PACKET_BITS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return read_trace(path)
+
+
+# --- ping -------------------------------------------------------------------------------------
+
+
+def reply(number: int, rtt_ms: float = 20, stamp: str = "", end: str = "") -> str:
+    return f"{stamp}64 bytes from 192.0.2.1: icmp_seq={number} ttl=56 time={rtt_ms} ms{end}\n"
+
+
+def test_plain_ping_numbers_its_probes_a_second_apart(folder: Path) -> None:
+    lines = [reply(n) for n in (1, 2, 4, 5)]
+    trace = read(folder, "PING host (192.0.2.1) 56(84) bytes of data.\n" + "".join(lines))
+    assert trace.source == "ping"
+    assert trace.time_s == (0.0, 1.0, 3.0, 4.0)
+    assert trace.duration_s == 5.0
+    # A second without an answer is an outage already at this pace.
+    assert trace.outages_s == ((2.0, 3.0),)
+    assert trace.loss == (0.0,) * 4
+
+
+def stamped(numbers: list[int], rtt_ms: float = 20.0) -> str:
+    times = [1691249052.0 + 0.2 * n + rtt_ms / 1000 for n in numbers]
+    return "".join(reply(n, rtt_ms, f"[{t:.6f}] ") for n, t in zip(numbers, times, strict=True))
+
+
+def test_stamped_ping_tells_loss_from_outages(folder: Path) -> None:
+    numbers = [n for n in range(1, 101) if n not in (7, 40) and not 60 <= n < 70]
+    trace = read(folder, stamped(numbers))
+    assert trace.duration_s == pytest.approx(20.0, rel=1e-4)
+    assert np.array(trace.outages_s) == pytest.approx(np.array([[11.8, 13.8]]), rel=1e-4)
+    assert trace.loss is not None
+    assert trace.loss[0] == pytest.approx(1 / 25)
+    assert trace.loss[30] == pytest.approx(1 / 25)
+    assert trace.loss[-1] == 0.0
+
+
+def test_replies_out_of_order_and_duplicates_and_wrapped_numbers(folder: Path) -> None:
+    text = reply(2, 30) + reply(1, 1500) + reply(3, 40) + reply(3, 99, end=" (DUP!)")
+    trace = read(folder, text)
+    assert trace.rtt_s == (1.5, 0.03, 0.04)
+    wrapped = read(folder, "".join(reply(n % 65536) for n in range(65530, 65540)))
+    assert len(wrapped.time_s) == 10
+    assert wrapped.outages_s == ((0.0, 65529.0),)
+
+
+def test_runs_are_joined_and_a_dead_one_is_an_outage(folder: Path) -> None:
+    head = "PING host (192.0.2.1) 56(84) bytes of data.\n"
+
+    def tail(sent: int, came: int) -> str:
+        lost = 100 - 100 * came // sent
+        return (
+            f"\n--- host ping statistics ---\n{sent} packets transmitted, {came} received, "
+            f"{lost}% packet loss, time {(sent - 1) * 500}ms\n"
+        )
+
+    one = head + reply(1) + reply(2) + tail(4, 2)
+    dead = head + tail(4, 0)
+    trace = read(folder, one + dead + one)
+    assert trace.duration_s == 6.0
+    assert trace.time_s == (0.0, 0.5, 4.0, 4.5)
+    assert trace.outages_s == ((1.0, 4.0), (5.0, 6.0))
+
+
+def test_a_cut_last_line_of_a_log_is_no_error(folder: Path) -> None:
+    assert len(read(folder, reply(1) + reply(2) + "64 bytes fr").time_s) == 2
+    with pytest.raises(TraceError, match=r"trace.dat:2: expected a line of ping's output"):
+        read(folder, reply(1) + "64 bytes fr\n" + reply(2))
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def test_samples_of_one_epoch_are_spread(folder: Path) -> None:
+    trace = read(folder, "epoch,values\n100,10\n100,20\n110,30\n200,40\n200,50\n")
+    assert trace.time_s == (0.0, 5.0, 10.0, 100.0, 125.0)
+    assert trace.rtt_s == (0.01, 0.02, 0.03, 0.04, 0.05)
+    assert trace.duration_s == 150.0
+    assert trace.loss is None
+
+
+def test_cicv5g_is_read_by_position(folder: Path) -> None:
+    rows = [f"{ms} {ms + 17} 17 1.0 2.0 3.0 0.0 cell 18 -94 \n" for ms in (1000, 1050, 1100, 3150)]
+    trace = read(folder, "pub_time(ms) whatever it says\n" + "".join(rows))
+    assert trace.time_s == (0.0, 0.05, 0.1, 2.15)
+    assert set(trace.rtt_s) == {0.017}
+    assert list(trace.outages_s[0]) == pytest.approx([0.15, 2.15])
+
+
+STARLINK_HEAD = (
+    "@timestamp,dish_status.state,dish_status.pop_ping_latency_ms,"
+    "dish_status.pop_ping_drop_rate,dish_status.uplink_throughput_bps\n"
+)
+
+
+def test_lost_seconds_of_a_dish_are_an_outage(folder: Path) -> None:
+    rows = [
+        f"2025-01-01T00:00:0{second}+00:00,{state},{latency},{drop},1\n"
+        for second, (state, latency, drop) in enumerate(
+            [
+                ("CONNECTED", 30, 0.0),
+                ("OBSTRUCTED", 40, 0.25),
+                ("CONNECTED", 50, 1.0),
+                ("SEARCHING", "", ""),
+                ("CONNECTED", 60, 0.0),
+            ]
+        )
+    ]
+    trace = read(folder, STARLINK_HEAD + "".join(rows))
+    assert trace.time_s == (0.0, 1.0, 4.0)
+    assert trace.rtt_s == (0.03, 0.04, 0.06)
+    assert trace.loss == (0.0, 0.25, 0.0)
+    assert trace.outages_s == ((2.0, 4.0),)
+    assert trace.up_bits_per_s is None  # what was carried is not what could be
+
+
+# --- packet-delivery files --------------------------------------------------------------------
+
+
+def carried_bits(trace: NetworkTrace) -> float:
+    assert trace.up_bits_per_s is not None
+    edges = sorted({*trace.time_s, trace.duration_s, *(t for o in trace.outages_s for t in o)})
+    total = 0.0
+    for start_s, end_s in itertools.pairwise(edges):
+        if not any(down_s <= start_s < up_s for down_s, up_s in trace.outages_s):
+            row = np.searchsorted(trace.time_s, start_s, side="right") - 1
+            total += trace.up_bits_per_s[row] * (end_s - start_s)
+    return total
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=50), st.integers(1, 2000))
+def test_a_delivery_file_keeps_its_bytes(
+    tmp_path_factory: pytest.TempPathFactory, gaps_ms: list[int], first_ms: int
+) -> None:
+    times_ms = [first_ms]
+    for gap_ms in gaps_ms:
+        times_ms.append(times_ms[-1] + gap_ms * (10 if gap_ms > 600 else 1))
+    path = tmp_path_factory.mktemp("mahimahi") / "up"
+    path.write_text("".join(f"{ms}\n" for ms in times_ms))
+    trace = read_trace(path)
+    assert carried_bits(trace) == pytest.approx(len(times_ms) * PACKET_BITS)
+    assert trace.duration_s == times_ms[-1] / 1000
+
+
+def test_a_delivery_file_becomes_steps_and_outages(folder: Path) -> None:
+    trace = read(folder, "".join(f"{ms}\n" for ms in (10, 60, 100, 150, 2150, 2300)))
+    assert trace.up_bits_per_s == pytest.approx((360e3, 120e3, 120e3, 120e3))
+    assert trace.time_s == pytest.approx((0.0, 0.1, 2.1, 2.2))
+    assert list(trace.outages_s[0]) == pytest.approx([0.2, 2.1])
+
+
+def test_two_directions_make_one_trace(folder: Path) -> None:
+    up, down = folder / "up", folder / "down"
+    up.write_text("".join(f"{ms}\n" for ms in range(10, 1001, 10)))
+    down.write_text("".join(f"{ms}\n" for ms in range(2, 2001, 2)))
+    trace = read_pair(up, down, rtt_s=0.04)
+    assert trace.name == "up+down"
+    assert trace.duration_s == 1.0
+    assert set(trace.rtt_s) == {0.04}
+    assert trace.up_bits_per_s == pytest.approx([1.2e6] * len(trace.time_s))
+    assert trace.down_bits_per_s == pytest.approx([6e6] * len(trace.time_s))
+
+
+# --- matrices ---------------------------------------------------------------------------------
+
+
+def archive(path: Path, members: dict[str, str]) -> Path:
+    with tarfile.open(path, "w:xz") as file:
+        for name, text in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            file.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_a_pair_of_a_matrix_is_a_series(folder: Path) -> None:
+    slices = {
+        "SeattleData_1": "0\t0\t0.3\n0\t0\t0.2\n0.3\t0.2\t0\n",
+        "SeattleData_2": "0\t0.1\t0\n0.1\t0\t0.2\n0\t0.2\t0\n",
+        "SeattleData_10": "0\t0.1\t0.5\n0.1\t0\t0.2\n0.5\t0.2\t0\n",
+    }
+    path = archive(folder / "m", slices)
+    trace = read_trace(path)
+    assert trace.name == "m[0,2]"
+    assert trace.time_s == (0.0, 9 * 16.0)
+    assert trace.rtt_s == (0.3, 0.5)
+    assert read_trace(path, pair=(1, 0)).rtt_s == (0.1, 0.1)
+    with pytest.raises(TraceError, match=r"pair \(0, 3\), but two different nodes of 0 to 2 go"):
+        read_trace(path, pair=(0, 3))
+    planet = archive(folder / "p", {"PlanetLabData_1": "0\t50\n50\t0\n"})
+    assert read_trace(planet).rtt_s == (0.05,)
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"Other_1": "0"}, "Other_1: not SeattleData_N or PlanetLabData_N"),
+        ({"SeattleData_1": "0\t1\n"}, "1 rows, not those of a square"),
+        ({"SeattleData_1": "0\t1\n1\tx\n"}, "SeattleData_1:2: expected numbers"),
+        ({"SeattleData_1": "0\t-1\n1\t0\n"}, "SeattleData_1:1: expected times"),
+        ({"SeattleData_1": "0\t0\n0\t0\n"}, "the first slice has measured no pair"),
+        ({}, "holds no matrix"),
+    ],
+)
+def test_a_broken_matrix_is_named(folder: Path, members: dict[str, str], text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        read_trace(archive(folder / "m", members))
+
+
+def test_a_truncated_archive_is_refused(folder: Path) -> None:
+    path = archive(folder / "m", {"SeattleData_1": "0\t1\n1\t0\n"})
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(TraceError, match="expected a tar archive packed with xz"):
+        read_trace(path)
+
+
+# --- the plain format -------------------------------------------------------------------------
+
+
+def test_plain_columns_are_optional(folder: Path) -> None:
+    trace = read(folder, "time_s,rtt_ms\n0,10\n2,20\n")
+    assert (trace.time_s, trace.rtt_s, trace.duration_s) == ((0.0, 2.0), (0.01, 0.02), 4.0)
+    assert trace.loss is trace.up_bits_per_s is trace.down_bits_per_s is None
+    trace = read(
+        folder, "# a note\n# duration_s=9\ntime_s,rtt_ms,loss,down_mbps\n0,10,1,5\n2,20,.5,8\n"
+    )
+    assert trace.outages_s == ((0.0, 2.0),)
+    assert trace.loss == (0.0, 0.5)
+    assert trace.down_bits_per_s == (5e6, 8e6)
+    assert trace.duration_s == 9.0
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> NetworkTrace:
+    count = draw(st.integers(1, 8))
+    gaps = draw(st.lists(st.floats(0.01, 50), min_size=count + 1, max_size=count + 1))
+    times = [0.0]
+    for gap in gaps:
+        times.append(times[-1] + gap)
+    edges = sorted(draw(st.sets(st.floats(0, times[-1]), max_size=6)))
+    pairs = list(zip(edges[::2], edges[1::2], strict=False))
+
+    def column(low: float, high: float) -> tuple[float, ...]:
+        return tuple(draw(st.lists(st.floats(low, high), min_size=count, max_size=count)))
+
+    return NetworkTrace(
+        draw(st.text("abc\n", max_size=5)),
+        "test",
+        tuple(times[:count]),
+        column(0.0, 10.0),
+        times[-1],
+        loss=column(0.0, 0.99) if draw(st.booleans()) else None,
+        up_bits_per_s=column(1e3, 1e9) if draw(st.booleans()) else None,
+        outages_s=tuple(pairs),
+    )
+
+
+@given(traces())
+def test_the_plain_format_goes_round(
+    tmp_path_factory: pytest.TempPathFactory, trace: NetworkTrace
+) -> None:
+    path = tmp_path_factory.mktemp("plain") / "trace.csv"
+    path.write_text(write_plain(trace))
+    again = read_trace(path, name=trace.name)
+    assert again.duration_s == trace.duration_s
+    assert again.outages_s == trace.outages_s
+    for time_s in np.linspace(0, trace.duration_s, 20, endpoint=False):
+        here = np.searchsorted(trace.time_s, time_s, side="right") - 1
+        there = np.searchsorted(again.time_s, time_s, side="right") - 1
+        assert again.rtt_s[there] == pytest.approx(trace.rtt_s[here], rel=1e-9)
+        if trace.up_bits_per_s is not None:
+            assert again.up_bits_per_s is not None
+            assert again.up_bits_per_s[there] == pytest.approx(trace.up_bits_per_s[here])
+        out = any(start_s <= time_s < end_s for start_s, end_s in trace.outages_s)
+        if trace.loss is not None and not out:
+            assert again.loss is not None
+            assert again.loss[there] == trace.loss[here] or again.loss[there] == pytest.approx(
+                trace.loss[here], rel=1e-9
+            )
+    assert write_plain(again) == write_plain(trace)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no measurement"),
+        ("hello\n", r":1: expected the beginning of a known format \(plain, ping, .*rtt-matrix\)"),
+        ("time_s,rtt_ms\n", "holds no measurement"),
+        ("time_s,rtt_ms,color\n0,1,2\n", r":1: expected the header time_s,rtt_ms\["),
+        ("time_s,rtt_ms\n1,10\n", ":2: expected the first time_s to be 0, found '1,10'"),
+        ("time_s,rtt_ms\n0,10\n0,11\n", ":3: expected a time_s after 0"),
+        ("time_s,rtt_ms\n0,10\n1,x\n", ":3: expected rtt_ms as a number"),
+        ("time_s,rtt_ms\n0,10\n1,-1\n", ":3: expected rtt_ms finite and at least 0"),
+        ("time_s,rtt_ms\n0,10\n1\n2,3\n", r":3: expected 2 columns \(time_s,rtt_ms\)"),
+        ("time_s,rtt_ms,loss\n0,10,2\n", r":2: expected a loss in \[0, 1\]"),
+        ("time_s,rtt_ms,up_mbps\n0,10,0\n", ":2: expected up_mbps above 0"),
+        ("# duration_s=1\ntime_s,rtt_ms\n0,1\n5,1\n", "lasts 1.0 s, but its last row is at 5.0"),
+        ("epoch,values\n5,1\n4,1\n", ":3: expected an epoch not before 5"),
+        ("epoch,values\n5,1,2\n", ":2: expected epoch seconds and RTT"),
+        ("5\n4\n", ":2: expected a time not before 5 ms"),
+        ("5\n6\nx\n" * 9, ":1: expected the beginning of a known format"),
+        ("0\n0\n", "lasts 0 ms"),
+        ("5\n" * 30 + "9" * 5000 + "\n", ":31: expected a time in whole ms"),
+        (reply(1, stamp="[nan] "), r":1: expected \[epoch seconds\]"),
+        (reply(1, stamp="[0001-01-01] "), r":1: expected \[epoch seconds\]"),
+        ("pub_time x\n1 2 3\n", ":2: expected at least 10 columns"),
+        (STARLINK_HEAD + "now,CONNECTED,1,0,0\n", ":2: expected a time in ISO 8601"),
+        (STARLINK_HEAD + "now,CONNECTED\n", ":2: expected 5 columns"),
+        (reply(1) + "[yesterday] " + reply(2), r":2: expected \[epoch seconds\]"),
+    ],
+)
+def test_a_malformed_file_is_refused_at_its_line(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message) as caught:
+        read(folder, text)
+    assert "trace.dat" in str(caught.value)
+
+
+def test_other_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "t"
+    path.write_text("time_s,rtt_ms\n0,10\n")
+    with pytest.raises(TraceError, match="no format 'pcap'; known are plain, ping"):
+        read_trace(path, format="pcap")
+    with pytest.raises(TraceError, match="only rtt-matrix has pairs"):
+        read_trace(path, pair=(0, 1))
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(folder / "missing")
+    (folder / "binary").write_bytes(b"time_s,rtt_ms\n0,1\n\xff\n")
+    with pytest.raises(TraceError, match="binary:3: expected UTF-8 text"):
+        read_trace(folder / "binary")
+    monkeypatch.setattr("edgespec_sim.traces.readers.source.MAX_FILE_BYTES", 10)
+    with pytest.raises(TraceError, match="19 bytes, but at most 10 go"):
+        read_trace(path)
+
+
+HEADS = (
+    "",
+    "time_s,rtt_ms\n0,1\n",
+    "epoch,values\n1,1\n",
+    reply(1),
+    "5\n",
+    STARLINK_HEAD,
+    "pub_time\n",
+)
+
+
+@given(st.sampled_from(HEADS), st.one_of(st.binary(max_size=60), st.text("0123456789.,-e \n#[]")))
+def test_nothing_but_a_trace_error_comes_of_garbage(
+    tmp_path_factory: pytest.TempPathFactory, head: str, rest: bytes | str
+) -> None:
+    path = tmp_path_factory.mktemp("garbage") / "trace"
+    path.write_bytes(head.encode() + (rest if isinstance(rest, bytes) else rest.encode()))
+    with contextlib.suppress(TraceError):
+        assert read_trace(path).duration_s > 0.0
