@@ -16,40 +16,48 @@ MAX_NODES_PER_DRAFT = 64
 class DraftOutbox:
     def __init__(self, tree: SpeculationTree) -> None:
         self._tree = tree
-        self._sent: set[int] = set()
+        self._sent_through = 0
+        """Alive nodes up to this id were sent: the oldest always go first."""
 
     def new_stream(self) -> None:
-        self._sent.clear()
+        self._sent_through = 0
 
     def was_sent(self, node_id: int) -> bool:
-        return node_id in self._sent
-
-    @property
-    def in_flight(self) -> int:
-        return sum(node.id in self._sent for node in self._tree)
+        return node_id <= self._sent_through
 
     @property
     def unsent(self) -> int:
-        return len(self._tree) - self.in_flight
+        count = 0
+        for node in self._tree.newest_first():
+            if node.id <= self._sent_through:
+                break
+            count += 1
+        return count
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._tree) - self.unsent
 
     def trim(self, limit: int) -> None:
         """The verifier takes ``limit`` nodes: it dropped what was sent beyond them."""
-        in_flight = (node.id for node in self._tree if node.id in self._sent)
-        self._sent = set(islice(in_flight, limit))
+        in_flight = (node.id for node in self._tree if node.id <= self._sent_through)
+        self._sent_through = max(islice(in_flight, limit), default=0)
 
     def take(self, limit: int) -> list[Draft]:
         """Messages for the unsent alive nodes, oldest first, until ``limit`` are in flight; one a
         run of consecutive ids."""
+        unsent = self.unsent
+        room = max(0, limit - (len(self._tree) - unsent))
+        waiting = list(islice(self._tree.newest_first(), unsent))[::-1][:room]
         runs: list[list[Node]] = []
-        waiting = (node for node in list(self._tree) if node.id not in self._sent)
-        for node in islice(waiting, max(0, limit - self.in_flight)):
+        for node in waiting:
             fits = runs and runs[-1][-1].id + 1 == node.id and len(runs[-1]) < MAX_NODES_PER_DRAFT
             if fits:
                 runs[-1].append(node)
             else:
                 runs.append([node])
-        self._sent = {node.id for node in self._tree if node.id in self._sent}
-        self._sent.update(node.id for run in runs for node in run)
+        if waiting:
+            self._sent_through = waiting[-1].id
         return [self._message(run) for run in runs]
 
     def nothing(self) -> Draft:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgespec.core.estimators import DraftEstimates
-from edgespec.core.tree import ROOT, Node, SpeculationTree
+from edgespec.core.tree import ROOT, SpeculationTree
 
 # Guesses until the first measurement: a laptop's draft, a server's pass, a regional link.
 _STEP_S, _PASS_S, _RTT_S = 0.01, 0.03, 0.03
@@ -132,21 +132,21 @@ class WindowedPolicy:
 
     def extend(self, view: DraftView) -> int | None:
         window = self.window or math.ceil(2 * view.round_s / view.step_s) + 4
-        if len(view.tree) >= window * self.width or view.room < self.width:
+        tree = view.tree
+        if len(tree) >= window * self.width or view.room < self.width:
             return None
-        best, best_chance = None, self.least_chance
+        if tree.is_leaf(ROOT) and tree.prefix.length < view.end:
+            return ROOT
+        best, best_chance, last = None, self.least_chance, self.width - 1
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         chances = {ROOT: 1.0}
-        if not view.tree.children(ROOT) and view.tree.prefix.length < view.end:
-            return ROOT
-        for node in view.tree:
-            chance = chances[node.id] = chances[node.parent] * rates[min(node.rank, self.width - 1)]
-            if chance > best_chance and self._open(view, node):
+        for node in tree:
+            rank = node.rank
+            chance = chances[node.parent] * rates[rank if rank < last else last]
+            chances[node.id] = chance
+            if chance > best_chance and tree.is_leaf(node.id) and node.position + 1 < view.end:
                 best, best_chance = node.id, chance
         return best
 
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0
-
-    def _open(self, view: DraftView, node: Node) -> bool:
-        return node.position + 1 < view.end and not view.tree.children(node.id)

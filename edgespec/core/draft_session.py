@@ -207,10 +207,12 @@ class DraftSession:
         actions: list[ev.DraftAction] = []
         streaming = self.state is ev.LinkState.STREAMING
         resting = not self.drafting
-        if streaming and self._outbox.unsent and self._policy.flush(self._view()):
+        view = self._view()
+        if streaming and view.unsent and self._policy.flush(view):
             actions += self._send_drafts()
+            view = self._view()
         if self.drafting and self._step is None:
-            parent = self._policy.extend(self._view())
+            parent = self._policy.extend(view)
             if parent is None or (parent, self.prefix.length) == self._barren:
                 resting = True
             else:
@@ -240,11 +242,8 @@ class DraftSession:
         return ev.StartStep(keep, feed, self._policy.width)
 
     def _view(self) -> DraftView:
-        return DraftView(
-            tree=self.tree,
-            unsent=self._outbox.unsent,
-            in_flight=self._outbox.in_flight,
-            room=self.limits.max_nodes_outstanding - len(self.tree),
-            end=min(self._end - 1, self._draft_end),
-            estimates=self._reader.estimates,
-        )
+        alive, unsent = len(self.tree), self._outbox.unsent
+        room = self.limits.max_nodes_outstanding - alive
+        end = min(self._end - 1, self._draft_end)
+        estimates = self._reader.estimates
+        return DraftView(self.tree, unsent, alive - unsent, room, end, estimates)

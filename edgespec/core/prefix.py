@@ -18,14 +18,11 @@ class CommittedPrefix:
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         self.prompt_length = len(prompt)
+        self.length = 0
         self.tokens: list[int] = []
         self._hashes: list[int] = [_EMPTY_HASH]
         self.extend(prompt)
         self.extend(output)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
     @property
     def output(self) -> list[int]:
@@ -35,6 +32,7 @@ class CommittedPrefix:
         for token in tokens:
             self.tokens.append(token)
             self._hashes.append(mix(self._hashes[-1] * GOLDEN + token & MASK_32))
+        self.length = len(self.tokens)
 
     def hash_at(self, length: int) -> int:
         return self._hashes[length]

@@ -68,6 +68,10 @@ class SpeculationTree:
         """Alive nodes, oldest (lowest id) first, so every parent before its children."""
         return iter(self._nodes.values())
 
+    def newest_first(self) -> Iterator[Node]:
+        """Alive nodes, highest id first."""
+        return reversed(self._nodes.values())
+
     @property
     def last_id(self) -> int:
         return self._last_id
@@ -77,6 +81,9 @@ class SpeculationTree:
 
     def children(self, node_id: int) -> list[Node]:
         return [self._nodes[child] for child in self._children.get(node_id, ())]
+
+    def is_leaf(self, node_id: int) -> bool:
+        return not self._children.get(node_id)
 
     def place(self, parent: int, base_position: int) -> int | None:
         """The position of a child of ``parent`` (at ``base_position`` for ``ROOT``); None when

@@ -24,6 +24,8 @@ from edgespec.core.messages import (
 _FIXED32 = 5  # a tag and four bytes
 _SAMPLING_BYTES = 24
 _LIMITS_BYTES = 28
+# Bytes of a varint by its number of bits: seven each, and one for 0.
+_VARINT = tuple(max(1, (bits + 6) // 7) for bits in range(65))
 
 
 def message_bytes(message: Message) -> int:
@@ -77,18 +79,14 @@ def _commit_bytes(commit: Commit) -> int:
 
 def _wrapped(size: int) -> int:
     """A message inside the ``oneof`` of its direction: tag and length."""
-    return 1 + _varint(size) + size
+    return 1 + _VARINT[size.bit_length()] + size
 
 
 def _packed(values: Iterable[int]) -> int:
-    size = sum(map(_varint, values))
-    return 1 + _varint(size) + size if size else 0
+    size = sum([_VARINT[value.bit_length()] for value in values])
+    return 1 + _VARINT[size.bit_length()] + size if size else 0
 
 
 def _number(value: int) -> int:
     """A field with a tag of one byte; 0 is left out."""
-    return 1 + _varint(value) if value else 0
-
-
-def _varint(value: int) -> int:
-    return max(1, (value.bit_length() + 6) // 7)
+    return 1 + _VARINT[value.bit_length()] if value else 0
