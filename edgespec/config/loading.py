@@ -10,7 +10,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,12 +114,23 @@ def _build(kind: type[_Config], data: object, source: str, place: str) -> _Confi
     for key, value in data.items():
         below = f"{place}.{key}" if place else key
         values[key] = _convert(hints[key], value, source, below)
+    for needed in _required(kind):
+        if needed not in values:
+            raise ConfigError(f"{where}: key {needed!r} is missing")
     try:
         return kind(**values)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {place + '.' if place else ''}{error}") from None
+
+
+def _required(kind: type[Any]) -> list[str]:
+    return [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
 
 
 def _unknown(key: str, names: list[str]) -> str:
@@ -135,8 +146,11 @@ def _convert(hint: Any, value: object, source: str, place: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
-        (hint,) = (a for a in arguments if a is not types.NoneType)
-        return _convert(hint, value, source, place)
+        kinds = [a for a in arguments if a is not types.NoneType]
+        lists = [a for a in kinds if typing.get_origin(a) is tuple]
+        if len(kinds) > 1 and isinstance(value, list | tuple):
+            kinds = lists
+        return _convert(kinds[0], value, source, place)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise _wrong(source, place, value, "a list")

@@ -1,0 +1,120 @@
+"""What the parts of a deployment cost in time, measured once and replayed by the simulator.
+
+Theory of operation. ``edgespec profile`` runs the real models and a real transport, times each
+operation from the trace of both sides, and writes a ``CostProfile``. The simulator asks it for the
+seconds of each draft step, pass and message. A law has a body, a table of medians over the number
+of rows, and a spread, the measured ratios to the body at evenly spaced quantiles: chance picks
+among them, so a simulated run scatters as the measured one did.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = "edgespec-profile"
+VERSION: Final = 1
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message names the file, the key, the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLaw:
+    """Seconds of one operation. Raises ``ProfileError``."""
+
+    table: tuple[tuple[float, float], ...]
+    """(rows, median seconds) with rows increasing; linear in between, the first value holds below,
+    the last slope goes on above."""
+    context_s: float = 0.0
+    """More for each cached token of the sessions in it."""
+    spread: tuple[float, ...] = (1.0,)
+    """Measured over expected seconds at evenly spaced quantiles, from the least to the most."""
+
+    def __post_init__(self) -> None:
+        if not self.table or not self.spread:
+            raise ProfileError("a time law needs at least one row of its table and one of spread")
+        rows = [row for row, _ in self.table]
+        if rows != sorted(set(rows)):
+            raise ProfileError(f"the rows of a time law must increase, but are {rows}")
+        for value in (*(seconds for _, seconds in self.table), self.context_s, *self.spread):
+            if not 0.0 <= value < math.inf:
+                raise ProfileError(f"a time law holds {value}, but must be finite and at least 0")
+        if list(self.spread) != sorted(self.spread):
+            raise ProfileError("the spread of a time law must not decrease")
+
+    def seconds(self, rows: int, context_length: int = 0, chance: float = 0.5) -> float:
+        """``chance`` in [0, 1) picks from the spread: 0.5 is the median."""
+        body_s = self._body_s(rows) + self.context_s * context_length
+        place = chance * (len(self.spread) - 1)
+        low = int(place)
+        high = min(low + 1, len(self.spread) - 1)
+        return body_s * (self.spread[low] + (place - low) * (self.spread[high] - self.spread[low]))
+
+    def _body_s(self, rows: int) -> float:
+        table = self.table
+        if len(table) == 1 or rows <= table[0][0]:
+            return table[0][1]
+        index = min(bisect.bisect_right(table, (rows, math.inf)), len(table) - 1)
+        (x0, y0), (x1, y1) = table[index - 1], table[index]
+        return max(0.0, y0 + (rows - x0) * (y1 - y0) / (x1 - x0))
+
+
+def constant(seconds: float) -> TimeLaw:
+    return TimeLaw(((1.0, seconds),))
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """One device, one verifier and what lies between them besides the link itself."""
+
+    name: str
+    draft_step: TimeLaw
+    """Rows: tokens fed; context: tokens kept in the cache."""
+    target_pass: TimeLaw
+    """Rows: of all sessions in the pass; context: tokens cached of all of them."""
+    message: TimeLaw = field(default_factory=lambda: constant(0.0))
+    """One way, on top of the link: codec, event loop, socket. Rows: always 1."""
+    turnaround: TimeLaw = field(default_factory=lambda: constant(0.0))
+    """Between the end of a pass and the start of the next one when work waits. Rows: always 1."""
+    connect_s: float = 0.0
+    """Opening a stream, on top of its round trips."""
+    about: dict[str, str] = field(default_factory=dict)
+    """Machine, versions, models, command, date: whatever a reader needs to trust it."""
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Raises ``ProfileError``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{path}: not readable as a profile: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise ProfileError(f"{path}: not a profile of format {FORMAT} version {VERSION}")
+    try:
+        laws = {
+            key: _law(data[key])
+            for key in ("draft_step", "target_pass", "message", "turnaround")
+            if key in data
+        }
+        about = {str(key): str(value) for key, value in data.get("about", {}).items()}
+        connect_s = float(data.get("connect_s", 0.0))
+        return CostProfile(name=str(data["name"]), connect_s=connect_s, about=about, **laws)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def _law(data: Any) -> TimeLaw:
+    return TimeLaw(
+        tuple((float(rows), float(seconds)) for rows, seconds in data["table"]),
+        float(data.get("context_s", 0.0)),
+        tuple(float(ratio) for ratio in data.get("spread", (1.0,))),
+    )

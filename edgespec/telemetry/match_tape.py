@@ -1,0 +1,139 @@
+"""Match tapes: how well a draft model agreed with the target, token by token, on real text.
+
+Theory of operation. For every position of a generation the tape holds the target's token and the
+rank it had among the draft's best ``width`` guesses *on the committed prefix* (-1: it was not among
+them). A policy that looks at ranks and never at values off the path cannot tell a tape from the
+models, so a replay commits, accepts and rejects exactly what the models would have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from edgespec.core.work import Candidate
+
+FORMAT: Final = "edgespec-tape"
+VERSION: Final = 1
+MISS: Final = -1
+
+
+class TapeError(ValueError):
+    """A tape cannot be used; the message names the file, the line and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class TapedGeneration:
+    """One text. ``ranks`` is as long as ``tokens``. Raises ``TapeError``."""
+
+    name: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The target's, from the first one after the prompt on; the last may be an end token."""
+    ranks: tuple[int, ...]
+    """Of ``tokens[i]`` among the draft's guesses there, 0 is its first choice, ``MISS`` none."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt or not self.tokens:
+            raise TapeError(f"{self.name}: prompt and tokens must hold at least one token each")
+        if len(self.ranks) != len(self.tokens):
+            raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {len(self.ranks)} ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class MatchTape:
+    """Generations of one pair of models under one kind of sampling."""
+
+    target: str
+    draft: str
+    width: int
+    """Guesses the draft was asked for at each position; ranks are below it."""
+    generations: tuple[TapedGeneration, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    about: dict[str, str] = field(default_factory=dict)
+    """Sampling, machine, versions, command, date."""
+
+    def __post_init__(self) -> None:
+        if not self.generations:
+            raise TapeError("a tape must hold at least one generation")
+        for generation in self.generations:
+            if not all(MISS <= rank < self.width for rank in generation.ranks):
+                raise TapeError(f"{generation.name}: a rank is not in [{MISS}, {self.width})")
+
+    def acceptance(self, rank: int = 0) -> float:
+        """Share of positions whose token had this rank."""
+        ranks = [r for generation in self.generations for r in generation.ranks]
+        return sum(r == rank for r in ranks) / len(ranks)
+
+
+def ranks_along(
+    step: Callable[[int, Sequence[int], int], Sequence[Candidate]],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    width: int,
+) -> tuple[int, ...]:
+    """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
+    them behind ``prompt``, one token a step; ``step`` is that of a drafter which has begun."""
+    ranks: list[int] = []
+    keep, feed = 0, tuple(prompt)
+    for token in tokens:
+        guesses = [candidate.token for candidate in step(keep, feed, width)]
+        ranks.append(guesses.index(token) if token in guesses else MISS)
+        keep, feed = keep + len(feed), (token,)
+    return tuple(ranks)
+
+
+def write_tape(tape: MatchTape, path: Path) -> None:
+    """One JSON object a line: a head, then one line a generation."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "target": tape.target,
+        "draft": tape.draft,
+        "width": tape.width,
+        "eos_token_ids": list(tape.eos_token_ids),
+        "about": tape.about,
+    }
+    lines = [head] + [
+        {"name": g.name, "prompt": list(g.prompt), "tokens": list(g.tokens), "ranks": list(g.ranks)}
+        for g in tape.generations
+    ]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def read_tape(path: Path) -> MatchTape:
+    """Raises ``TapeError``."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TapeError(f"{path}: not readable: {error}") from error
+    if not lines:
+        raise TapeError(f"{path}: empty, but must begin with a line of format {FORMAT}")
+    number = 1
+    try:
+        head = json.loads(lines[0])
+        if head.get("format") != FORMAT or head.get("version") != VERSION:
+            raise TapeError(f"not a tape of format {FORMAT} version {VERSION}")
+        generations = []
+        for line in lines[1:]:
+            number += 1
+            item = json.loads(line)
+            prompt, tokens, ranks = (
+                tuple(map(int, item[k])) for k in ("prompt", "tokens", "ranks")
+            )
+            generations.append(TapedGeneration(str(item["name"]), prompt, tokens, ranks))
+        number = 1
+        return MatchTape(
+            str(head["target"]),
+            str(head["draft"]),
+            int(head["width"]),
+            tuple(generations),
+            tuple(map(int, head.get("eos_token_ids", ()))),
+            {str(key): str(value) for key, value in head.get("about", {}).items()},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TapeError(f"{path}:{number}: {error}") from error

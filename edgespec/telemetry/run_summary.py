@@ -1,0 +1,210 @@
+"""What came out of a run, one summary an arm: the file that reports and sweeps read.
+
+Theory of operation. A simulated run and a real one leave the same two things: a trace
+(``trace.py``) and a summary. Times are in seconds; distributions are kept as a few quantiles over
+requests, so that a city's summary is as small as a laptop's. What was not measured is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = "edgespec-run"
+VERSION: Final = 1
+QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+
+
+class SummaryError(ValueError):
+    """A summary cannot be read; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution: its mean, its size and ``QUANTILES``."""
+
+    count: int
+    mean: float
+    quantiles: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return self.quantiles[2]
+
+    @property
+    def p95(self) -> float:
+        return self.quantiles[4]
+
+    @property
+    def p99(self) -> float:
+        return self.quantiles[5]
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """None of nothing. Quantiles by linear interpolation."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return Spread(
+        len(ordered),
+        math.fsum(ordered) / len(ordered),
+        tuple(_quantile(ordered, share) for share in QUANTILES),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """The requests of one arm, or of one group of devices in it."""
+
+    requests: int
+    """Completed."""
+    failed: int
+    tokens: int
+    """Delivered before the end token."""
+    ttft_s: Spread | None
+    """Over requests: from asking to the first token."""
+    tpot_s: Spread | None
+    """Over requests of two tokens or more: (last - first) / (tokens - 1)."""
+    itl_s: Spread | None
+    """Over gaps between deliveries."""
+    tokens_per_second: float
+    """Of all requests together, per second of the run."""
+    tokens_per_pass: float
+    acceptance: float | None
+    """Share of positions whose token was the draft's first choice; None without drafts."""
+    wasted_per_token: float
+    """Nodes sent that were not committed by being verified."""
+    up_bytes_per_token: float
+    down_bytes_per_token: float
+    reconnects: int
+    energy_j_per_token: float | None = None
+    """Of the device: drafting and radio."""
+    mismatches: int | None = None
+    """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSummary:
+    name: str
+    utilisation: float
+    """Share of the run in which a pass ran."""
+    passes: int
+    rows_per_pass: float
+    sessions_per_pass: float
+    queue_s: Spread | None
+    """From the arrival of drafts to the start of the pass that takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One quantity over time, in equal steps from 0."""
+
+    name: str
+    unit: str
+    step_s: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """One request, for tables; only the first some hundred of a run are kept."""
+
+    device: str
+    verifier: str
+    started_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    tokens: int
+    tokens_per_pass: float
+    acceptance: float | None
+    failed: str = ""
+    """Why; empty if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    arm: str
+    label: str
+    """What the arm is; names its relaxation if its output is not the target's own."""
+    all: GroupSummary
+    groups: dict[str, GroupSummary]
+    """By group of devices; empty when there is only one."""
+    verifiers: tuple[VerifierSummary, ...]
+    bounds: dict[str, float]
+    """Lower bounds on the mean seconds per token, by name (``edgespec_sim/bounds.py``)."""
+    series: tuple[Series, ...] = ()
+    rows: tuple[RequestRow, ...] = ()
+    speedup: float | None = None
+    """Median TPOT of ``target-only`` in the same run over this one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    name: str
+    about: str
+    """What the scenario is, in a sentence or two."""
+    tokens_from: str
+    """The source of tokens: models, a tape, a process."""
+    seed: int | None
+    simulated: bool
+    duration_s: float
+    arms: tuple[ArmSummary, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The scenario as it was run, plain data."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know: relaxed rules, costs that were not measured, ..."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions, machine, command."""
+
+    def to_json(self) -> str:
+        data = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Raises ``SummaryError``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("format") != FORMAT or data.pop("version") != VERSION:
+            raise ValueError(f"not a summary of format {FORMAT} version {VERSION}")
+        arms = tuple(_arm(arm) for arm in data.pop("arms"))
+        notes = tuple(data.pop("notes"))
+        return RunSummary(arms=arms, notes=notes, **data)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise SummaryError(f"{path}: not readable as a summary: {error}") from error
+
+
+def _arm(data: dict[str, Any]) -> ArmSummary:
+    verifiers = tuple(
+        VerifierSummary(**{**one, "queue_s": _spread(one["queue_s"])})
+        for one in data.pop("verifiers")
+    )
+    series = tuple(Series(**{**one, "values": tuple(one["values"])}) for one in data.pop("series"))
+    rows = tuple(RequestRow(**one) for one in data.pop("rows"))
+    groups = {name: _group(one) for name, one in data.pop("groups").items()}
+    whole = _group(data.pop("all"))
+    return ArmSummary(
+        all=whole, groups=groups, verifiers=verifiers, series=series, rows=rows, **data
+    )
+
+
+def _group(data: dict[str, Any]) -> GroupSummary:
+    spreads = {name: _spread(data[name]) for name in ("ttft_s", "tpot_s", "itl_s")}
+    return GroupSummary(**{**data, **spreads})
+
+
+def _spread(data: dict[str, Any] | None) -> Spread | None:
+    if data is None:
+        return None
+    return Spread(data["count"], data["mean"], tuple(data["quantiles"]))

@@ -1,0 +1,188 @@
+"""What no world may do, judged at every step.
+
+    cause      a message arrives after it was sent, not before its path's fixed time has passed;
+               a commit only if the verifier has committed its tokens
+    prefix     what a device holds is never longer than what its verifier has committed
+    order      a stream delivers what it was given: once, in order, nothing else
+    capacity   slots of a queue do not overlap, and none is shorter than its bits need
+    energy     no drafter works, and no radio sends, for longer than the time there was
+    bytes      sent = delivered + under way + lost with a broken stream
+
+Everything is computed anew from what is seen here, not taken from the counters of the simulator.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass, field
+
+from edgespec.core.messages import Commit, Downlink, Uplink
+from edgespec.core.shared_queue import SharedQueue
+from edgespec_sim.city.site import Site
+from edgespec_sim.links.cross_traffic import LoadedQueue
+
+_SLACK_S = 1e-9
+_REMEMBERED_SLOTS = 4096
+
+
+class ConservationError(AssertionError):
+    """The simulated world broke one of its laws: a bug in the simulator or in the product."""
+
+
+def require(law: bool, now_s: float, what: str) -> None:
+    if not law:
+        raise ConservationError(f"at {now_s:.6f} s: {what}")
+
+
+@dataclass(slots=True)
+class _Way:
+    """One direction of a stream."""
+
+    under_way: deque[tuple[object, float, int]] = field(default_factory=deque)
+    sent_bytes: int = 0
+    delivered_bytes: int = 0
+
+    def sent(self, message: object, now_s: float, size_bytes: int) -> None:
+        self.under_way.append((message, now_s, size_bytes))
+        self.sent_bytes += size_bytes
+
+    def arrived(self, message: object, now_s: float, least_s: float, what: str) -> None:
+        require(bool(self.under_way), now_s, f"{what}: a message arrived that nobody sent")
+        expected, sent_s, size_bytes = self.under_way.popleft()
+        require(message is expected, now_s, f"{what}: {message} overtook {expected}")
+        took_s = now_s - sent_s
+        require(
+            took_s >= least_s - _SLACK_S,
+            now_s,
+            f"{what}: took {took_s:.6f} s, but the path alone takes {least_s:.6f}",
+        )
+        self.delivered_bytes += size_bytes
+
+    def check(self, now_s: float, what: str) -> None:
+        under_way = sum(size_bytes for _, _, size_bytes in self.under_way)
+        require(
+            self.sent_bytes == self.delivered_bytes + under_way,
+            now_s,
+            f"{what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered, "
+            f"{under_way} under way",
+        )
+
+
+class StreamWatch:
+    """Sees every message of one stream leave and arrive. ``least_s``: fixed time of each way."""
+
+    def __init__(self, site: Site, key: str, least_s: float) -> None:
+        self._site, self._key, self._least_s = site, key, least_s
+        self._up, self._down = _Way(), _Way()
+
+    def sent_up(self, message: Uplink, now_s: float, size_bytes: int) -> None:
+        self._up.sent(message, now_s, size_bytes)
+
+    def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
+        self._down.sent(message, now_s, size_bytes)
+        if isinstance(message, Commit):
+            self._check_prefix(message, now_s, "sent")
+
+    def arrived_up(self, message: Uplink, now_s: float) -> None:
+        self._up.arrived(message, now_s, self._least_s, f"{self._key} up")
+
+    def arrived_down(self, message: Downlink, now_s: float) -> None:
+        self._down.arrived(message, now_s, self._least_s, f"{self._key} down")
+        if isinstance(message, Commit):
+            self._check_prefix(message, now_s, "delivered")
+
+    def check(self, now_s: float) -> None:
+        self._up.check(now_s, f"{self._key} up")
+        self._down.check(now_s, f"{self._key} down")
+
+    def _check_prefix(self, commit: Commit, now_s: float, verb: str) -> None:
+        session = self._site.session(self._key)
+        if session is None:  # over, or lost in a restart
+            return
+        end = commit.position + len(commit.tokens)
+        require(
+            end <= session.prefix.length,
+            now_s,
+            f"{self._key}: tokens up to {end} {verb}, {session.prefix.length} committed",
+        )
+
+
+class _Slots:
+    """The slots of one queue, as an auditor keeps them."""
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[float, float]] = []
+
+    def add(self, start_s: float, end_s: float, least_s: float) -> None:
+        require(
+            end_s - start_s >= least_s - _SLACK_S,
+            start_s,
+            f"a slot of {end_s - start_s:.9f} s carries what needs {least_s:.9f}",
+        )
+        index = bisect.bisect(self._slots, (start_s, end_s))
+        before = self._slots[index - 1][1] if index else start_s
+        after = self._slots[index][0] if index < len(self._slots) else end_s
+        require(
+            before <= start_s + _SLACK_S and end_s <= after + _SLACK_S,
+            start_s,
+            "two messages leave through one queue at the same time",
+        )
+        self._slots.insert(index, (start_s, end_s))
+        if len(self._slots) > _REMEMBERED_SLOTS:
+            del self._slots[: _REMEMBERED_SLOTS // 2]
+
+
+class AuditedQueue(SharedQueue):
+    """A ``SharedQueue`` whose every slot is judged."""
+
+    def __init__(self, bits_per_s: float) -> None:
+        super().__init__(bits_per_s)
+        self._bits, self._audit, self._rate = 0.0, _Slots(), bits_per_s
+
+    def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
+        self._bits = size_bytes * 8.0
+        return super().first_free_s(now_s, ready_s, size_bytes)
+
+    def take(self, start_s: float, end_s: float) -> None:
+        self._audit.add(start_s, end_s, self._bits / self._rate)
+        super().take(start_s, end_s)
+
+
+class AuditedLoadedQueue(LoadedQueue):
+    """The same for one with cross traffic, whose packets are judged as well."""
+
+    def __init__(self, bits_per_s: float, share: float, seed: int) -> None:
+        super().__init__(bits_per_s, share, seed=seed)
+        self._audit = _Slots()
+
+    def take(self, start_s: float, end_s: float) -> None:
+        self._audit.add(start_s, end_s, 0.0)
+        super().take(start_s, end_s)
+
+
+class Conservation:
+    """The watches of one world."""
+
+    def __init__(self) -> None:
+        self._watches: list[StreamWatch] = []
+
+    def watch(self, site: Site, key: str, least_s: float) -> StreamWatch:
+        watch = StreamWatch(site, key, least_s)
+        self._watches.append(watch)
+        return watch
+
+    def check_device(
+        self, name: str, now_s: float, drafting_s: float, airtime_s: float, step_s: float
+    ) -> None:
+        """``step_s``: how long the last draft step may go on behind the end."""
+        require(
+            drafting_s <= now_s + step_s + _SLACK_S,
+            now_s,
+            f"{name} drafted for {drafting_s:.3f} s",
+        )
+        require(airtime_s <= now_s + step_s, now_s, f"{name} sent for {airtime_s:.3f} s")
+
+    def check_end(self, now_s: float) -> None:
+        for watch in self._watches:
+            watch.check(now_s)

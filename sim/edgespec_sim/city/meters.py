@@ -1,0 +1,148 @@
+"""What is counted while a scenario runs, and how it becomes a summary.
+
+Law of the file: only delivered tokens before the end token count, times are the users'. Gaps
+between deliveries are those of tokens: a commit of four tokens is one gap and three zeros.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from edgespec.core.draft_events import DraftCounters
+from edgespec.telemetry.run_summary import (
+    GroupSummary,
+    RequestRow,
+    Series,
+    Spread,
+    spread_of,
+)
+
+MAX_ROWS = 500
+SERIES_STEPS = 60
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, as far as it came."""
+
+    group: str
+    device: str
+    verifier: str
+    started_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    tokens: int
+    counters: DraftCounters
+    up_bytes: int
+    down_bytes: int
+    energy_j: float
+    mismatches: int
+    complete: bool
+    """False: the world ended first."""
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class Meters:
+    """Of one arm. Made to be merged: shards of a world add up."""
+
+    duration_s: float
+    records: list[RequestRecord] = field(default_factory=list)
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
+    active_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
+    events: int = 0
+
+    def delivered(self, now_s: float, count: int) -> None:
+        self.tokens_at[self._step(now_s)] += count
+
+    def was_active(self, start_s: float, end_s: float) -> None:
+        for step in range(self._step(start_s), self._step(end_s) + 1):
+            self.active_at[step] += 1
+
+    def _step(self, now_s: float) -> int:
+        return min(int(now_s / self.duration_s * SERIES_STEPS), SERIES_STEPS - 1)
+
+    def merge(self, other: Meters) -> None:
+        self.records += other.records
+        self.gaps_s.extend(other.gaps_s)
+        self.events += other.events
+        for mine, theirs in ((self.tokens_at, other.tokens_at), (self.active_at, other.active_at)):
+            for step, value in enumerate(theirs):
+                mine[step] += value
+
+    # --- summaries -------------------------------------------------------------------------
+
+    def series(self) -> tuple[Series, ...]:
+        step_s = self.duration_s / SERIES_STEPS
+        return (
+            Series(
+                "tokens delivered", "tokens/s", step_s, tuple(n / step_s for n in self.tokens_at)
+            ),
+            Series("requests under way", "requests", step_s, tuple(map(float, self.active_at))),
+        )
+
+    def rows(self) -> tuple[RequestRow, ...]:
+        return tuple(
+            RequestRow(
+                one.device,
+                one.verifier,
+                one.started_s,
+                one.ttft_s,
+                one.tpot_s,
+                one.tokens,
+                _ratio(one.counters.committed, one.counters.passes),
+                one.counters.acceptance if one.counters.tried else None,
+                one.failed or ("" if one.complete else "the world ended first"),
+            )
+            for one in self.records[:MAX_ROWS]
+        )
+
+    def whole(self) -> GroupSummary:
+        return self._group(self.records, spread_of(self.gaps_s))
+
+    def groups(self) -> dict[str, GroupSummary]:
+        names = dict.fromkeys(one.group for one in self.records)
+        if len(names) < 2:
+            return {}
+        return {
+            name: self._group([one for one in self.records if one.group == name], None)
+            for name in names
+        }
+
+    def _group(self, records: Sequence[RequestRecord], gaps_s: Spread | None) -> GroupSummary:
+        def total(value: Callable[[RequestRecord], float]) -> float:
+            return sum(map(value, records))
+
+        tokens = int(total(lambda one: one.tokens))
+        tried = total(lambda one: one.counters.tried)
+        energy_j = total(lambda one: one.energy_j)
+        return GroupSummary(
+            requests=sum(one.complete and not one.failed for one in records),
+            failed=sum(bool(one.failed) for one in records),
+            tokens=tokens,
+            ttft_s=spread_of(_known(one.ttft_s for one in records)),
+            tpot_s=spread_of(_known(one.tpot_s for one in records)),
+            itl_s=gaps_s,
+            tokens_per_second=tokens / self.duration_s,
+            tokens_per_pass=_ratio(
+                total(lambda one: one.counters.committed), total(lambda one: one.counters.passes)
+            ),
+            acceptance=total(lambda one: one.counters.hits) / tried if tried else None,
+            wasted_per_token=_ratio(total(lambda one: one.counters.wasted), tokens),
+            up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
+            down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
+            reconnects=int(total(lambda one: one.counters.reconnects)),
+            energy_j_per_token=_ratio(energy_j, tokens) if energy_j else None,
+            mismatches=int(total(lambda one: one.mismatches)),
+        )
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

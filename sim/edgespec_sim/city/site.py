@@ -1,0 +1,139 @@
+"""One verifier of a scenario: the product's engine on hardware of a given speed, restarts and all.
+
+Theory of operation. A site holds one engine, or, when the target's layers lie on several nodes, one
+engine for each pass that may be under way at once (as pipeline-parallel servers do it): sessions
+are dealt out to the engines, whose passes follow one another through the same stages. A restart
+forgets every session; devices come back with what they hold and the engine feeds it anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgespec.core.association import VerifierView
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.messages import Limits
+from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verify_session import VerifySession
+from edgespec.core.work import PassRequest
+from edgespec.ports import TargetModel
+from edgespec.telemetry.cost_profile import TimeLaw
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.scenario.sections import VerifierSection
+from edgespec_sim.server import Compute, SimulatedVerifier
+from edgespec_sim.stream import Stream
+
+# A device notices within a few seconds (docs/measurements.md: 3 to 4 s) when nothing says so; a
+# process that dies resets its connections at once.
+_NOTICE_S = 0.05
+
+
+@dataclass(slots=True)
+class SiteCounters:
+    passes: int = 0
+    rows: int = 0
+    sessions: int = 0
+    """Sessions in passes, summed."""
+    busy_s: float = 0.0
+    restarts: int = 0
+
+
+class Machine:
+    """Runs one pass at a time, in the order in which they come; counts what it did."""
+
+    def __init__(self, queue: EventQueue, law: TimeLaw, seed: str) -> None:
+        self.counters = SiteCounters()
+        self._queue, self._law = queue, law
+        self._dice = random.Random(seed) if len(law.spread) > 1 else None
+        self._free_at_s = 0.0
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        rows = sum(len(request.feed) + len(request.tokens) for request in requests)
+        context = sum(request.cache_length for request in requests) if self._law.context_s else 0
+        pass_s = self._law.seconds(rows, context, self._dice.random() if self._dice else 0.5)
+        start_s = max(self._queue.now, self._free_at_s)
+        self._free_at_s = start_s + pass_s
+        counters = self.counters
+        counters.passes += 1
+        counters.rows += rows
+        counters.sessions += len(requests)
+        counters.busy_s += pass_s
+        self._queue.at(self._free_at_s, done)
+
+
+class Site:
+    """``accept`` takes a stream; ``reachable`` is False while the process is down."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        name: str,
+        section: VerifierSection,
+        limits: Limits,
+        make_target: Callable[[], TargetModel],
+        computes: tuple[Compute, ...],
+        pass_s: float,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.name, self.section, self.restarts = name, section, 0
+        self._queue, self._limits, self._tracer = queue, limits, tracer
+        self._make_target, self._computes, self._pass_s = make_target, computes, pass_s
+        self._down_until_s = 0.0
+        self._next = 0
+        self._servers = self._start()
+        for at_s in section.restarts_at_s:
+            queue.at(at_s, self.restart)
+
+    @property
+    def reachable(self) -> bool:
+        return self._queue.now >= self._down_until_s
+
+    @property
+    def sessions(self) -> int:
+        return sum(len(server.engine.sessions) for server in self._servers)
+
+    @property
+    def view(self) -> VerifierView:
+        return VerifierView(self.name, self._pass_s, self.sessions, self.section.max_sessions)
+
+    def session(self, key: str) -> VerifySession | None:
+        for server in self._servers:
+            if (session := server.engine.sessions.get(key)) is not None:
+                return session
+        return None
+
+    def accept(self, stream: Stream, key: str) -> None:
+        """A stream whose session id will be ``key``: one that is known goes where it was."""
+        for server in self._servers:
+            if key in server.engine.sessions:
+                server.accept(stream)
+                return
+        self._next = (self._next + 1) % len(self._servers)
+        self._servers[self._next].accept(stream)
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self._down_until_s = self._queue.now + self.section.restart_s
+        for server in self._servers:
+            server.stop(_NOTICE_S)
+        self._servers = self._start()
+
+    def _start(self) -> tuple[SimulatedVerifier, ...]:
+        slots = len(self._computes)
+        engine_limits = EngineLimits(
+            max_sessions=max(1, self.section.max_sessions // slots),
+            max_rows_per_pass=self.section.max_rows_per_pass,
+            max_rows_per_session=self.section.max_rows_per_session,
+        )
+        servers = []
+        for number, compute in enumerate(self._computes):
+            target = self._make_target()
+            engine = VerifyEngine(target.info, self._limits, engine_limits)
+            name = self.name if slots == 1 else f"{self.name}/{number}"
+            servers.append(
+                SimulatedVerifier(self._queue, engine, target, compute, self._tracer, name)
+            )
+        return tuple(servers)

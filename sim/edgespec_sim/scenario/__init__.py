@@ -1,0 +1,1 @@
+"""Scenarios: what a simulated world consists of, as YAML that explains itself."""

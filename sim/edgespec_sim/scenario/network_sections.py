@@ -1,0 +1,119 @@
+"""The network of a scenario: links, what shakes them, who shares them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from edgespec_sim.scenario.bounds import bounded
+
+_HOUR_MS = 3_600_000.0
+_MAX_MBPS = 1e6
+# Ethernet 18, IPv4 20, TCP with timestamps 32, HTTP/2 frame 9, gRPC prefix 5: RFCs 894, 791,
+# 9293, 7323, 9113. TLS would add 22.
+FRAMING_BYTES = 84
+
+
+@dataclass(frozen=True, slots=True)
+class OutageSection:
+    """Nothing passes for a while; messages wait."""
+
+    at_s: float = 0.0
+    for_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        bounded("at_s", self.at_s, 0.0, 1e6)
+        bounded("for_s", self.for_s, 0.001, 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverSection:
+    """The device moves to another cell again and again."""
+
+    every_s: float = 60.0
+    """Mean time between two; the times scatter by a quarter."""
+    gap_ms: float = 60.0
+    """Nothing passes meanwhile. 3GPP TS 36.133 allows some 50 ms; measured tails reach seconds."""
+    breaks: bool = False
+    """The address changes, so streams break and devices reconnect."""
+
+    def __post_init__(self) -> None:
+        bounded("every_s", self.every_s, 0.1, 1e6)
+        bounded("gap_ms", self.gap_ms, 0.0, _HOUR_MS)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSection:
+    """One hop. Delay comes from ``rtt_ms`` or from a ``trace``; half of it each way."""
+
+    rtt_ms: float = 0.0
+    """Propagation there and back; with a trace it comes on top (the path behind the trace)."""
+    trace: str = ""
+    """A trace file, or ``generate:KIND`` (wifi, lte, 5g, starlink, broadband, wan)."""
+    trace_spread_s: float = 0.0
+    """Device i enters the trace at i times this; 0: all see the same weather."""
+    jitter_ms: float = 0.0
+    """Mean of an exponential extra delay each way."""
+    loss: float = 0.0
+    """Share of packets lost; a lost one is sent again and holds up what follows."""
+    up_mbps: float = math.inf
+    down_mbps: float = math.inf
+    """Capacity; a trace's own capacity columns, where it has them, take their place."""
+    shared: bool = False
+    """All devices send through one queue, instead of one queue each."""
+    cross_up: float = 0.0
+    cross_down: float = 0.0
+    """Share of the capacity that others use, in [0, 0.95]; needs a finite capacity."""
+    framing_bytes: int = FRAMING_BYTES
+    """What each message takes besides its payload."""
+    outages: tuple[OutageSection, ...] = ()
+    handover: HandoverSection | None = None
+
+    def __post_init__(self) -> None:
+        bounded("rtt_ms", self.rtt_ms, 0.0, _HOUR_MS)
+        bounded("trace_spread_s", self.trace_spread_s, 0.0, 1e6)
+        bounded("jitter_ms", self.jitter_ms, 0.0, _HOUR_MS)
+        bounded("loss", self.loss, 0.0, 0.9)
+        for name, value in (("up_mbps", self.up_mbps), ("down_mbps", self.down_mbps)):
+            if value != math.inf:
+                bounded(name, value, 1e-4, _MAX_MBPS)
+        for name, share, capacity in (
+            ("cross_up", self.cross_up, self.up_mbps),
+            ("cross_down", self.cross_down, self.down_mbps),
+        ):
+            bounded(name, share, 0.0, 0.95)
+            if share and capacity == math.inf:
+                raise ValueError(f"{name} is {share:g}, but the link's capacity has no limit")
+        bounded("framing_bytes", self.framing_bytes, 0, 1500)
+        ends_s = 0.0
+        for outage in self.outages:
+            if outage.at_s < ends_s:
+                raise ValueError(f"outages: the one at {outage.at_s:g} s begins before {ends_s:g}")
+            ends_s = outage.at_s + outage.for_s
+
+
+@dataclass(frozen=True, slots=True)
+class RadioSection:
+    """Mobile edge: devices move among the verifiers' base stations (``radio.py``)."""
+
+    area_m: float = 1000.0
+    """Side of the square in which all is."""
+    carrier_ghz: float = 3.5
+    bandwidth_mhz: float = 10.0
+    """Of each base station, each way; shared evenly by the devices that it serves."""
+    device_dbm: float = 20.0
+    station_dbm: float = 33.0
+    interference: bool = True
+    speed_m_per_s: float = 1.5
+    """Random waypoint."""
+    step_s: float = 1.0
+    """How often gains are computed anew."""
+
+    def __post_init__(self) -> None:
+        bounded("area_m", self.area_m, 10.0, 1e5)
+        bounded("carrier_ghz", self.carrier_ghz, 0.5, 100.0)
+        bounded("bandwidth_mhz", self.bandwidth_mhz, 0.1, 1000.0)
+        bounded("device_dbm", self.device_dbm, -20.0, 40.0)
+        bounded("station_dbm", self.station_dbm, -20.0, 60.0)
+        bounded("speed_m_per_s", self.speed_m_per_s, 0.0, 100.0)
+        bounded("step_s", self.step_s, 0.1, 60.0)

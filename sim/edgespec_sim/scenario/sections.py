@@ -1,0 +1,238 @@
+"""What a scenario says. Every section checks itself: the error names key, value and range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from edgespec.core.arms import Arm
+from edgespec_sim.scenario.bounds import bounded, exactly_one
+from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
+
+MAX_DEVICES = 1_000_000
+_MINUTE_MS = 60_000.0
+
+
+class TokensFrom(Enum):
+    PROCESS = "process"
+    TAPE = "tape"
+    TOY = "toy"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSection:
+    """How well drafts agree with the target, and where that is known from."""
+
+    source: TokensFrom = TokensFrom.PROCESS
+    acceptance: float | None = None
+    """process: mean share of first guesses that are right; null: that of the tape."""
+    tape: str = "bundled-greedy"
+    """tape: a file, or the name of a bundled one; process: what its shape is fitted to."""
+    noise: float = 0.25
+    """toy: how far the draft is from the target, in units of the target's sharpness."""
+    temperature: float = 0.0
+    """toy only; a tape has its own."""
+
+    def __post_init__(self) -> None:
+        if self.acceptance is not None:
+            bounded("acceptance", self.acceptance, 0.01, 0.99)
+            if self.source is not TokensFrom.PROCESS:
+                raise ValueError(
+                    f"acceptance is {self.acceptance:g}, but only source: process takes one"
+                )
+        bounded("noise", self.noise, 0.0, 10.0)
+        bounded("temperature", self.temperature, 0.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CostSection:
+    """Time of a draft step or a pass: given, from a profile, or from a machine's data sheet."""
+
+    ms: float | None = None
+    """A step or pass of one row."""
+    row_ms: float = 0.0
+    """More for each further row."""
+    context_us: float = 0.0
+    """More for each cached token."""
+    jitter: float = 0.0
+    """Relative standard deviation, log-normal."""
+    profile: str = ""
+    """A file of ``edgespec profile``, or the name of a bundled one."""
+    roofline: str = ""
+    """MODEL@MACHINE of ``rooflines.py``: computed from data sheets, not measured."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "ms": self.ms is not None,
+            "profile": bool(self.profile),
+            "roofline": bool(self.roofline),
+        }
+        exactly_one("a cost", given)
+        if self.ms is not None:
+            bounded("ms", self.ms, 0.0, _MINUTE_MS)
+        bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
+        bounded("context_us", self.context_us, 0.0, 1e6)
+        bounded("jitter", self.jitter, 0.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StagesSection:
+    """A target whose layers lie on several nodes, one behind another (decentralized)."""
+
+    nodes: int = 4
+    link_ms: float = 10.0
+    """One way, between two neighbouring nodes; the last answers to the first for free, as the
+    last one samples and the first one only needs the tokens (they travel with the next pass)."""
+    slots: int = 1
+    """Passes under way at once; sessions are divided among them."""
+
+    def __post_init__(self) -> None:
+        bounded("nodes", self.nodes, 1, 128)
+        bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
+        bounded("slots", self.slots, 1, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSection:
+    count: int = 1
+    pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
+    path: tuple[str, ...] = ()
+    """Links behind the devices' own: the way to this verifier's site."""
+    stages: StagesSection | None = None
+    max_sessions: int = 64
+    max_rows_per_pass: int = 1024
+    max_rows_per_session: int = 512
+    restarts_at_s: tuple[float, ...] = ()
+    """The process dies there (or a node of it), and every session with it."""
+    restart_s: float = 5.0
+    """Until it can be reached again."""
+
+    def __post_init__(self) -> None:
+        bounded("count", self.count, 1, 10_000)
+        bounded("max_sessions", self.max_sessions, 1, MAX_DEVICES)
+        bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 20)
+        bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 20)
+        for at_s in self.restarts_at_s:
+            bounded("restarts_at_s", at_s, 0.0, 1e6)
+        bounded("restart_s", self.restart_s, 0.0, 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSection:
+    """What each user does: ask, read, think, ask again."""
+
+    prompt_tokens: int = 64
+    output_tokens: int = 128
+    length_spread: float = 0.0
+    """Relative standard deviation of both lengths, log-normal; 0: all alike."""
+    think_s: float = 5.0
+    """Mean pause between an answer and the next question, exponential."""
+    requests: int = 0
+    """Stop after so many; 0: go on until the world ends."""
+    start_within_s: float = 1.0
+    """First questions come evenly within this time."""
+
+    def __post_init__(self) -> None:
+        bounded("prompt_tokens", self.prompt_tokens, 1, 32_000)
+        bounded("output_tokens", self.output_tokens, 1, 32_000)
+        bounded("length_spread", self.length_spread, 0.0, 3.0)
+        bounded("think_s", self.think_s, 0.0, 1e6)
+        bounded("requests", self.requests, 0, 1_000_000)
+        bounded("start_within_s", self.start_within_s, 0.0, 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSection:
+    """A group of devices that are alike."""
+
+    count: int = 1
+    path: tuple[str, ...] = ()
+    """Links from the device outwards."""
+    draft: CostSection = field(default_factory=lambda: CostSection(ms=8.0))
+    workload: WorkloadSection = field(default_factory=WorkloadSection)
+    draft_context_tokens: int = 65_536
+    draft_w: float = 0.0
+    """Power while a draft step runs, in watts, above idle."""
+    radio_w: float = 0.0
+    """Power while sending."""
+    battery_j: float | None = None
+    """Charge at the start; a device that has used it up goes on without drafting."""
+
+    def __post_init__(self) -> None:
+        bounded("count", self.count, 1, MAX_DEVICES)
+        bounded("draft_context_tokens", self.draft_context_tokens, 16, 1 << 24)
+        bounded("draft_w", self.draft_w, 0.0, 1000.0)
+        bounded("radio_w", self.radio_w, 0.0, 100.0)
+        if self.battery_j is not None:
+            bounded("battery_j", self.battery_j, 0.0, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A world and what to compare in it."""
+
+    name: str
+    devices: Mapping[str, DeviceSection]
+    verifiers: Mapping[str, VerifierSection] = field(
+        default_factory=lambda: {"verifier": VerifierSection()}
+    )
+    links: Mapping[str, LinkSection] = field(default_factory=dict)
+    about: str = ""
+    duration_s: float = 60.0
+    tokens: TokensSection = field(default_factory=TokensSection)
+    arms: tuple[Arm, ...] = tuple(Arm)
+    gamma: int | None = None
+    """Draft length of the arm ``vanilla``; null: the best one by its own estimates."""
+    association: str = "lowest-delay"
+    distances_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Extra round trip between a group of devices and a verifier."""
+    radio: RadioSection | None = None
+    shards: int = 1
+    """Worlds apart from one another that devices and verifiers are dealt out to."""
+    message_ms: float = 0.3
+    """One way, besides the link: codec, event loops, sockets (docs/measurements.md)."""
+    lease_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > 64:
+            raise ValueError(f"name is {self.name!r}, but must have 1 to 64 characters")
+        if not self.devices:
+            raise ValueError("devices is empty, but must name at least one group")
+        if not self.verifiers:
+            raise ValueError("verifiers is empty, but must name at least one")
+        if not self.arms or len(set(self.arms)) != len(self.arms):
+            names = ", ".join(arm.value for arm in self.arms)
+            raise ValueError(f"arms is [{names}], but must name each wanted one once")
+        if self.gamma is not None:
+            bounded("gamma", self.gamma, 1, 32)
+        bounded("duration_s", self.duration_s, 0.1, 1e6)
+        bounded("shards", self.shards, 1, 1024)
+        bounded("message_ms", self.message_ms, 0.0, 1000.0)
+        bounded("lease_s", self.lease_s, 0.0, 86_400.0)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for kind, sections in (("devices", self.devices), ("verifiers", self.verifiers)):
+            for name, section in sections.items():
+                for link in section.path:
+                    if link not in self.links:
+                        known = ", ".join(self.links) or "none"
+                        raise ValueError(
+                            f"{kind}.{name}.path names link {link!r}, but links has {known}"
+                        )
+        for group, row in self.distances_ms.items():
+            if group not in self.devices:
+                raise ValueError(f"distances_ms.{group} is no group of devices")
+            for verifier, rtt_ms in row.items():
+                if verifier not in self.verifiers:
+                    raise ValueError(f"distances_ms.{group}.{verifier} is no verifier")
+                bounded(f"distances_ms.{group}.{verifier}", rtt_ms, 0.0, _MINUTE_MS)
+        if self.shards > 1:
+            for kind, counted in (("devices", self.devices), ("verifiers", self.verifiers)):
+                for name, one in counted.items():
+                    if one.count % self.shards:
+                        raise ValueError(
+                            f"{kind}.{name}.count is {one.count}, "
+                            f"but must divide by shards, {self.shards}"
+                        )
