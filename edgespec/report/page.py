@@ -1,0 +1,165 @@
+"""The page of a run: what came out, beside what it is compared with and how far from the limit."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Final
+
+from edgespec.core.arms import Arm
+from edgespec.report import figures, plots, tables
+from edgespec.report.document import Document
+from edgespec.report.timeline import Timeline
+from edgespec.report.timeline_plot import SESSIONS_DRAWN, timeline_plots
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+
+# Less than this is what an estimate finds between two clocks that are one.
+_CLOCKS_APART_S: Final = 5e-3
+
+
+def render(summary: RunSummary, timeline: Timeline | None = None, trace_note: str = "") -> str:
+    """One HTML file without outside references. ``trace_note`` says of what the timeline is.
+    Raises ``ReportError`` if plotly is missing."""
+    page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
+    if summary.about:
+        page.paragraph(summary.about)
+    page.paragraph(headline(summary), "headline")
+    page.paragraph(_facts(summary), "facts")
+    page.heading("Arms")
+    page.add(tables.arms_table(summary))
+    few = plots.few_requests(summary)
+    drawn = (plots.itl_plot,) if few else (plots.tpot_plot, plots.ttft_plot)
+    for plot in drawn:
+        figure = plot(summary)
+        if figure is not None:
+            page.figure(figure)
+    page.add(tables.requests_ended_table(summary))
+    _optional(page, "How far from the limit", tables.bounds_table(summary))
+    if summary.notes:
+        page.heading("What to know")
+        page.items(summary.notes)
+    series = plots.series_plots(summary)
+    if series:
+        page.heading("Over time")
+    for figure in series:
+        page.figure(figure)
+    _verifiers(page, summary)
+    _optional(page, "Groups", tables.groups_table(summary))
+    if timeline is not None and timeline.spans:
+        _timeline(page, timeline, trace_note)
+    _requests(page, summary)
+    _settings(page, summary)
+    return page.html()
+
+
+def _optional(page: Document, heading: str, html: str) -> None:
+    if html:
+        page.heading(heading)
+        page.add(html)
+
+
+def headline(summary: RunSummary) -> str:
+    """The result in a sentence or two, in plain text."""
+    timed = [(arm, arm.all.tpot_s) for arm in summary.arms if arm.all.tpot_s is not None]
+    if not timed:
+        return "No request came to a second token, so there is no time per token to report."
+    arm, spread = min(timed, key=lambda pair: pair[1].median)
+    base = next((arm for arm, _ in timed if arm.arm == Arm.TARGET_ONLY.value), None)
+    first = arm.all.ttft_s
+    what = f"{figures.milliseconds(spread.median)} ms a token at the median"
+    if base is None or len(timed) == 1:
+        begins = f", the first after {figures.duration(first.median)}" if first else ""
+        return f"{arm.arm}: {what}{begins}, {_per_pass(arm)} tokens a pass."
+    if arm is base:
+        return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
+    against = figures.milliseconds(base.all.tpot_s.median) if base.all.tpot_s else figures.MISSING
+    ours = " (ours)" if tables.is_ours(arm.arm) else ""
+    told = (
+        f"{arm.arm}{ours} is {figures.times(_speedup(arm, base))} as fast as target-only "
+        f"streaming: {what} against {against} ms, with {_per_pass(arm)} tokens a pass."
+    )
+    return told if ours else f"{told} {_of_ours(summary)}"
+
+
+def _per_pass(arm: ArmSummary) -> str:
+    return figures.number(arm.all.tokens_per_pass)
+
+
+def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
+    if arm.speedup is not None:
+        return arm.speedup
+    if base.all.tpot_s is None or arm.all.tpot_s is None or not arm.all.tpot_s.median:
+        return None
+    return base.all.tpot_s.median / arm.all.tpot_s.median
+
+
+def _of_ours(summary: RunSummary) -> str:
+    parts = [
+        f"{arm.arm} (ours) takes {figures.milliseconds(arm.all.tpot_s.median)} ms"
+        + (f", {figures.times(arm.speedup)}" if arm.speedup is not None else "")
+        for arm in summary.arms
+        if tables.is_ours(arm.arm) and arm.all.tpot_s is not None
+    ]
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _facts(summary: RunSummary) -> str:
+    kind = "simulated in virtual time" if summary.simulated else "measured"
+    facts = [
+        f"{figures.duration(summary.duration_s)}, {kind}",
+        f"tokens from {summary.tokens_from}" if summary.tokens_from else "",
+        f"seed {summary.seed}" if summary.seed is not None else "",
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _verifiers(page: Document, summary: RunSummary) -> None:
+    html = tables.verifiers_table(summary)
+    if not html:
+        return
+    page.heading("Verifiers")
+    figure = plots.load_plot(summary)
+    if figure is not None:
+        page.figure(figure)
+    page.add(html)
+
+
+def _timeline(page: Document, timeline: Timeline, note: str) -> None:
+    page.heading("Timeline")
+    if note:
+        page.paragraph(note)
+    for figure in timeline_plots(timeline):
+        page.figure(figure)
+    facts = ["The whole timeline is in timeline.json, which ui.perfetto.dev opens."]
+    if len(timeline.sessions) > SESSIONS_DRAWN:
+        facts.append(f"The trace holds {len(timeline.sessions):,} sessions.")
+    if timeline.truncated:
+        facts.append("The trace goes on after the last span of the timeline.")
+    offsets = [abs(offset_s) for offset_s in timeline.clock_offsets_s.values()]
+    if offsets and max(offsets) > _CLOCKS_APART_S:
+        facts.append(
+            "The two sides' clocks were brought together by assuming that their least delays are "
+            "equal both ways."
+        )
+    page.paragraph(" ".join(facts), "facts")
+
+
+def _requests(page: Document, summary: RunSummary) -> None:
+    shown = [(arm.arm, html) for arm in summary.arms if (html := tables.requests_table(arm))]
+    if not shown:
+        return
+    page.heading("Requests")
+    for arm, html in shown:
+        page.add(f"<details><summary>{escape(arm)}</summary>{html}</details>")
+
+
+def _settings(page: Document, summary: RunSummary) -> None:
+    if not summary.settings and not summary.environment:
+        return
+    page.heading("Settings")
+    if summary.settings:
+        text = json.dumps(summary.settings, indent=2, ensure_ascii=False, default=str)
+        page.folded("The scenario as it was run", text)
+    if summary.environment:
+        lines = (f"{key}: {value}" for key, value in summary.environment.items())
+        page.folded("Environment and command", "\n".join(lines))

@@ -1,0 +1,214 @@
+"""The tables of a page. Every cell is escaped here; a row of ours is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from edgespec.core.arms import Arm
+from edgespec.report import figures
+from edgespec.telemetry.run_summary import (
+    QUANTILES,
+    ArmSummary,
+    GroupSummary,
+    RequestRow,
+    RunSummary,
+    Spread,
+)
+
+ROWS_SHOWN = 50
+_NOT_FAILED = "no"
+_MEDIAN, _P95, _P99 = (QUANTILES.index(share) for share in (0.5, 0.95, 0.99))
+
+
+def is_ours(arm: str) -> bool:
+    """The arm the product runs by default, and its variants (``edgespec, width 3``)."""
+    return arm.startswith(Arm.EDGESPEC.value)
+
+
+def table(
+    caption: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    ours: Sequence[bool] = (),
+    texts: Sequence[int] = (),
+) -> str:
+    """``rows`` start with their name; ``texts`` are further columns of words."""
+    kinds = [' class="text"' if column in texts else "" for column in range(len(header))]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(text)}</th>'
+        for text, kind in zip(header, kinds, strict=True)
+    )
+    lines = []
+    for index, row in enumerate(rows):
+        mark = ' class="ours"' if index < len(ours) and ours[index] else ""
+        name, _, small = row[0].partition("\n")
+        below = f"<small>{escape(small)}</small>" if small else ""
+        cells = "".join(
+            f"<td{kind}>{escape(text)}</td>" for text, kind in zip(row[1:], kinds[1:], strict=True)
+        )
+        lines.append(f'<tr{mark}><th scope="row">{escape(name)}{below}</th>{cells}</tr>')
+    name = escape(caption, quote=True)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}">'
+        f"<table><caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+_TIMES = ("TTFT p50 ms", "TPOT p50 ms", "p95 ms", "p99 ms")
+_WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes down")
+
+
+def arms_table(run: RunSummary) -> str:
+    header = ("arm", *_TIMES, "speed-up", *_WORK, "energy J", "GPU busy", "tokens/s", "differ")
+    rows = [
+        (
+            _named(arm),
+            *_times(arm.all),
+            figures.times(arm.speedup),
+            *_work(arm.all),
+            figures.number(arm.all.energy_j_per_token),
+            figures.percent(_mean_utilisation(arm)),
+            figures.number(arm.all.tokens_per_second),
+            figures.count(arm.all.mismatches),
+        )
+        for arm in run.arms
+    ]
+    caption = (
+        "Arms side by side, ours marked. Speed-up: against target-only, of the median TPOT. Bytes "
+        "and energy are per token; differ: tokens that are not the target's own."
+    )
+    return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
+
+
+def _named(arm: ArmSummary) -> str:
+    ours = " (ours)" if is_ours(arm.arm) else ""
+    return f"{arm.arm}{ours}\n{arm.label}"
+
+
+def _times(group: GroupSummary) -> tuple[str, str, str, str]:
+    ttft, tpot = group.ttft_s, group.tpot_s
+    return (
+        _ms(ttft, _MEDIAN),
+        _ms(tpot, _MEDIAN),
+        _ms(tpot, _P95),
+        _ms(tpot, _P99),
+    )
+
+
+def _ms(spread: Spread | None, quantile: int) -> str:
+    return figures.milliseconds(None if spread is None else spread.quantiles[quantile])
+
+
+def _work(group: GroupSummary) -> tuple[str, ...]:
+    return (
+        figures.number(group.tokens_per_pass),
+        figures.percent(group.acceptance),
+        figures.number(group.wasted_per_token),
+        figures.number(group.up_bytes_per_token),
+        figures.number(group.down_bytes_per_token),
+    )
+
+
+def _mean_utilisation(arm: ArmSummary) -> float | None:
+    if not arm.verifiers:
+        return None
+    return sum(one.utilisation for one in arm.verifiers) / len(arm.verifiers)
+
+
+def requests_ended_table(run: RunSummary) -> str:
+    header = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    rows = [
+        (
+            arm.arm,
+            figures.count(arm.all.requests),
+            figures.count(arm.all.failed),
+            figures.count(arm.all.reconnects),
+            figures.count(arm.all.tokens),
+            _ms(arm.all.itl_s, _MEDIAN),
+            _ms(arm.all.itl_s, _P99),
+        )
+        for arm in run.arms
+    ]
+    caption = "How the requests ended, and the gaps between deliveries (ITL)."
+    return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
+
+
+def bounds_table(run: RunSummary) -> str:
+    """Empty when no arm has a bound."""
+    header = ("arm", "lower bound", "bound ms / token", "result ms / token", "result / bound")
+    rows, ours = [], []
+    for arm in run.arms:
+        mean_s = None if arm.all.tpot_s is None else arm.all.tpot_s.mean
+        for name, bound_s in arm.bounds.items():
+            over = mean_s / bound_s if mean_s is not None and bound_s > 0 else None
+            values = (figures.milliseconds(bound_s), figures.milliseconds(mean_s))
+            rows.append((arm.arm, name, *values, figures.times(over)))
+            ours.append(is_ours(arm.arm))
+    caption = "How far from the limit: mean time per token against analytic lower bounds."
+    return table(caption, header, rows, ours, texts=(1,)) if rows else ""
+
+
+def groups_table(run: RunSummary) -> str:
+    """Empty when no arm has groups."""
+    header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK)
+    names = list(dict.fromkeys(name for arm in run.arms for name in arm.groups))
+    rows, ours = [], []
+    for name in names:
+        for arm in run.arms:
+            group = arm.groups.get(name)
+            if group is None:
+                continue
+            ended = (figures.count(group.requests), figures.count(group.failed))
+            rows.append((name, arm.arm, *ended, *_times(group), *_work(group)))
+            ours.append(is_ours(arm.arm))
+    return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
+
+
+def verifiers_table(run: RunSummary) -> str:
+    """Empty when no verifier was seen. The busiest of each arm come first."""
+    header = ("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass")
+    rows, ours, left = [], [], 0
+    for arm in run.arms:
+        busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
+        left += max(0, len(busiest) - ROWS_SHOWN)
+        for one in busiest[:ROWS_SHOWN]:
+            load = (figures.percent(one.utilisation), figures.count(one.passes))
+            sizes = (figures.number(one.rows_per_pass), figures.number(one.sessions_per_pass))
+            rows.append((one.name, arm.arm, *load, *sizes, *_queue(one.queue_s)))
+            ours.append(is_ours(arm.arm))
+    more = f" {left:,} less busy ones are left out." if left else ""
+    caption = f"Verifiers; the queue is from a draft's arrival to its pass.{more}"
+    queue = ("queue p50 ms", "queue p95 ms")
+    return table(caption, (*header, *queue), rows, ours, texts=(1,)) if rows else ""
+
+
+def _queue(spread: Spread | None) -> tuple[str, str]:
+    return (
+        _ms(spread, _MEDIAN),
+        _ms(spread, _P95),
+    )
+
+
+def requests_table(arm: ArmSummary) -> str:
+    """The first requests of an arm; empty without any."""
+    header = ("device", "verifier", "start s", "TTFT ms", "TPOT ms", "tokens", "tokens / pass")
+    rows = [(*_request(row), row.failed or _NOT_FAILED) for row in arm.rows[:ROWS_SHOWN]]
+    if not rows:
+        return ""
+    caption = f"The first {len(rows)} requests of {arm.arm}; all that were kept are in the CSV."
+    return table(caption, (*header, "acceptance", "failed"), rows, texts=(1, 8))
+
+
+def _request(row: RequestRow) -> tuple[str, ...]:
+    return (
+        row.device,
+        row.verifier or figures.MISSING,
+        figures.number(row.started_s),
+        figures.milliseconds(row.ttft_s),
+        figures.milliseconds(row.tpot_s),
+        figures.count(row.tokens),
+        figures.number(row.tokens_per_pass),
+        figures.percent(row.acceptance),
+    )

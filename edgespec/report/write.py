@@ -1,0 +1,92 @@
+"""A run's folder, or its traces, as files to look at.
+
+A folder holds ``summary.json``, ``trace.jsonl`` or both; without a summary the trace is summed up.
+A folder that is written to is left with ``report.html``, ``arms.csv``, ``requests.csv`` and, if
+there is a trace, ``timeline.json`` for ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from edgespec.report.csv_table import arms_csv, requests_csv
+from edgespec.report.page import render
+from edgespec.report.perfetto import perfetto_json
+from edgespec.report.summarise import summarise
+from edgespec.report.timeline import Clocks, Timeline, build_timeline
+from edgespec.report.trace_lines import TraceLineError, read_lines
+from edgespec.telemetry.run_summary import RunSummary, read_summary
+
+SUMMARY: Final = "summary.json"
+TRACE: Final = "trace.jsonl"
+PAGE: Final = "report.html"
+_BOTH_MAX: Final = 2
+
+
+class RunNotFound(ValueError):
+    """There is no run at the path given; the message says what was looked for."""
+
+
+def write_report(folder: Path, out: Path | None = None) -> list[Path]:
+    """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
+
+    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``.
+    """
+    summary, trace = folder / SUMMARY, folder / TRACE
+    if not summary.is_file() and not trace.is_file():
+        raise RunNotFound(f"{folder}: holds neither {SUMMARY} nor {TRACE}")
+    traces = [trace] if trace.is_file() else []
+    run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
+    return _write(run, traces, out or folder)
+
+
+def report_on(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
+    """Like ``write_report``, of a folder, of a summary, or of one or two traces of a real run
+    (the device's, the verifier's), next to the first of them unless ``out`` says otherwise."""
+    first = paths[0]
+    if len(paths) == 1 and first.is_dir():
+        return write_report(first, out)
+    for path in paths:
+        if not path.is_file():
+            raise RunNotFound(f"{path}: no such file")
+    if len(paths) == 1 and first.suffix == ".json":
+        beside = first.parent / TRACE
+        traces = [beside] if beside.is_file() else []
+        return _write(read_summary(first), traces, out or first.parent)
+    if len(paths) > _BOTH_MAX:
+        raise RunNotFound(f"{len(paths)} traces, but a report is on {_BOTH_MAX} at most")
+    name = first.stem if len(paths) == 1 else "run"
+    return _write(_summed_up(paths, name), paths, out or first.parent)
+
+
+def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:
+    try:
+        return summarise(read_lines(traces), name or "run")
+    except (KeyError, TypeError) as error:
+        where = ", ".join(map(str, traces))
+        raise TraceLineError(f"{where}: a line lacks what its name promises: {error}") from error
+
+
+def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
+    clocks = Clocks.SHARED if run.simulated else Clocks.ESTIMATED
+    timeline = build_timeline(read_lines(traces), clocks) if traces else None
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {PAGE: render(run, timeline, _note(run, timeline))}
+    texts |= {"arms.csv": arms_csv(run), "requests.csv": requests_csv(run)}
+    if timeline is not None:
+        texts["timeline.json"] = perfetto_json(timeline)
+    written = []
+    for name, text in texts.items():
+        path = out / name
+        # newline: CSV brings its own line ends.
+        path.write_text(text, encoding="utf-8", newline="")
+        written.append(path)
+    return written
+
+
+def _note(run: RunSummary, timeline: Timeline | None) -> str:
+    if timeline is None or len(run.arms) < 2:
+        return ""
+    return "The trace of the run, as its sessions are named in it."

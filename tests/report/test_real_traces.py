@@ -1,0 +1,287 @@
+"""Traces of a real run (toy models, real gRPC, a shaped link), summed up and drawn.
+
+Oracles: the device's own counters for every number of the summary; the link's delay for the lanes
+that cross it; the definition of each lane; and, for clocks, the same trace with one clock moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+from edgespec.agent.agent import Agent
+from edgespec.compose import build_agent, load_target
+from edgespec.config import VerifierConfig
+from edgespec.core.draft_events import DraftCounters
+from edgespec.report.perfetto import perfetto_json
+from edgespec.report.spans import Lane, Span, rows_apart
+from edgespec.report.summarise import summarise
+from edgespec.report.timeline import Clocks, Timeline, build_timeline
+from edgespec.report.trace_lines import Line, TraceLineError, read_lines
+from edgespec.report.write import report_on
+from edgespec.telemetry.run_summary import RunSummary, read_summary
+from edgespec.telemetry.trace import TraceFile
+from tests.report.samples import SAMPLED, agent_config, traced_run
+from tests.shell.live_verifier import GatedTarget, serving
+
+RTT_MS = 8.0
+PROMPTS = ("the quick brown fox", "once upon a time")
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """Two generations, one after the other."""
+
+    counters: tuple[DraftCounters, ...]
+    device: Path
+    verifier: Path
+
+    @property
+    def both(self) -> list[Line]:
+        return list(read_lines([self.device, self.verifier]))
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    return asyncio.run(_real(tmp_path_factory.mktemp("real")))
+
+
+async def _real(folder: Path) -> RealRun:
+    counters = []
+    async with traced_run(folder, RTT_MS) as agent:
+        for prompt in PROMPTS:
+            async for _ in agent.generate(prompt, SAMPLED):
+                pass
+            assert agent.stats is not None
+            counters.append(agent.stats.counters)
+    return RealRun(tuple(counters), folder / "device.jsonl", folder / "verifier.jsonl")
+
+
+def test_the_summary_agrees_with_the_devices_own_counters(real: RealRun) -> None:
+    total = Counter[str]()
+    for counters in real.counters:
+        total.update(asdict(counters))
+    arm = summarise(real.both).arms[0]
+    assert arm.all.requests == len(PROMPTS)
+    assert arm.all.failed == 0
+    assert arm.all.tokens == total["committed"] == 40 * len(PROMPTS)
+    assert arm.all.tokens_per_pass == total["committed"] / total["passes"]
+    assert arm.all.acceptance == total["hits"] / total["tried"]
+    assert 0 < total["hits"] < total["tried"], "or the trials say nothing"
+    wasted = total["sent"] - total["accepted"]
+    assert arm.all.wasted_per_token == wasted / total["committed"]
+    assert arm.all.reconnects == total["reconnects"] == 0
+    for row, counters in zip(arm.rows, real.counters, strict=True):
+        assert row.acceptance == counters.acceptance
+        assert row.tokens_per_pass == counters.committed / counters.passes
+        assert row.ttft_s is not None
+        assert row.ttft_s > 1.5 * RTT_MS / 1e3
+    [load] = arm.verifiers
+    assert 0.0 < load.utilisation < 1.0
+    assert load.passes == total["passes"]
+    assert load.queue_s is not None
+    waited_s = load.queue_s.mean * load.queue_s.count
+    assert waited_s == pytest.approx(total["queue_s"], abs=1e-9)
+
+
+def test_a_reconnect_is_counted_as_the_device_counts_it(tmp_path: Path) -> None:
+    counters = asyncio.run(_broken(tmp_path / "device.jsonl"))
+    arm = summarise(read_lines([tmp_path / "device.jsonl"])).arms[0]
+    assert arm.all.failed == 0
+    assert arm.all.tokens == counters.committed == SAMPLED.max_tokens
+    assert arm.all.reconnects == counters.reconnects > 0
+    assert arm.all.acceptance == counters.acceptance
+    assert arm.all.tokens_per_pass == counters.committed / counters.passes
+    assert arm.all.wasted_per_token == counters.wasted / counters.committed
+
+
+async def _broken(path: Path) -> DraftCounters:
+    """A verifier that dies in the middle, and another in its place."""
+    gated = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=5)
+    with TraceFile(path) as tracer:
+        async with serving(gated) as (address, _):
+            agent = build_agent(agent_config(address, RTT_MS), tracer=tracer)
+            task = asyncio.create_task(_generate(agent))
+            await asyncio.to_thread(gated.reached.wait)
+            gated.gate.set()
+        async with serving(port=int(address.rpartition(":")[2])):
+            await task
+            await agent.close()
+    assert agent.stats is not None
+    return agent.stats.counters
+
+
+async def _generate(agent: Agent) -> None:
+    async for _ in agent.generate(PROMPTS[0], SAMPLED):
+        pass
+
+
+def test_each_side_alone_is_summed_up_with_a_note(real: RealRun) -> None:
+    whole = summarise(real.both).arms[0].all
+    device = summarise(read_lines([real.device]))
+    assert device.arms[0].all.tpot_s == whole.tpot_s
+    assert device.arms[0].verifiers == ()
+    assert "load is not known" in device.notes[0]
+    verifier = summarise(read_lines([real.verifier]))
+    alone = verifier.arms[0].all
+    assert alone.tokens == whole.tokens
+    assert alone.ttft_s is not None
+    assert whole.ttft_s is not None
+    assert alone.ttft_s.median < whole.ttft_s.median - RTT_MS / 1e3
+    assert "link left out" in verifier.notes[0]
+    with pytest.raises(ValueError, match="holds no request"):
+        summarise([])
+
+
+def test_every_lane_holds_what_it_is_defined_by(real: RealRun) -> None:
+    timeline = build_timeline(real.both, Clocks.SHARED)
+    lanes = _by_lane(timeline)
+    assert len(timeline.sessions) == len(PROMPTS)
+    assert len(lanes[Lane.DRAFT]) == sum(counters.steps for counters in real.counters) + sum(
+        one["kind"] == "event" and one["name"] == "StepDone" and late
+        for one, late in _with_ending(real.both)
+    )
+    assert len(lanes[Lane.DOWNLINK]) == sum(counters.passes for counters in real.counters)
+    sent = sum(int(span.args["tokens"]) for span in lanes[Lane.UPLINK])
+    assert 0 < sent <= sum(counters.sent for counters in real.counters)
+    for lane in (Lane.UPLINK, Lane.DOWNLINK):
+        assert min(_length_s(span) for span in lanes[lane]) > 0.9 * RTT_MS / 2e3
+    for span in lanes[Lane.PASS]:
+        assert int(span.args["accepted"]) <= int(span.args["nodes"]) <= int(span.args["rows"])
+    for session in timeline.sessions:
+        _alternate(session, lanes[Lane.DRAFT], lanes[Lane.STALL])
+    assert {"connected", "finished"} <= {mark.name for mark in timeline.marks}
+
+
+def _with_ending(lines: list[Line]) -> Iterator[tuple[Line, bool]]:
+    """Each line, and whether its device session was over by then: such steps are not counted."""
+    over: set[str] = set()
+    for line in lines:
+        yield line, line["session"] in over
+        if line["name"] in ("Finish", "Fail"):
+            over.add(line["session"])
+
+
+def _alternate(session: str, drafts: list[Span], stalls: list[Span]) -> None:
+    """A device that waits does not draft, and one that drafts does not wait."""
+    own = sorted(
+        (span for span in drafts + stalls if span.session == session), key=lambda s: s.start_s
+    )
+    assert own
+    for before, after in itertools.pairwise(own):
+        assert before.end_s <= after.start_s + 1e-9
+
+
+def test_one_side_alone_has_the_lanes_it_can_know(real: RealRun) -> None:
+    device = _by_lane(build_timeline(read_lines([real.device])))
+    assert set(device) == {Lane.DRAFT, Lane.STALL}
+    verifier = _by_lane(build_timeline(read_lines([real.verifier])))
+    assert set(verifier) == {Lane.QUEUE, Lane.PASS}
+
+
+def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
+    shift_s = 5000.0
+    moved = [
+        {**line, "at_s": line["at_s"] + shift_s} if line["side"] == "device" else line
+        for line in real.both
+    ]
+    straight, mended = build_timeline(real.both), build_timeline(moved)
+    for session, offset_s in mended.clock_offsets_s.items():
+        assert abs(offset_s + shift_s) < RTT_MS / 1e3
+        assert abs(straight.clock_offsets_s[session]) < RTT_MS / 1e3
+    assert len(mended.spans) == len(straight.spans)
+    for one, other in zip(mended.spans, straight.spans, strict=True):
+        assert one.start_s == pytest.approx(other.start_s, abs=1e-5)
+    torn = _by_lane(build_timeline(moved, Clocks.SHARED))
+    assert Lane.UPLINK not in torn, "no draft arrives before it was sent"
+
+
+def test_the_timeline_is_bounded(real: RealRun) -> None:
+    short = build_timeline(real.both, max_spans=50)
+    assert short.truncated
+    assert len(short.spans) + len(short.marks) <= 50 + 2
+    assert not build_timeline(real.both).truncated
+
+
+def test_perfetto_events_keep_the_format(real: RealRun) -> None:
+    timeline = build_timeline(real.both)
+    document = json.loads(perfetto_json(timeline))
+    events = document["traceEvents"]
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    ends: dict[tuple[int, int], int] = {}
+    for event in events:
+        assert {"name", "ph", "pid", "tid", "ts", "args"} <= set(event)
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            where = event["pid"], event["tid"]
+            assert where in named
+            assert isinstance(event["dur"], int)
+            assert event["dur"] >= 0
+            assert event["ts"] >= ends.get(where, 0), "spans of one thread must not overlap"
+            ends[where] = event["ts"] + event["dur"]
+    kinds = Counter(event["ph"] for event in events)
+    assert kinds["X"] == len(timeline.spans)
+    assert kinds["i"] == len(timeline.marks)
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == list(timeline.sessions)
+
+
+def test_two_traces_make_a_report(real: RealRun, tmp_path: Path) -> None:
+    written = report_on([real.device, real.verifier], tmp_path / "out")
+    names = [path.name for path in written]
+    assert names == ["report.html", "arms.csv", "requests.csv", "timeline.json"]
+    assert (tmp_path / "out" / "requests.csv").read_bytes().count(b"\r\n") == 1 + len(PROMPTS)
+
+
+def test_a_summary_survives_the_file(real: RealRun, tmp_path: Path) -> None:
+    run: RunSummary = summarise(real.both)
+    path = tmp_path / "summary.json"
+    path.write_text(run.to_json(), encoding="utf-8")
+    assert read_summary(path) == run
+
+
+def test_a_cut_off_last_line_is_left_out(real: RealRun, tmp_path: Path) -> None:
+    text = real.device.read_text(encoding="utf-8")
+    cut = tmp_path / "device.jsonl"
+    cut.write_text(text[:-30], encoding="utf-8")
+    assert len(list(read_lines([cut, real.verifier]))) == len(real.both) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}\n", "has 'at_s'"),
+        ("[]\n", "is an object"),
+        ("{oops}\n", "not a line of a trace"),
+        ('{"at_s":"soon","side":"device","session":"","kind":"event","name":"Start"}\n', "'soon'"),
+        ('{"at_s":1.0,"side":"moon","session":"","kind":"event","name":"Start"}\n', "'moon'"),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    good = '{"at_s":1.0,"side":"device","session":"a","kind":"event","name":"Start"}\n'
+    path.write_text(good + text, encoding="utf-8")
+    with pytest.raises(TraceLineError, match=r"trace\.jsonl:2: .*" + why):
+        list(read_lines([path]))
+
+
+def _by_lane(timeline: Timeline) -> dict[Lane, list[Span]]:
+    lanes: dict[Lane, list[Span]] = {}
+    for _, span in rows_apart(timeline.spans):
+        assert span.start_s <= span.end_s
+        lanes.setdefault(span.lane, []).append(span)
+    return lanes
+
+
+def _length_s(span: Span) -> float:
+    return span.end_s - span.start_s

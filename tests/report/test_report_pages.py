@@ -1,0 +1,101 @@
+"""The pages in a real browser: headless Chromium draws them and hands back what it made of them.
+
+Checked: nothing on the console, every plot drawn with marks in it, every table there; in the light
+and in the dark scheme.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edgespec.report.page import render
+from edgespec.report.sweep_page import render_sweep
+from edgespec.report.timeline import build_timeline
+from edgespec.report.trace_lines import read_lines
+from edgespec.report.trace_page import render_trace
+from tests.report.samples import SAMPLED, five_arms, made_up_sweep, made_up_trace, traced_run
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+DARK = "--blink-settings=preferredColorScheme=0"
+PLOT = re.compile(r'<div class="plot[^"]*" id="plot-(\d+)"')
+# A box, a bar or a point of a scatter, a line of one: each has a shape that is drawn.
+MARK = re.compile(r'<path class="(?:box|point|js-line|js-fill)|<g class="point"><path')
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path to look at pages with"),
+]
+
+
+def looked_at(html: str, folder: Path, *options: str) -> str:
+    """The page after its scripts have run; fails on anything said on the console."""
+    assert BROWSER is not None
+    page = folder / "page.html"
+    page.write_text(html, encoding="utf-8")
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+        *("--virtual-time-budget=10000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
+        *("--window-size=1280,2000", *options, page.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not said, said
+    return done.stdout
+
+
+def check_plots(dom: str, expected: int) -> None:
+    body = dom[: dom.index('<script id="plotly"')]
+    assert f'data-drawn="{expected}"' in dom[:200], "the script did not come to its end"
+    starts = [match.start() for match in PLOT.finditer(body)]
+    assert len(starts) == expected
+    for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
+        drawn = body[start : body.find("<figcaption", start, end)]
+        assert 'class="main-svg"' in drawn
+        assert MARK.search(drawn), drawn[:200]
+
+
+async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
+    async with traced_run(tmp_path) as agent:
+        async for _ in agent.generate("the quick brown fox", SAMPLED):
+            pass
+    lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
+    html = render(five_arms(), build_timeline(lines))
+    dom = looked_at(html, tmp_path)
+    # TPOT, TTFT, two series, load, one session.
+    check_plots(dom, 6)
+    assert dom.count("<table") == html.count("<table") == 10
+    for lane in ("draft", "uplink", "queue", "pass", "downlink", "stall"):
+        assert f">{lane}</text>" in dom, lane
+
+
+@pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
+def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
+    dom = looked_at(render(five_arms()), tmp_path, *options)
+    check_plots(dom, 5)
+    ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
+    assert f"fill: {ink}" in dom, "the plots' letters"
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    dom = looked_at(render_sweep(made_up_sweep(), "household"), tmp_path)
+    check_plots(dom, 8)
+    assert dom.count("<table") == 1
+
+
+def test_a_network_trace(tmp_path: Path) -> None:
+    dom = looked_at(render_trace(made_up_trace()), tmp_path)
+    check_plots(dom, 4)
+    assert dom.count("<table") == 1
+
+
+def test_an_error_on_the_page_would_be_seen(tmp_path: Path) -> None:
+    broken = render(five_arms()).replace("const FIGURES", "no_such_function(); const FIGURES")
+    with pytest.raises(AssertionError, match="no_such_function"):
+        looked_at(broken, tmp_path)

@@ -1,0 +1,132 @@
+"""What requests add up to, from hand-written lines: the cases that a run over a quiet link does not
+have. Oracle: sums done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgespec.core.messages import Commit, Draft, Received
+from edgespec.core.wire_size import message_bytes
+from edgespec.report.summarise import summarise
+from edgespec.report.trace_lines import Line
+from edgespec.telemetry.run_summary import GroupSummary
+
+OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}
+
+
+def line(at_s: float, name: str, **fields: Any) -> Line:
+    return {"at_s": at_s, "side": "device", "session": "a", "kind": "", "name": name, **fields}
+
+
+def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[Line]:
+    """The event and the delivery of tokens that were not held before."""
+    numbers = ("accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us")
+    fields = {**dict.fromkeys(numbers, 0), "verify_us": 9, "finish": None, **more}
+    kinds = ["accepted"] * fields["accepted"]
+    kinds += ["decoded"] * (len(tokens) - len(kinds))
+    return [
+        line(at_s, "Commit", position=position, tokens=tokens, **fields),
+        line(at_s, "Deliver", position=position, tokens=tokens, kinds=kinds),
+    ]
+
+
+def step(at_s: float, keep: int, feed: list[int], *guesses: int) -> list[Line]:
+    candidates = [{"name": "Candidate", "token": token, "logprob": 0.0} for token in guesses]
+    return [
+        line(at_s, "StartStep", keep_length=keep, feed=feed, width=2),
+        line(at_s + 0.1, "StepDone", candidates=candidates),
+    ]
+
+
+def request(*lines: Line) -> GroupSummary:
+    begin = [
+        line(0.0, "Start"),
+        line(0.0, "Connect"),
+        line(0.5, "Connected"),
+        line(0.5, "Transmit", message={**OPEN, "committed": []}),
+    ]
+    return summarise([*begin, *lines]).arms[0].all
+
+
+def test_an_end_token_is_no_token_of_the_text() -> None:
+    found = request(
+        *commit(1.0, 3, [7, 8]),
+        *commit(3.0, 5, [9, 0], finish="stop"),
+        line(3.0, "Finish", reason="stop"),
+    )
+    assert (found.requests, found.tokens) == (1, 3)
+    assert found.tpot_s is not None
+    assert found.tpot_s.mean == 1.0
+    assert found.tokens_per_pass == 2.0
+
+
+def test_an_end_token_that_comes_alone_does_not_make_the_last_one_late() -> None:
+    found = request(
+        *commit(1.0, 3, [7]),
+        *commit(2.0, 4, [8]),
+        *commit(9.0, 5, [0], finish="stop"),
+        line(9.0, "Finish", reason="stop"),
+    )
+    assert found.tokens == 2
+    assert found.tpot_s is not None
+    assert found.tpot_s.mean == 1.0
+    assert found.itl_s is not None
+    assert found.itl_s.count == 1
+
+
+def test_tokens_told_again_after_a_reconnect_are_no_pass() -> None:
+    found = request(
+        *commit(1.0, 3, [7]),
+        line(2.0, "LinkDown", why="gone", retryable=True),
+        *commit(2.1, 4, [8])[:1],  # said on a link that is gone
+        line(2.5, "Connect"),
+        line(3.0, "Connected"),
+        line(3.0, "Transmit", message={**OPEN, "committed": [7]}),
+        *commit(3.5, 4, [8, 9], verify_us=0),
+        *commit(4.0, 6, [5], finish="length"),
+        line(4.0, "Finish", reason="length"),
+    )
+    assert found.reconnects == 1
+    assert found.tokens == 4
+    assert found.tokens_per_pass == 2.0
+
+
+def test_a_guess_counts_once_its_path_is_committed() -> None:
+    found = request(
+        *step(0.6, 0, [1, 2, 3], 7, 8),  # position 3: its second choice wins
+        *step(0.7, 3, [7], 9),  # behind the first choice: never decided
+        *step(0.8, 3, [8], 5),  # position 4, behind what will be committed: a hit
+        line(0.9, "StartStep", keep_length=4, feed=[5], width=1),
+        *commit(1.0, 3, [8, 5, 6]),
+        line(1.1, "StepDone", candidates=[{"token": 6}]),  # late for position 5: a hit
+        *step(1.2, 5, [6], 4),  # position 6: never decided
+    )
+    assert found.acceptance == 2 / 3
+    assert (found.requests, found.failed) == (0, 1), "the trace ends before the request does"
+
+
+def test_bytes_are_those_of_drafts_acknowledgements_and_commits() -> None:
+    draft = {"name": "Draft", "first_node_id": 1, "parents": [0, 0], "tokens": [7, 900]}
+    found = request(
+        line(0.6, "Transmit", message={**draft, "base_position": 3, "base_hash": 77}),
+        line(0.6, "Opened", model="toy", position=3, limits={}),
+        *commit(1.0, 3, [7, 300], accepted=1, rows=2),
+        line(1.0, "Transmit", message={"name": "Received", "position": 5, "echo": 5}),
+    )
+    up_bytes = message_bytes(Draft(1, (0, 0), (7, 900), 3, 77)) + message_bytes(Received(5, 5))
+    down_bytes = message_bytes(Commit(3, (7, 300), accepted=1, verify_us=9, rows=2))
+    assert found.up_bytes_per_token == up_bytes / 2
+    assert found.down_bytes_per_token == down_bytes / 2
+    assert found.wasted_per_token == 0.5
+
+
+def test_a_failed_request_says_why() -> None:
+    lines = [
+        line(0.0, "Start"),
+        line(0.0, "Connect"),
+        line(9.0, "Fail", why="gave up", code=None),
+        line(9.1, "Commit", position=3, tokens=[1]),
+    ]
+    arm = summarise(lines).arms[0]
+    assert (arm.all.requests, arm.all.failed) == (0, 1)
+    assert [row.failed for row in arm.rows] == ["gave up"]
