@@ -160,7 +160,9 @@ def _convert(hint: Any, value: object, source: str, place: str) -> Any:
             raise _wrong(source, place, value, "keys and values")
         key_hint, item_hint = arguments
         return {
-            _convert(key_hint, key, source, place): _convert(item_hint, item, source, place)
+            _convert(key_hint, key, source, place): _convert(
+                item_hint, item, source, f"{place}.{key}"
+            )
             for key, item in value.items()
         }
     return _convert_scalar(hint, value, source, place)

@@ -1,0 +1,384 @@
+"""Does the simulator tell the truth? Real runs beside simulated ones, set-up by set-up.
+
+    edgespec profile --out profile.json          # of this machine, with the same emulated times
+    python benchmarks/fidelity.py --profile profile.json [--repeats 3] [--prompts 6] [--json FILE]
+
+Real: the bundled models, a verifier process, gRPC, the product's emulated link; passes take 25 ms
+and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, the profile's times,
+the same links in virtual time. Four arms at five round-trip times, then our arm on five recorded
+networks (``EDGESPEC_DATA``; skipped without). Asked for: TPOT within 5 % of the real median, tokens
+per pass within 2 %. At last the models themselves take the tape's place in virtual time: every
+count and every delivery time has to be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from edgespec.agent.agent import Agent
+from edgespec.benchmark.arms import arm_options
+from edgespec.benchmark.lent_drafter import LentDrafter
+from edgespec.benchmark.measurement import Measurement, measure
+from edgespec.benchmark.prompts import DEFAULT_PROMPTS
+from edgespec.benchmark.report import machine, versions
+from edgespec.benchmark.tape_recorder import record_tape, tape_about
+from edgespec.benchmark.workload import Workload, choose_workload
+from edgespec.cli.child import verifier_process
+from edgespec.compose import (
+    connect,
+    load_drafter,
+    load_target,
+    load_tokenizer,
+    tokenizer_reference,
+)
+from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.core.arms import Arm
+from edgespec.core.association import association_policy
+from edgespec.core.link_model import LinkModel, LinkSettings
+from edgespec.core.sampling import SamplingParams
+from edgespec.ports import Drafter, TargetModel
+from edgespec.telemetry.cost_profile import CostProfile, read_profile
+from edgespec.telemetry.match_tape import MatchTape
+from edgespec.transport.shaped import ShapedTransport
+from edgespec_sim.city.meters import RequestRecord
+from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.links.from_trace import link_pair
+from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.sections import (
+    CostSection,
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    VerifierSection,
+    WorkloadSection,
+)
+from edgespec_sim.tape_source import TapeSource
+from edgespec_sim.tokens import Request, TokenSource
+from edgespec_sim.traces.readers import read_trace
+
+PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
+RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)
+ARMS = (Arm.TARGET_ONLY, Arm.VANILLA, Arm.PEARL, Arm.EDGESPEC)
+TRACES = (
+    "cellular_us_drive/2023-05-13_verizon.ping.txt",
+    "cellular_us_drive/2023-08-05_atnt.ping.txt",
+    "cicv5g/urban_n78_v20_run01.txt",
+    "cicv5g/urban_n8_v20_run01.txt",
+    "starlink_fjordlink/2024-12-12-20-10-51-starlink.csv",
+)
+TPOT_WITHIN, TOKENS_WITHIN = 0.05, 0.02
+SIMULATED_SEEDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    arm: Arm
+    rtt_ms: float = 0.0
+    trace: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.value:12s} " + (self.trace or f"RTT {self.rtt_ms:g} ms")
+
+
+@dataclass(slots=True)
+class Seen:
+    """Of one set-up on one side: median TPOT over requests, and sums."""
+
+    tpots_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    passes: int = 0
+    corrected: int = 0
+    wasted: int = 0
+
+    def add(self, tpot_s: float | None, counters: object) -> None:
+        if tpot_s is not None:
+            self.tpots_s.append(tpot_s)
+        for name in ("passes", "corrected", "wasted"):
+            setattr(self, name, getattr(self, name) + getattr(counters, name))
+        self.tokens += counters.committed  # type: ignore[attr-defined] # DraftCounters
+
+    @property
+    def tpot_s(self) -> float:
+        return median(self.tpots_s)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes
+
+
+# --- the real side --------------------------------------------------------------------------
+
+
+class Real:
+    """Runs set-ups on real processes; ``seen`` fills up with the repeats."""
+
+    def __init__(self, address: str, drafter: Drafter, tokenizer: object, tape: MatchTape) -> None:
+        self.seen: dict[SetUp, Seen] = {}
+        self._address, self._drafter, self._tokenizer = address, drafter, tokenizer
+        self._eos = frozenset(tape.eos_token_ids)
+        source = TapeSource(tape)
+        self._prompts = [source.request(n, 0, 4096).prompt for n in range(len(tape.generations))]
+        self._length = max(len(generation.tokens) for generation in tape.generations)
+
+    async def run(self, set_up: SetUp, data: Path | None) -> None:
+        up, down = links_of(set_up, data)
+        transport = ShapedTransport(connect(self._address), up, down)
+        drafter = LentDrafter(self._drafter) if set_up.arm.drafts else None
+        options = arm_options(set_up.arm, GAMMA)
+        encode, stream = self._tokenizer.encode, self._tokenizer.stream  # type: ignore[attr-defined]
+        seen = self.seen.setdefault(set_up, Seen())
+        async with Agent(transport, drafter, encode, stream, options) as agent:
+            for prompt in self._prompts:
+                done = await self._measure(agent, prompt)
+                seen.add(done.tpot_s, done.counters)
+
+    async def _measure(self, agent: Agent, prompt: tuple[int, ...]) -> Measurement:
+        return await measure(agent, prompt, SamplingParams(max_tokens=self._length), self._eos)
+
+
+def links_of(set_up: SetUp, data: Path | None) -> tuple[LinkModel, LinkModel]:
+    if set_up.trace:
+        assert data is not None
+        return link_pair(read_trace(data / "traces" / set_up.trace))
+    settings = LinkSettings(one_way_s=set_up.rtt_ms / 2e3)
+    return LinkModel(settings), LinkModel(settings)
+
+
+# --- the simulated side ---------------------------------------------------------------------
+
+
+def scenario_of(set_up: SetUp, tape: MatchTape, profile: Path, message_s: float) -> Scenario:
+    link = LinkSection(rtt_ms=set_up.rtt_ms, trace=set_up.trace, framing_bytes=0)
+    workload = WorkloadSection(
+        prompt_tokens=0,
+        output_tokens=4096,
+        think_s=0.002,
+        requests=len(tape.generations),
+        start_within_s=0.0,
+    )
+    cost = CostSection(profile=str(profile))
+    return Scenario(
+        name="fidelity",
+        duration_s=600.0,
+        tokens=TokensSection(source=TokensFrom.TAPE),
+        arms=(set_up.arm,),
+        gamma=GAMMA,
+        links={"link": link},
+        devices={"device": DeviceSection(path=("link",), draft=cost, workload=workload)},
+        verifiers={"verifier": VerifierSection(pass_time=cost)},
+        message_ms=1e3 * message_s,
+    )
+
+
+def simulate(
+    set_up: SetUp, source: TokenSource, scenario: Scenario, folder: Path, seed: int
+) -> list[RequestRecord]:
+    surrounding = Surrounding(source, association_policy("lowest-delay"), folder)
+    world = World(scenario, set_up.arm, str(seed), surrounding)
+    return world.run().meters.records
+
+
+class ModelSource:
+    """``TokenSource`` that asks the real models for the tape's texts."""
+
+    about = "the models themselves"
+
+    def __init__(self, tape: MatchTape, drafter: Drafter, target: TargetModel) -> None:
+        self._tape, self._drafter, self._target = tape, drafter, target
+        self._requests = TapeSource(tape)
+
+    def target(self) -> TargetModel:
+        return self._target
+
+    def drafter(self) -> Drafter:
+        return self._drafter
+
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+        return self._requests.request(number, prompt_length, max_tokens)
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        return self._requests.expected(request, count)
+
+
+def differences(one: list[RequestRecord], other: list[RequestRecord]) -> list[str]:
+    """What differs between two simulated runs; nothing, if the tape is as good as the models."""
+    found = []
+    for a, b in zip(one, other, strict=True):
+        for name, left, right in (
+            ("tokens", a.tokens, b.tokens),
+            ("TTFT", a.ttft_s, b.ttft_s),
+            ("TPOT", a.tpot_s, b.tpot_s),
+            ("counters", asdict(a.counters), asdict(b.counters)),
+            ("wrong tokens", a.mismatches, b.mismatches),
+        ):
+            if left != right:
+                found.append(f"{name}: {left} with the tape, {right} with the models")
+    return found
+
+
+# --- all of it ------------------------------------------------------------------------------
+
+
+async def real_side(
+    args: argparse.Namespace, set_ups: Sequence[SetUp], data: Path | None
+) -> tuple[MatchTape, dict[SetUp, Seen]]:
+    config = AgentConfig(draft=DraftSection(draft_ms=DRAFT_MS))
+    drafter = load_drafter(config)
+    walker = load_drafter(AgentConfig())
+    assert drafter is not None
+    assert walker is not None
+    tokenizer = load_tokenizer(tokenizer_reference(config))
+    async with verifier_process(["--pass-ms", f"{PASS_MS:g}"]) as (address, _):
+        transport = connect(address)
+        info = (await transport.info()).model
+        await transport.close()
+        room = info.context_length - args.tokens
+        workload = choose_workload(
+            DEFAULT_PROMPTS,
+            tokenizer.encode,
+            limit=args.prompts,
+            room=room,
+            eos_token_ids=info.eos_token_ids,
+        )
+        tape = await taped(args, address, walker, tokenizer, workload)
+        real = Real(address, drafter, tokenizer, tape)
+        for repeat in range(args.repeats + 1):  # the first one warms up and is not counted
+            for set_up in (*set_ups[repeat % len(set_ups) :], *set_ups[: repeat % len(set_ups)]):
+                if repeat == 0 and (set_up.trace or set_up.rtt_ms != RTTS_MS[0]):
+                    continue
+                print(f"real, repeat {repeat}: {set_up.name}", file=sys.stderr, flush=True)
+                await real.run(set_up, data)
+            if repeat == 0:
+                real.seen.clear()
+    return tape, real.seen
+
+
+class Quiet:
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
+async def taped(
+    args: argparse.Namespace,
+    address: str,
+    walker: Drafter,
+    tokenizer: object,
+    workload: Workload,
+) -> MatchTape:
+    sampling = SamplingParams(max_tokens=args.tokens)
+    options = arm_options(Arm.TARGET_ONLY)
+    encode, stream = tokenizer.encode, tokenizer.stream  # type: ignore[attr-defined]
+    async with Agent(connect(address), None, encode, stream, options) as agent:
+        texts = [
+            (await measure(agent, prompt, sampling, workload.eos_token_ids)).tokens
+            for prompt in workload.prompts
+        ]
+    about = tape_about("benchmarks/fidelity.py", sampling, "built-in")
+    return await record_tape(walker, "bundled", workload, texts, sampling, Quiet(), about=about)
+
+
+def compare(
+    set_ups: Sequence[SetUp],
+    tape: MatchTape,
+    real: dict[SetUp, Seen],
+    profile_path: Path,
+    profile: CostProfile,
+    data: Path | None,
+) -> list[dict[str, object]]:
+    rows = []
+    print(
+        f"{'set-up':62s} {'real ms':>8s} {'sim ms':>8s} {'error':>7s}   tokens/pass real sim error"
+    )
+    for set_up in set_ups:
+        folder = data / "traces" if data else Path()
+        scenario = scenario_of(set_up, tape, profile_path.resolve(), profile.message.seconds(1))
+        simulated = Seen()
+        for seed in range(SIMULATED_SEEDS):
+            for record in simulate(set_up, TapeSource(tape), scenario, folder, seed):
+                simulated.add(record.tpot_s, record.counters)
+        seen = real[set_up]
+        tpot = simulated.tpot_s / seen.tpot_s - 1.0
+        tokens = simulated.tokens_per_pass / seen.tokens_per_pass - 1.0
+        good = abs(tpot) <= TPOT_WITHIN and abs(tokens) <= TOKENS_WITHIN
+        print(
+            f"{set_up.name:62s} {1e3 * seen.tpot_s:8.2f} {1e3 * simulated.tpot_s:8.2f} {tpot:+7.1%}"
+            f"   {seen.tokens_per_pass:6.3f} {simulated.tokens_per_pass:6.3f} {tokens:+6.1%}"
+            f"   {'' if good else 'OUT'}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "arm": set_up.arm.value,
+                "rtt_ms": set_up.rtt_ms,
+                "trace": set_up.trace,
+                "real_tpot_ms": 1e3 * seen.tpot_s,
+                "simulated_tpot_ms": 1e3 * simulated.tpot_s,
+                "tpot_error": tpot,
+                "real_tokens_per_pass": seen.tokens_per_pass,
+                "simulated_tokens_per_pass": simulated.tokens_per_pass,
+                "tokens_per_pass_error": tokens,
+                "within": good,
+            }
+        )
+    return rows
+
+
+def models_in_virtual_time(tape: MatchTape, profile_path: Path, profile: CostProfile) -> int:
+    """How many of the set-ups differ between the tape and the models."""
+    drafter = load_drafter(AgentConfig())
+    target = load_target(VerifierConfig())
+    assert drafter is not None
+    wrong = 0
+    for set_up in (SetUp(arm, rtt_ms) for arm in ARMS for rtt_ms in (2.0, 100.0)):
+        scenario = scenario_of(set_up, tape, profile_path.resolve(), profile.message.seconds(1))
+        ours = simulate(set_up, TapeSource(tape), scenario, Path(), 1)
+        models = simulate(set_up, ModelSource(tape, drafter, target), scenario, Path(), 1)
+        found = differences(ours, models)
+        wrong += bool(found)
+        said = "identical" if not found else f"{len(found)} differences, first: {found[0]}"
+        print(f"tape and models in virtual time, {set_up.name}: {said}", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", type=Path, required=True, help="file of `edgespec profile`")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    profile = read_profile(args.profile)
+    data = Path(os.environ.get("EDGESPEC_DATA", "../shared/data"))
+    have_data = (data / "traces").is_dir()
+    set_ups = [SetUp(arm, rtt_ms) for rtt_ms in RTTS_MS for arm in ARMS]
+    if have_data:
+        set_ups += [SetUp(Arm.EDGESPEC, trace=trace) for trace in TRACES]
+    else:
+        print(f"no recorded networks: {data} is not there", file=sys.stderr)
+    started_s = time.monotonic()
+    tape, real = asyncio.run(real_side(args, set_ups, data if have_data else None))
+    rows = compare(set_ups, tape, real, args.profile, profile, data if have_data else None)
+    within = sum(bool(row["within"]) for row in rows)
+    print(f"{within} of {len(rows)} set-ups within {TPOT_WITHIN:.0%} and {TOKENS_WITHIN:.0%}")
+    wrong = models_in_virtual_time(tape, args.profile, profile)
+    if args.json:
+        content = {"machine": machine(), "versions": versions(), "rows": rows, "wrong": wrong}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"took {time.monotonic() - started_s:.0f} s")
+    return 0 if within == len(rows) and not wrong else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
