@@ -1,0 +1,1 @@
+"""``edgespec-sim``: the simulator's commands."""

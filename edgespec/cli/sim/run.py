@@ -1,0 +1,60 @@
+"""``edgespec-sim run``: one scenario, all arms, a report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgespec.cli.running import reported, say
+from edgespec.cli.sim.pool import default_processes
+from edgespec.cli.sim.simulate import SUMMARY, TRACE, parse_settings, show, simulate
+from edgespec.report.write import write_report
+from edgespec_sim.scenario.loading import load_scenario, scenario_path
+
+
+def run(
+    scenario: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a bundled scenario (see `list`)")
+    ],
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal results, bit for bit")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write summary.json, trace.jsonl and report.html there"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as links.wan.rtt_ms=80"),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Play arms side by side \\[default: all cores]")
+    ] = None,
+) -> None:
+    """Play a scenario with every arm and compare them.
+
+    The sessions, policies and schedulers are the product's own; only the clock is virtual.
+
+    [bold]Examples[/]
+
+    edgespec-sim run household --seed 1 --out runs/household
+
+    edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6
+    """
+    with reported():
+        path = scenario_path(scenario)
+        loaded = load_scenario(scenario, parse_settings(settings or ()))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        started_s = time.monotonic()
+        trace = None if out is None else out / TRACE
+        summary = simulate(loaded, seed, path.parent, processes or default_processes(), trace)
+        took_s = time.monotonic() - started_s
+        virtual_s = loaded.duration_s * len(loaded.arms)
+        show(summary)
+        say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({virtual_s / took_s:.0f} times)")
+        if out is not None:
+            (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
+            for written in write_report(out):
+                say(f"wrote {written}")

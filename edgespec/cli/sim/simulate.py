@@ -1,0 +1,112 @@
+"""What ``run``, ``sweep`` and ``replay`` share: play a scenario, write what came out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from edgespec import __version__
+from edgespec.cli.sim.pool import Task, play_all
+from edgespec.core.arms import Arm
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
+from edgespec_sim.city.run import jobs_of, summarise
+from edgespec_sim.scenario.sections import Scenario
+
+SUMMARY, TRACE = "summary.json", "trace.jsonl"
+
+
+def simulate(
+    scenario: Scenario,
+    seed: int,
+    folder: Path,
+    processes: int,
+    trace: Path | None = None,
+    *,
+    quiet: bool = False,
+) -> RunSummary:
+    """All arms; ``trace`` gets the first devices of our arm (of the last one, without ours)."""
+    jobs = jobs_of(scenario, seed, folder)
+    shown = Arm.EDGESPEC if Arm.EDGESPEC in scenario.arms else scenario.arms[-1]
+    tasks = [
+        Task(
+            f"{scenario.name}: {job.arm.value}",
+            job,
+            trace if trace is not None and job.arm is shown and job.shard == 0 else None,
+        )
+        for job in jobs
+    ]
+    outcomes = dict(play_all(tasks, processes, quiet=quiet))
+    ordered = [(job.arm, outcomes[index]) for index, job in enumerate(jobs)]
+    return summarise(scenario, seed, folder, ordered, environment())
+
+
+def environment() -> dict[str, str]:
+    return {
+        "edgespec": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, object]:
+    """``links.wan.rtt_ms=80`` and the like; values are read as YAML. Raises ``ValueError``."""
+    import yaml
+
+    parsed: dict[str, object] = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign or not key:
+            raise ValueError(f"setting is {setting!r}, but must be KEY=VALUE")
+        parsed[key] = yaml.safe_load(value)
+    return parsed
+
+
+def arms_table(summary: RunSummary) -> Table:
+    table = Table(title=f"{summary.name}, seed {summary.seed}: {summary.tokens_from}")
+    for name in ("arm", "TTFT ms", "TPOT ms", "p95", "speed-up", "tokens/pass", "acceptance"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for name in ("wasted/token", "tokens/s", "GPU busy", "requests", "wrong tokens"):
+        table.add_column(name, justify="right")
+    for arm in summary.arms:
+        table.add_row(*_cells(arm))
+    return table
+
+
+def _cells(arm: ArmSummary) -> tuple[str, ...]:
+    whole = arm.all
+    busy = [one.utilisation for one in arm.verifiers]
+    mismatches = "–" if whole.mismatches is None else str(whole.mismatches)
+    return (
+        arm.arm,
+        _ms(whole.ttft_s, 2),
+        _ms(whole.tpot_s, 2),
+        _ms(whole.tpot_s, 4),
+        "–" if arm.speedup is None else f"{arm.speedup:.2f}×",
+        f"{whole.tokens_per_pass:.2f}",
+        "–" if whole.acceptance is None else f"{whole.acceptance:.2f}",
+        f"{whole.wasted_per_token:.2f}",
+        f"{whole.tokens_per_second:.0f}",
+        f"{100 * sum(busy) / len(busy):.0f} %" if busy else "–",
+        f"{whole.requests}" + (f" ({whole.failed} failed)" if whole.failed else ""),
+        mismatches,
+    )
+
+
+def _ms(spread: Spread | None, index: int) -> str:
+    return "–" if spread is None else f"{1e3 * spread.quantiles[index]:.1f}"
+
+
+def output() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def show(summary: RunSummary) -> None:
+    output().print(arms_table(summary))
