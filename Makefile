@@ -6,7 +6,7 @@ PYTHON      ?= python3
 PIP_FLAGS   ?=
 TORCH_FLAGS ?=
 TORCH       := $(shell sed -n '/^torch==/p' constraints.txt)
-EXTRAS      := cpu,server,export,dev,sim
+EXTRAS      := cpu,server,export,dev,sim,uara
 
 VENV  := .venv
 BIN   := $(VENV)/bin

@@ -11,8 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = "edgespec/transport/pb/"
-# Import name -> folder. ``sim`` is not a package: its one package is named edgespec_sim.
-PACKAGES = {"edgespec": "edgespec", "edgespec_sim": "sim/edgespec_sim"}
+# Import name -> folder. ``sim`` is not a package: its packages are imported by their own names.
+PACKAGES = {
+    "edgespec": "edgespec",
+    "edgespec_sim": "sim/edgespec_sim",
+    "edgespec_uara": "sim/edgespec_uara",
+}
 _NOT_OURS = {"build", "dist", "runs", "logs", "__pycache__", "node_modules"}
 
 
@@ -28,7 +32,7 @@ class Module:
     def name(self) -> str:
         """The name it is imported by: ``edgespec.core.tree``, ``edgespec_sim.world``."""
         dotted = self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        return dotted.removeprefix("sim.") if dotted.startswith("sim.edgespec_sim") else dotted
+        return dotted.removeprefix("sim.") if dotted.startswith("sim.edgespec_") else dotted
 
     @property
     def is_package(self) -> bool:

@@ -91,8 +91,13 @@ FLOORS = (
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
     Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
+    Floor("edgespec.report", (CORE, TELEMETRY), HEAVY | {"asyncio", "numpy"}),
     # Measures agents it is handed; links, models and processes are the command line's.
-    Floor("edgespec.benchmark", (CORE, PORTS, "edgespec.agent", "edgespec.__version__"), HEAVY),
+    Floor(
+        "edgespec.benchmark",
+        (CORE, PORTS, TELEMETRY, "edgespec.agent", "edgespec.__version__"),
+        HEAVY,
+    ),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
     Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
     # The composition root, and the Python API on top of it.
@@ -103,6 +108,9 @@ FLOORS = (
         (CORE, PORTS, TELEMETRY, CONFIG, "edgespec.drafters.toy", "edgespec.targets.toy"),
         HEAVY | REAL_WORLD,
     ),
+    # Training alone needs torch; a trained policy runs in numpy, or in plain Python.
+    Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
+    Floor("edgespec_uara", (CORE, "edgespec_sim"), HEAVY),
     Floor("edgespec.__main__", ("edgespec.cli",), HEAVY),
     # What is left: edgespec/__init__.py, which everyone loads.
     Floor("edgespec", (CORE, PORTS, "edgespec.api"), HEAVY),
@@ -155,6 +163,9 @@ def test_every_import_stays_on_its_floor() -> None:
         ("sim/edgespec_sim/x.py", "from edgespec.drafters.onnx import OnnxDrafter"),
         ("sim/edgespec_sim/x.py", "from edgespec.transport import loopback"),
         *(("sim/edgespec_sim/x.py", f"import {name}") for name in sorted(HEAVY | REAL_WORLD)),
+        ("sim/edgespec_sim/x.py", "from edgespec_uara import world"),
+        ("sim/edgespec_uara/x.py", "import torch"),
+        ("sim/edgespec_uara/x.py", "from edgespec.agent.device import Device"),
         ("edgespec/__init__.py", "from edgespec.agent.device import Device"),
         ("edgespec/__init__.py", "import torch"),
     ],
@@ -178,6 +189,8 @@ def test_a_planted_import_is_found(path: str, line: str) -> None:
         ("edgespec/cli/x.py", "from edgespec_sim import world"),
         ("sim/edgespec_sim/x.py", "from edgespec.drafters.toy import ToyDrafter"),
         ("sim/edgespec_sim/x.py", "import heapq, random"),
+        ("sim/edgespec_uara/masac/x.py", "import torch"),
+        ("sim/edgespec_uara/x.py", "from edgespec_uara.masac import learner"),
         ("tests/x.py", "import torch, grpc, time"),
     ],
 )
@@ -204,6 +217,13 @@ def test_the_heavy_libraries_are_never_loaded(package: str) -> None:
     names = [module.name for module in modules() if within(module.name, package)]
     assert names, f"{package} holds no module"
     assert _loaded_by(*names) & (HEAVY | {"asyncio"}) == set()
+
+
+def test_only_training_loads_torch() -> None:
+    every = [module.name for module in modules() if within(module.name, "edgespec_uara")]
+    names = [name for name in every if not within(name, "edgespec_uara.masac")]
+    assert names != every
+    assert _loaded_by(*names) & HEAVY == set()
 
 
 def test_an_early_load_would_be_seen() -> None:

@@ -1,0 +1,99 @@
+"""The comparison: paired worlds, gains with the right sign, and the page it ends in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from edgespec_uara import sweep
+from edgespec_uara.association import shipped_association
+from edgespec_uara.comparison import Cell, Effort, Result, compare, gains, over_the_papers
+from edgespec_uara.cost import objective
+from edgespec_uara.matching import best_gain
+from edgespec_uara.methods import NO_SPECULATION, TMA_MASAC, Situation, max_compute, methods
+from edgespec_uara.paper import CorrectedCost, PaperCost
+from edgespec_uara.planning import follow, plan, views
+from edgespec_uara.policy import Actor
+from edgespec_uara.shares import optimal
+from edgespec_uara.world import UaraSettings, UaraWorld
+from tests.uara.small import snapshot
+
+
+def test_gains_are_shares_of_the_other_methods_cost() -> None:
+    rows = [
+        Result("paper", cell, name, cost, cost / 2)
+        for cell, ours, theirs in ((Cell(1, 1), 80.0, 100.0), (Cell(2, 1), 50.0, 40.0))
+        for name, cost in (("ours", ours), ("theirs", theirs))
+    ]
+    (found,) = gains(rows, "ours")
+    assert found.mean_cost == pytest.approx((0.2 - 0.25) / 2)
+    assert found.baseline == "theirs"
+    renamed = [replace(found, baseline="random"), replace(found, baseline="no matter", max_delay=9)]
+    assert over_the_papers(renamed) == pytest.approx((found.mean_delay, found.max_delay))
+    assert found.max_cost == pytest.approx(0.2)
+
+
+def test_a_method_is_compared_on_the_same_worlds_each_time() -> None:
+    every = methods(Actor.shipped())
+    one, two = (
+        list(compare(Cell(20, 3), PaperCost(), every, Effort(1, 2), seed=3)) for _ in range(2)
+    )
+    assert one == two
+    assert [result.method for result in one] == [*every, NO_SPECULATION]
+    by_name = {result.method: result.cost_ms for result in one}
+    for baseline in ("random", "max-SINR", "max-compute"):
+        assert by_name[TMA_MASAC] < by_name[baseline]
+
+
+def test_the_learned_association_beats_the_simple_rules() -> None:
+    """With optimal shares for all, so that only the association differs."""
+    cost, policy = CorrectedCost(), follow(shipped_association())
+    learned, signal, compute = [], [], []
+    for seed in range(6):
+        now = UaraWorld(UaraSettings(devices=60, servers=8), 500 + seed).snapshot
+        terms = cost.terms(now)
+        decision = policy(Situation(now, terms, np.random.default_rng(0)))
+        decision.check(8)
+        learned.append(objective(terms, decision))
+        signal.append(objective(terms, optimal(terms, best_gain(now.gains))))
+        compute.append(objective(terms, optimal(terms, max_compute(now))))
+    assert np.mean(learned) < min(np.mean(signal), np.mean(compute))
+
+
+def test_a_plan_says_what_the_simulator_needs() -> None:
+    now = snapshot(0)
+    found = plan(now, CorrectedCost(), methods(Actor.shipped())["TMA + optimal shares"], 0)
+    link = found.link(3)
+    server = int(found.decision.association[3])
+    assert link.up_bits_per_s == pytest.approx(
+        found.up_bits_per_s[3, server] * found.decision.bandwidth[3]
+    )
+    assert link.rtt_s == pytest.approx(0.008 + now.backhaul_rtt_s[server])
+    seen = views(now)
+    assert (len(seen.devices), len(seen.verifiers), len(seen.links[0])) == (24, 4, 4)
+    assert all(0 < device.acceptance <= 1 for device in seen.devices)
+    # The faster the card, the shorter its pass.
+    passes = [verifier.pass_s for verifier in seen.verifiers]
+    assert np.argmin(passes) == np.argmax(now.server_flops)
+
+
+def test_the_sweep_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "cells", lambda quick: (Cell(12, 3), Cell(16, 12)))
+    import typer
+
+    app = typer.Typer()
+    app.command()(sweep.main)
+    done = CliRunner().invoke(app, ["--out", str(tmp_path), "--quick"])
+    assert done.exit_code == 0, done.output
+    assert "23.7%" in done.output
+    for name in ("paper", "corrected"):
+        data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+        assert {gain["baseline"] for gain in data["gains"]} >= {"random", "max-SINR"}
+        page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+        assert "Plotly.newPlot" in page
+        assert '<script src="http' not in page

@@ -1,0 +1,99 @@
+"""The cost models: the printed formula term by term, and what the corrections do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgespec_uara.cost import Decision, delays, device_costs
+from edgespec_uara.paper import CorrectedCost, PaperCost, rtt_s, sinr
+from edgespec_uara.shares import uniform
+from edgespec_uara.world import UaraSettings, UaraWorld, tokens_per_pass
+from tests.uara.small import COSTS, snapshot
+
+
+def test_the_printed_objective_is_the_papers_formula() -> None:
+    """Worked out for each device in SI units, without the arrays of ``Terms``."""
+    now, cost = snapshot(3), PaperCost()
+    now = replace(now, queue_slots=np.linspace(0.0, 1.5, 4))
+    decision = uniform(cost.terms(now), np.arange(24) % 4)
+    found = device_costs(cost.terms(now), decision)
+    for i in range(24):
+        j, y, z = i % 4, 1 / 6, 1 / 6
+        noise_w = 10 ** (-174 / 10 - 3) * 10e6 / 4
+        snr = now.gains[i, j] * now.transmit_w[i] / noise_w
+        rate = y * (10e6 / 4) * np.log2(1 + snr)
+        d_md = now.draft_flop[i] / now.device_flops[i]
+        d_es = now.queue_slots[j] * 2.0 + now.verify_flop[i] / (z * now.server_flops[j])
+        gap_ms = 1e3 * (d_md - now.upload_bits[i] / rate)
+        energy_mj = now.draft_flop[i] / 1e9 + 2.6 * y * 1e3 * now.transmit_w[i]
+        wanted = 1e3 * (d_md + d_es) + 1e-2 * gap_ms**2
+        wanted += 60.0 * energy_mj / now.battery_percent[i]
+        assert found[i] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_corrected_cost_adds_what_the_paper_leaves_out() -> None:
+    now = snapshot(1)
+    printed, corrected = PaperCost().terms(now), CorrectedCost().terms(now)
+    assert np.all(sinr(now) < now.snr)
+    assert np.all(corrected.uplink > printed.uplink)
+    once_ms = 1e3 * now.passes[:, None] * rtt_s(now)
+    assert np.all(corrected.delay > printed.delay + once_ms)
+    # Energy is power times time on air, in which the share cancels.
+    assert not corrected.power.any()
+
+
+def test_in_the_papers_units_speculation_cannot_pay() -> None:
+    """Operations over peak speed: every rejected token costs, and a pass costs nothing extra."""
+    now, cost = snapshot(2), PaperCost()
+    everyone = np.arange(24) % 4
+    speculative = uniform(cost.terms(now), everyone)
+    plain = uniform(cost.plain_terms(now), everyone)
+    ours = delays(cost.terms(now), speculative)
+    assert np.all(delays(cost.plain_terms(now), plain) < ours)
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
+def test_a_decision_that_gives_too_much_is_refused(cost: PaperCost) -> None:
+    decision = uniform(cost.terms(snapshot()), np.arange(24) % 4)
+    decision.check(4)
+    for wrong, said in (
+        (replace(decision, bandwidth=decision.bandwidth * 1.01), "gives 1.01"),
+        (replace(decision, compute=decision.compute * 1.01), "of its compute"),
+        (replace(decision, compute=decision.compute * 0.0), "above 0"),
+        (replace(decision, association=decision.association + 1), "outside 0 to 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            wrong.check(4)
+
+
+def test_the_bandwidth_constraint_is_per_server_and_not_per_device() -> None:
+    """The paper's index would let a server give every one of its devices the whole band."""
+    whole = np.ones(4)
+    with pytest.raises(ValueError, match=r"server 0 gives 4\.0 of its bandwidth"):
+        Decision(np.zeros(4, dtype=np.int64), whole, whole / 4).check(2)
+
+
+def test_worlds_are_a_function_of_their_seed() -> None:
+    one, two = (UaraWorld(UaraSettings(devices=9, servers=3), 5) for _ in range(2))
+    here, there = one.advance(np.zeros(9, dtype=np.int64)), two.advance(np.arange(9) % 3)
+    # Decisions move the queue and nothing else, so methods can be compared on equal worlds.
+    assert np.array_equal(here.gains, there.gains)
+    assert np.array_equal(here.tokens, there.tokens)
+    assert not np.array_equal(UaraWorld(one.settings, 6).snapshot.gains, here.gains)
+
+
+def test_work_that_does_not_fit_waits() -> None:
+    world = UaraWorld(UaraSettings(devices=60, servers=3), 0)
+    before = world.snapshot
+    after = world.advance(np.zeros(60, dtype=np.int64))
+    wanted = before.verify_flop.sum() / before.server_flops[0] / 2.0 - 1.0
+    assert after.queue_slots == pytest.approx([wanted, 0.0, 0.0])
+    assert wanted > 0
+
+
+def test_tokens_per_pass_is_the_geometric_sum() -> None:
+    found = tokens_per_pass(np.array([3.0]), np.array([0.5]))
+    assert found[0] == pytest.approx(1 + 0.5 + 0.25 + 0.125)

@@ -1,0 +1,61 @@
+"""The two environments against their libraries' own checkers, and the reward's sign."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from pettingzoo.test import parallel_api_test
+
+from edgespec_uara.environment import SLOTS, CentralEnv, ServersEnv, SlotGame
+from edgespec_uara.paper import PaperCost
+from edgespec_uara.world import UaraSettings
+
+SETTINGS = UaraSettings(devices=12, servers=3)
+
+
+def test_the_central_environment_is_gymnasiums() -> None:
+    check_env(CentralEnv(SETTINGS), skip_render_check=True)
+
+
+def test_the_servers_environment_is_pettingzoos() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        parallel_api_test(ServersEnv(SETTINGS), num_cycles=3 * SLOTS)
+
+
+def test_an_episode_ends_by_its_length() -> None:
+    env = CentralEnv(SETTINGS)
+    env.reset(seed=1)
+    action = np.zeros((3, 25), dtype=np.float32)
+    ends = [env.step(action)[2:4] for _ in range(SLOTS)]
+    assert ends == [(False, False)] * (SLOTS - 1) + [(False, True)]
+
+
+def test_both_faces_play_the_same_game() -> None:
+    central, servers = CentralEnv(SETTINGS), ServersEnv(SETTINGS)
+    with pytest.raises(RuntimeError, match="reset"):
+        central.step(np.zeros((3, 25), dtype=np.float32))
+    with pytest.raises(RuntimeError, match="reset"):
+        servers.step({})
+    seen, _ = servers.reset(seed=4)
+    assert list(seen) == ["server_0", "server_1", "server_2"]
+    actions = {agent: np.zeros(25, dtype=np.float32) for agent in seen}
+    _, rewards, _, _, infos = servers.step(actions)
+    # One reward for all, since all serve one objective.
+    assert len(set(rewards.values())) == 1
+    assert all(info["cost"] > 0 for info in infos.values())
+
+
+def test_a_higher_reward_is_a_lower_cost() -> None:
+    """Even shares after matching beat random association; absurd ones are punished."""
+    even = np.zeros((3, 25))
+    even[:, -1] = 1.0
+    absurd = np.random.default_rng(0).choice([-1.0, 1.0], (3, 25))
+    outcomes = [SlotGame(SETTINGS, PaperCost(), 3).play(action) for action in (even, absurd)]
+    assert outcomes[0].cost < outcomes[1].cost
+    assert outcomes[0].reward > 1.0 > 0
+    assert outcomes[0].reward > outcomes[1].reward
+    assert outcomes[0].reference == outcomes[1].reference

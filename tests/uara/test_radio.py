@@ -1,0 +1,104 @@
+"""Radio and mobility against the report's own formulae, worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec_sim.mobility import RandomWaypoint
+from edgespec_sim.radio import (
+    RecordedGains,
+    UmiGains,
+    UmiSettings,
+    los_probability,
+    path_loss_db,
+)
+
+SETTINGS = UmiSettings(carrier_ghz=3.5)
+
+
+@pytest.mark.parametrize(
+    ("distance_m", "sight", "loss_db"),
+    [
+        # TR 38.901, Table 7.4.1-1, by hand: d3D = sqrt(d^2 + 8.5^2), 20 log 3.5 = 10.8814.
+        (100.0, True, 32.4 + 21 * 2.001564 + 10.8814),
+        # Past the breakpoint of 4 * 9 * 0.5 * 3.5e9 / 3e8 = 210 m.
+        (500.0, True, 32.4 + 40 * 2.699033 + 10.8814 - 9.5 * 4.645149),
+        (100.0, False, 35.3 * 2.001564 + 22.4 + 21.3 * 0.544068),
+        (5.0, True, 32.4 + 21 * 1.118050 + 10.8814),  # As at 10 m.
+    ],
+)
+def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
+    found = path_loss_db(SETTINGS, np.array([distance_m]), np.array([sight]))
+    assert found[0] == pytest.approx(loss_db, abs=2e-3)
+
+
+def test_a_blocked_path_never_loses_less() -> None:
+    distances = np.linspace(1.0, 1000.0, 500)
+    clear = path_loss_db(SETTINGS, distances, np.ones(500, dtype=bool))
+    assert np.all(path_loss_db(SETTINGS, distances, np.zeros(500, dtype=bool)) >= clear)
+
+
+def test_line_of_sight_is_certain_near_by() -> None:
+    found = los_probability(np.array([5.0, 18.0, 36.0]))
+    assert found == pytest.approx([1.0, 1.0, 0.5 + np.exp(-1.0) * 0.5])
+
+
+def test_gains_have_the_models_mean_and_spread() -> None:
+    """Far enough out that nothing is in sight: 7.82 dB of shadowing and Rayleigh's 5.57 dB."""
+    rng = np.random.default_rng(0)
+    field = UmiGains(rng, 4000, 2, SETTINGS)
+    devices = np.tile([900.0, 0.0], (4000, 1))
+    gains_db = 10 * np.log10(field.next(devices, np.zeros((2, 2)), np.zeros(4000)))
+    loss = path_loss_db(SETTINGS, np.array([900.0]), np.array([False]))[0]
+    # E[10 log10 of an exponential] = -2.507 dB; 2 % are in sight and gain some.
+    assert gains_db.mean() == pytest.approx(-loss - 2.507, abs=0.9)
+    assert gains_db.std() == pytest.approx(np.hypot(7.82, 5.57), rel=0.08)
+    shared = np.corrcoef(gains_db[:, 0], gains_db[:, 1])[0, 1]
+    assert shared == pytest.approx(0.5 * 7.82**2 / (7.82**2 + 5.57**2), abs=0.08)
+
+
+def test_shadowing_stays_where_the_device_stays() -> None:
+    devices, stations = np.tile([150.0, 0.0], (3000, 1)), np.zeros((1, 2))
+
+    def likeness(gone_m: float) -> float:
+        field = UmiGains(np.random.default_rng(1), 3000, 1, SETTINGS)
+        still = np.zeros(3000)
+        first = np.log(field.next(devices, stations, still))[:, 0]
+        second = np.log(field.next(devices, stations, np.full(3000, gone_m)))[:, 0]
+        return float(np.corrcoef(first, second)[0, 1])
+
+    assert likeness(0.0) > 0.6 > likeness(13.0) > likeness(300.0)
+    assert abs(likeness(300.0)) < 0.08
+
+
+def test_recorded_gains_play_in_turn(tmp_path: Path) -> None:
+    gains = np.arange(12.0).reshape(3, 2, 2)
+    np.savez(tmp_path / "gains.npz", gains=gains)
+    played = RecordedGains.load(tmp_path / "gains.npz")
+    place = np.zeros((2, 2))
+    for slot in (0, 1, 2, 0):
+        assert np.array_equal(played.next(place, place, np.zeros(2)), gains[slot])
+    with pytest.raises(ValueError, match=r"\(2, 2\), not \(3, 2\)"):
+        played.next(np.zeros((3, 2)), place, np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "gains", [np.ones((2, 2)), -np.ones((1, 2, 2)), np.full((1, 1, 1), np.inf)]
+)
+def test_recorded_gains_that_cannot_be_are_refused(gains: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="gains"):
+        RecordedGains(gains)
+
+
+def test_devices_walk_at_their_speed_and_stay_inside() -> None:
+    walk = RandomWaypoint(np.random.default_rng(2), 200, side_m=50.0, speed_m_s=(1.0, 3.0))
+    for _ in range(20):
+        before = walk.positions_m
+        gone_m = walk.advance(30.0)  # Long enough for several legs.
+        assert np.all((walk.positions_m >= 0) & (walk.positions_m <= 50.0))
+        assert np.all((gone_m >= 30.0 - 1e-6) & (gone_m <= 90.0 + 1e-6))
+        straight_m = np.linalg.norm(walk.positions_m - before, axis=1)
+        assert np.all(straight_m <= gone_m + 1e-9)
