@@ -6,7 +6,7 @@ checks read only public state of the product's machines and raise ``CheckFailure
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgespec.core.ending import Ending
@@ -17,8 +17,9 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.tree import ROOT, SpeculationTree
 from edgespec.core.verify_events import VerifyState
 from edgespec.core.verify_session import VerifySession
-from edgespec.core.work import Candidate, ModelInfo, PassRequest
-from edgespec.ports import Drafter
+from edgespec.core.work import Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.ports import CapacityError, Drafter
+from edgespec.targets.toy import ToyTarget
 
 
 class CheckFailure(AssertionError):
@@ -177,3 +178,29 @@ class CheckedDrafter:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class CheckedTarget:
+    """A toy target whose every pass is judged, and which fails passes of several sessions."""
+
+    def __init__(self, inner: ToyTarget, check: PassCheck, fails: Callable[[], bool]) -> None:
+        self.inner, self._check, self._fails = inner, check, fails
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+        self.inner.open(key, prompt_length, sampling)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self._check.check(batch)
+        if len(batch) > 1 and self._fails():
+            raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
+        return self.inner.forward(batch)
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self.inner.keep(key, nodes)
+
+    def close(self, key: str) -> None:
+        self.inner.close(key)

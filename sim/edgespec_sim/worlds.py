@@ -10,7 +10,7 @@ stream, computed without any of it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from edgespec.core.draft_events import DraftCounters, Fail, Finish, LinkState
@@ -22,12 +22,12 @@ from edgespec.core.reconnect import ReconnectPolicy
 from edgespec.core.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verify_engine import VerifyEngine
-from edgespec.core.work import ModelInfo, PassRequest, PassResult
 from edgespec.drafters.toy import ToyDrafter
-from edgespec.ports import CapacityError, Drafter
+from edgespec.ports import Drafter
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.checks import (
     CheckedDrafter,
+    CheckedTarget,
     CheckFailure,
     Expected,
     PassCheck,
@@ -138,32 +138,6 @@ class _JitteryPath:
         self._queue.at(self._last_s, deliver)
 
 
-class _CheckedTarget:
-    """A toy target whose every pass is judged, and which fails passes of several sessions."""
-
-    def __init__(self, inner: ToyTarget, check: PassCheck, fails: Callable[[], bool]) -> None:
-        self.inner, self._check, self._fails = inner, check, fails
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.open(key, prompt_length, sampling)
-
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        self._check.check(batch)
-        if len(batch) > 1 and self._fails():
-            raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
-        return self.inner.forward(batch)
-
-    def keep(self, key: str, nodes: Sequence[int]) -> None:
-        self.inner.keep(key, nodes)
-
-    def close(self, key: str) -> None:
-        self.inner.close(key)
-
-
 class _World:
     def __init__(self, options: WorldOptions, dice: random.Random) -> None:
         self.options, self.dice, self.queue = options, dice, EventQueue()
@@ -201,7 +175,7 @@ class _World:
         self.targets.append(inner)
         engine = VerifyEngine(inner.info, options.limits, options.engine_limits)
         check = PassCheck(engine.sessions, self.records, options.limits, options.engine_limits)
-        target = _CheckedTarget(inner, check, lambda: self._chance(options.batch_failure_chance))
+        target = CheckedTarget(inner, check, lambda: self._chance(options.batch_failure_chance))
         compute = PassTime(self.queue, lambda requests: options.pass_s)
         return SimulatedVerifier(self.queue, engine, target, compute)
 
@@ -253,6 +227,9 @@ class _World:
             if isinstance(message, Draft) and self._chance(self.options.forge_chance):
                 self.faults += 1
                 deliver(self._forged(message))
+                for session in self.server.engine.sessions.values():
+                    fooled = any(node.id >= _FORGED_ID for node in session.inbox.tree)
+                    require(not fooled, "a draft on another text was taken")
 
         stream.to_verifier = receive
         return stream, 2 * delay_s
