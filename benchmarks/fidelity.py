@@ -34,6 +34,7 @@ from edgespec.benchmark.tape_recorder import record_tape, tape_about
 from edgespec.benchmark.workload import Workload, choose_workload
 from edgespec.cli.child import verifier_process
 from edgespec.compose import (
+    PromptTokenizer,
     connect,
     load_drafter,
     load_target,
@@ -123,7 +124,9 @@ class Seen:
 class Real:
     """Runs set-ups on real processes; ``seen`` fills up with the repeats."""
 
-    def __init__(self, address: str, drafter: Drafter, tokenizer: object, tape: MatchTape) -> None:
+    def __init__(
+        self, address: str, drafter: Drafter, tokenizer: PromptTokenizer, tape: MatchTape
+    ) -> None:
         self.seen: dict[SetUp, Seen] = {}
         self._address, self._drafter, self._tokenizer = address, drafter, tokenizer
         self._eos = frozenset(tape.eos_token_ids)
@@ -136,7 +139,7 @@ class Real:
         transport = ShapedTransport(connect(self._address), up, down)
         drafter = LentDrafter(self._drafter) if set_up.arm.drafts else None
         options = arm_options(set_up.arm, GAMMA)
-        encode, stream = self._tokenizer.encode, self._tokenizer.stream  # type: ignore[attr-defined]
+        encode, stream = self._tokenizer.encode, self._tokenizer.stream
         seen = self.seen.setdefault(set_up, Seen())
         async with Agent(transport, drafter, encode, stream, options) as agent:
             for prompt in self._prompts:
@@ -273,12 +276,12 @@ async def taped(
     args: argparse.Namespace,
     address: str,
     walker: Drafter,
-    tokenizer: object,
+    tokenizer: PromptTokenizer,
     workload: Workload,
 ) -> MatchTape:
     sampling = SamplingParams(max_tokens=args.tokens)
     options = arm_options(Arm.TARGET_ONLY)
-    encode, stream = tokenizer.encode, tokenizer.stream  # type: ignore[attr-defined]
+    encode, stream = tokenizer.encode, tokenizer.stream
     async with Agent(connect(address), None, encode, stream, options) as agent:
         texts = [
             (await measure(agent, prompt, sampling, workload.eos_token_ids)).tokens

@@ -32,6 +32,8 @@ class Arm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArmSettings:
+    """What a device is set to: how it drafts, and whether the verifier may decode on."""
+
     policy: DraftPolicy
     run_ahead: RunAhead
 

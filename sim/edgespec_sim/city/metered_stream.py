@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgespec.core.messages import Downlink, Open, Uplink
+from edgespec.core.messages import Commit, Downlink, Open, Uplink
 from edgespec.core.wire_size import message_bytes
 from edgespec_sim.city.conservation import StreamWatch
 from edgespec_sim.event_queue import EventQueue
@@ -17,6 +17,8 @@ from edgespec_sim.stream import Stream
 
 
 class MeteredStream(Stream):
+    """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``."""
+
     __slots__ = ("_airtime", "_watch", "airtime_s", "down_bytes", "up_bytes")
 
     def __init__(
@@ -43,7 +45,8 @@ class MeteredStream(Stream):
 
     def send_down(self, message: Downlink) -> None:
         size_bytes = message_bytes(message)
-        self.down_bytes += size_bytes
+        if isinstance(message, Commit):
+            self.down_bytes += size_bytes
         if self._watch is not None:
             self._watch.sent_down(message, self._queue.now, size_bytes)
         self._down.send(size_bytes, lambda: self._arrive_down(message))
@@ -51,9 +54,11 @@ class MeteredStream(Stream):
     def _arrive_up(self, message: Uplink) -> None:
         if self._watch is not None:
             self._watch.arrived_up(message, self._queue.now)
-        super()._arrive_up(message)
+        if self.open:
+            self.to_verifier(message)
 
     def _arrive_down(self, message: Downlink) -> None:
         if self._watch is not None:
             self._watch.arrived_down(message, self._queue.now)
-        super()._arrive_down(message)
+        if self.open:
+            self.to_device(message)
