@@ -22,6 +22,7 @@ from edgespec.agent.agent import (
 )
 from edgespec.compose import SetupError, build_agent
 from edgespec.config import (
+    DEFAULT_ADDRESS,
     AgentConfig,
     ConfigError,
     DraftSection,
@@ -55,7 +56,7 @@ _T = TypeVar("_T")
 
 
 def connect(
-    address: str = AgentConfig().verifier,
+    address: str = DEFAULT_ADDRESS,
     *,
     draft: str = DraftSection().model,
     tokenizer: str = "",
@@ -100,7 +101,7 @@ class SyncAgent:
     object may be used from several threads.
     """
 
-    def __init__(self, address: str = AgentConfig().verifier, **settings: Any) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, **settings: Any) -> None:
         self._start(connect(address, **settings))
 
     @classmethod

@@ -273,10 +273,15 @@ def build_policy(
 def build_agent(
     config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
 ) -> Agent:
-    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
+    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does, and
+    ``ValueError`` when ``config`` still names several verifiers."""
+    if len(config.verifiers) > 1:
+        raise ValueError(
+            f"verifier names {len(config.verifiers)} addresses, but an agent uses one: choose first"
+        )
     reference = tokenizer_reference(config)
     tokenizer = load_tokenizer(reference)
-    transport = connect(config.verifier, config.link)
+    transport = connect(config.verifiers[0], config.link)
     policy = config.policy
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),

@@ -36,6 +36,7 @@ _PROMPT = "> "
 def chat(
     context: typer.Context,
     verifier: options.VerifierAddress = None,
+    association: options.Association = None,
     model: options.TargetName = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
@@ -76,7 +77,7 @@ def chat(
             )
         signal.signal(signal.SIGTERM, _leave)
         with asyncio.Runner() as runner, trace_to(settings.trace) as tracer, _history():
-            info = runner.run(greet(settings))
+            settings, info = runner.run(greet(settings))
             agent = build_agent(settings, tracer=tracer, say=say)
             try:
                 say(f"talking with {info.name}; {HELP}")

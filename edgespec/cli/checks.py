@@ -163,6 +163,8 @@ async def verifier(address: str) -> Check:
             f" {limits.max_nodes_outstanding} nodes ({limits.max_nodes_per_pass} a pass)"
             f" and a lease of {limits.lease_s:g} s"
         )
+    if served.pass_us:
+        finding += f"; a pass takes {served.pass_us / 1e3:.1f} ms"
     return Check(name, State.GOOD, finding)
 
 

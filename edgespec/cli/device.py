@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import platform
+import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 
 from edgespec.agent.agent import Agent
+from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.cli.running import say
 from edgespec.cli.streaming import Progress, View
 from edgespec.compose import (
     SetupError,
@@ -14,35 +21,84 @@ from edgespec.compose import (
     vocabulary_of,
     with_port,
 )
-from edgespec.config import DEFAULT_PORT, AgentConfig
+from edgespec.config import DEFAULT_PORT, LEARNED, AgentConfig
+from edgespec.core.association import AssociationPolicy, DeviceView, association_policy
+from edgespec.core.association_network import LearnedAssociation
 from edgespec.core.sampling import SamplingParams
 from edgespec.ports import LinkError, ModelInfo
 
+# Of a device that was not told how fast it drafts; no simple policy looks at it.
+_USUAL_STEP_S = 0.01
 
-async def greet(config: AgentConfig) -> ModelInfo:
-    """What the verifier serves, if it is there and fits ``config``. Raises ``SetupError`` saying
-    what to run; without this a wrong address is only noticed after the attempts to reconnect."""
-    transport = connect(config.verifier)
+
+async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+    """What the verifier serves, if it is there and fits ``config``, and ``config`` with that
+    verifier alone: of several, one is chosen and named. Raises ``SetupError`` saying what to run;
+    without this a wrong address is only noticed after the attempts to reconnect."""
+    if len(config.verifiers) > 1:
+        return await _choose(config)
+    (address,) = config.verifiers
+    transport = connect(address)
     try:
         info = (await transport.info()).model
     except LinkError as error:
-        raise SetupError(no_verifier(config.verifier, error)) from error
+        raise SetupError(no_verifier(address, error)) from error
     finally:
         await transport.close()
-    if config.model and config.model != info.name:
-        raise SetupError(
-            f"unknown model {config.model!r}: the verifier at {with_port(config.verifier)} serves"
-            f" {info.name!r}"
+    if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
+        raise SetupError(why)
+    return config, info
+
+
+async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+    policy = association(config.association)
+    device = DeviceView(platform.node(), config.draft.draft_ms / 1e3 or _USUAL_STEP_S)
+    links = {with_port(address): connect(address) for address in config.verifiers}
+    try:
+        found = await choose_verifier(
+            links, policy, device, lambda model: _misfit(config, model, "it")
         )
+    except NoneFitsError as error:
+        raise SetupError(f"{error}\n  start one:   edgespec verifier") from error
+    finally:
+        await asyncio.gather(*(link.close() for link in links.values()))
+    if found.left_out:
+        say("left out: " + "; ".join(f"{address} ({why})" for address, why in found.left_out))
+    chosen = found.chosen
+    info = chosen.info
+    passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
+    say(
+        f"using {chosen.address} ({policy.name}): round trip {chosen.rtt_s * 1e3:.1f} ms{passes},"
+        f" {info.sessions} of {info.max_sessions} sessions"
+    )
+    return replace(config, verifier=chosen.address), info.model
+
+
+def association(name: str) -> AssociationPolicy:
+    """The policy of that name, or of the file in ``learned:FILE``. Raises ``ValueError``,
+    ``OSError``."""
+    if not name.startswith(LEARNED):
+        return association_policy(name, secrets.randbits(32))
+    path = Path(name.removeprefix(LEARNED))
+    try:
+        return LearnedAssociation.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
+    """Why ``config`` cannot use this model, or None."""
+    if config.model and config.model != info.name:
+        return f"unknown model {config.model!r}: {who} serves {info.name!r}"
     reference = tokenizer_reference(config)
     own = vocabulary_of(reference)
     if own != info.vocabulary:
-        raise SetupError(
+        return (
             f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
             f" verifier's {info.name!r} ({info.vocabulary}); give --draft or --tokenizer one that"
             " shares it"
         )
-    return info
+    return None
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:

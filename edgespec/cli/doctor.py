@@ -18,12 +18,12 @@ _MARKS = {State.GOOD: "[green]ok[/]  ", State.NOTE: "[yellow]note[/]", State.BAD
 
 def doctor(
     verifier: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--verifier",
             envvar="EDGESPEC_VERIFIER",
             metavar="HOST:PORT",
-            help="Also ask this verifier what it serves",
+            help="Also ask this verifier what it serves; repeatable",
         ),
     ] = None,
     port: Annotated[
@@ -44,8 +44,7 @@ def doctor(
             checks.torch(),
             checks.free_port(port),
         ]
-        if verifier:
-            found.append(run(checks.verifier(verifier)))
+        found += [run(checks.verifier(address)) for address in verifier or ()]
     console = Console(highlight=False)
     for check in found:
         _print(console, check)

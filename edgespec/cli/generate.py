@@ -33,6 +33,7 @@ def generate(
     prompt: Prompt = None,
     file: PromptFile = None,
     verifier: options.VerifierAddress = None,
+    association: options.Association = None,
     model: options.TargetName = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
@@ -80,7 +81,7 @@ def generate(
 
 
 async def _generate(config: AgentConfig, prompt: str, view: View, stats: bool) -> None:
-    info = await greet(config)
+    config, info = await greet(config)
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
     check_prompt(tokens, info)
     with trace_to(config.trace) as tracer:

@@ -14,6 +14,8 @@ from edgespec.cli.demo import demo
 from edgespec.cli.doctor import doctor
 from edgespec.cli.export import export
 from edgespec.cli.generate import generate
+from edgespec.cli.plan import plan
+from edgespec.cli.profile import profile
 from edgespec.cli.running import EXIT_CODES
 from edgespec.cli.verifier import verifier
 
@@ -55,6 +57,8 @@ def main(
 
     [bold]Use[/]      edgespec generate "def fibonacci(n):"
 
+    [bold]Plan[/]     edgespec plan link --rtt-ms 80 --acceptance 0.7
+
     [bold]Check[/]    edgespec doctor
     """
 
@@ -63,3 +67,5 @@ for command in (demo, verifier, generate, chat, doctor, export):
     app.command(epilog=EXIT_CODES)(command)
 if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
+app.command(epilog=EXIT_CODES)(profile)
+app.add_typer(plan)

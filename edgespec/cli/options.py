@@ -34,12 +34,22 @@ LogLevel = Annotated[
 # --- the device's ---------------------------------------------------------------------------
 
 VerifierAddress = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--verifier",
         envvar="EDGESPEC_VERIFIER",
         metavar="HOST:PORT",
-        help="Where the verifier is (default: 127.0.0.1:7420)",
+        help="Where the verifier is (default: 127.0.0.1:7420); repeatable: one of them is chosen",
+        rich_help_panel=_WHERE,
+    ),
+]
+Association = Annotated[
+    str | None,
+    typer.Option(
+        "--association",
+        metavar="NAME",
+        help="How to choose among several: lowest-delay (default), most-compute, "
+        "strongest-signal, random, learned:FILE",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -172,6 +182,7 @@ Color = Annotated[
 
 AGENT_KEYS: Mapping[str, str] = {
     "verifier": "verifier",
+    "association": "association",
     "model": "model",
     "tokenizer": "tokenizer",
     "trace": "trace",
@@ -212,8 +223,10 @@ def configured(kind: type[_Config], context: typer.Context, keys: Mapping[str, s
     given: dict[str, Any] = {}
     for name, key in keys.items():
         value = context.params.get(name)
-        if value is None or value == []:
+        if value is None or value in ([], ()):
             continue
+        if name == "verifier" and len(value) == 1:
+            (value,) = value
         given[key] = _biases(value) if name == "logit_bias" else value
     config = load_config(kind, context.params.get("config"), given)
     if context.params.get("print_config"):

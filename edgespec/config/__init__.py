@@ -5,7 +5,9 @@ Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the
 
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.config.sections import (
+    DEFAULT_ADDRESS,
     DEFAULT_PORT,
+    LEARNED,
     AgentConfig,
     DraftSection,
     LimitsSection,
@@ -17,7 +19,9 @@ from edgespec.config.sections import (
 )
 
 __all__ = [
+    "DEFAULT_ADDRESS",
     "DEFAULT_PORT",
+    "LEARNED",
     "AgentConfig",
     "ConfigError",
     "DraftSection",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from edgespec.core.association import POLICIES, LowestDelay
 from edgespec.core.draft_policy import MAX_GAMMA
 from edgespec.core.messages import RunAhead
 from edgespec.core.reconnect import ReconnectPolicy
@@ -15,6 +16,10 @@ from edgespec.core.sampling import SamplingParams
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7420
+DEFAULT_ADDRESS = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+MAX_VERIFIERS = 64
+LEARNED = "learned:"
+"""What comes before the file of a learned association."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MINUTE_MS = 60_000.0
@@ -179,7 +184,8 @@ class PolicySection:
 class AgentConfig:
     """The device: where the verifier is, what drafts, what the text shall be like."""
 
-    verifier: str = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+    verifier: str | tuple[str, ...] = DEFAULT_ADDRESS
+    """An address, or several, of which ``association`` chooses one."""
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
     tokenizer: str = ""
@@ -189,15 +195,30 @@ class AgentConfig:
     policy: PolicySection = field(default_factory=PolicySection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
+    association: str = LowestDelay.name
+    """By what to choose among several verifiers (``core/association.py``), or ``learned:FILE``."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
-        _not_empty("verifier", self.verifier)
-        if "://" in self.verifier:
-            raise ValueError(f"verifier is {self.verifier!r}, but must be host:port or unix:path")
+        if not 1 <= len(self.verifiers) <= MAX_VERIFIERS:
+            raise ValueError(
+                f"verifier has {len(self.verifiers)} addresses, not 1 to {MAX_VERIFIERS}"
+            )
+        for address in self.verifiers:
+            _not_empty("verifier", address)
+            if "://" in address:
+                raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
+        if not self.association.startswith(LEARNED):
+            _one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         _one_of("log_level", self.log_level, LOG_LEVELS)
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """All addresses given, each once."""
+        given = (self.verifier,) if isinstance(self.verifier, str) else self.verifier
+        return tuple(dict.fromkeys(given))
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> None:

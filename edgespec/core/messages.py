@@ -175,3 +175,5 @@ class VerifierInfo:
     """Held now, counting those whose link is lost until their lease ends."""
     max_sessions: int
     """With as many held, a new one is refused as ``OVERLOADED``."""
+    pass_us: int = 0
+    """Moving average of the length of a pass under the load of late; 0: none was timed yet."""

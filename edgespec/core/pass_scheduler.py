@@ -39,6 +39,11 @@ class PassScheduler:
         """Sessions whose last pass failed in company."""
         self._pass_s = MovingAverage()
 
+    @property
+    def pass_s(self) -> float | None:
+        """Moving average of the passes that sampled; None before the first."""
+        return self._pass_s.get(0.0) if self._pass_s.count else None
+
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key)
 

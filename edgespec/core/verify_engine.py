@@ -75,13 +75,17 @@ class VerifyEngine:
     def passes(self) -> int:
         return self._scheduler.passes
 
+    @property
+    def pass_s(self) -> float | None:
+        return self._scheduler.pass_s
+
     def handle(self, event: EngineEvent, now: float) -> tuple[EngineAction, ...]:
         match event:
-            case StreamOpened(stream, request):
-                actions = self._open(stream, request, now)
             case StreamMessage(stream, message):
                 key = self._key_of.get(stream)
                 actions = [] if key is None else self._tell(key, message, now)
+            case StreamOpened(stream, request):
+                actions = self._open(stream, request, now)
             case StreamLost(stream):
                 key = self._key_of.pop(stream, None)
                 actions = []

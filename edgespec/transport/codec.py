@@ -150,6 +150,7 @@ def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> byte
         limits=_encode_limits(info.limits),
         max_sessions=check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32),
         sessions=check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions),
+        pass_us=check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32),
     )
     return _serialised(wire, limits)
 
@@ -163,6 +164,7 @@ def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Verifier
         limits=_decode_limits(wire.limits),
         sessions=check_number("InfoReply.sessions", wire.sessions, 0, wire.max_sessions),
         max_sessions=wire.max_sessions,
+        pass_us=wire.pass_us,
     )
 
 

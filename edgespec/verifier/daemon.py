@@ -70,7 +70,8 @@ class Verifier:
         """What is served and how busy this verifier is, now."""
         engine = self.engine
         bound = engine.engine_limits.max_sessions
-        return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound)
+        pass_us = round((engine.pass_s or 0.0) * 1e6)
+        return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
 
     async def serve(self, stream: VerifierStream) -> None:
         """Run one stream to its end; never raises for what a peer does."""

@@ -132,7 +132,8 @@ MODEL = st.builds(
 @st.composite
 def infos(draw: st.DrawFn) -> VerifierInfo:
     most = draw(UINT32)
-    return VerifierInfo(draw(MODEL), draw(BOUNDS), draw(st.integers(0, most)), most)
+    held = draw(st.integers(0, most))
+    return VerifierInfo(draw(MODEL), draw(BOUNDS), held, most, draw(UINT32))
 
 
 DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(

@@ -1,0 +1,279 @@
+"""Several verifiers: who is asked, who is chosen, what is said. Toy verifiers over real gRPC, and
+loopbacks behind shaped links, whose delays are far apart compared with a busy machine's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.cli.main import app
+from edgespec.compose import build_agent, connect
+from edgespec.config import (
+    AgentConfig,
+    ConfigError,
+    DraftSection,
+    LimitsSection,
+    LinkSection,
+    VerifierConfig,
+    load_config,
+)
+from edgespec.core.association import DeviceView, LowestDelay, MostCompute
+from edgespec.core.association_network import FEATURES
+from edgespec.core.link_model import LinkModel, LinkSettings
+from edgespec.core.messages import Limits, VerifierInfo
+from edgespec.core.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import DeviceStream, ModelInfo, Transport
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.transport.shaped import ShapedTransport
+from tests.shell.echo_verifier import echo
+from tests.shell.live_verifier import daemon, serving, toy_text
+
+DEVICE = DeviceView("laptop", 0.008)
+MODEL = ModelInfo("toy", "v1", 64, 4096)
+SLOW_S = 0.150
+PROMPT = "once upon a time"
+
+
+def told(sessions: int = 0, pass_us: int = 0, model: ModelInfo = MODEL) -> VerifierInfo:
+    return VerifierInfo(model, Limits(), sessions, 8, pass_us)
+
+
+def transport(info: VerifierInfo, rtt_s: float = 0.0) -> Transport:
+    inner = LoopbackTransport(echo, lambda: info)
+    if rtt_s == 0.0:
+        return inner
+    way = LinkSettings(one_way_s=rtt_s / 2)
+    return ShapedTransport(inner, LinkModel(way), LinkModel(way))
+
+
+class Silent:
+    """A verifier that takes the question and never answers."""
+
+    async def connect(self) -> DeviceStream:
+        raise AssertionError("only asked")
+
+    async def info(self) -> VerifierInfo:
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    async def close(self) -> None:
+        return
+
+
+@contextlib.asynccontextmanager
+async def closing(links: dict[str, Transport]) -> AsyncIterator[dict[str, Transport]]:
+    yield links
+    for link in links.values():
+        await link.close()
+
+
+async def test_the_nearest_of_equal_verifiers_is_chosen() -> None:
+    async with closing({"far": transport(told(), SLOW_S), "near": transport(told())}) as links:
+        choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    assert (choice.chosen.address, choice.left_out) == ("near", ())
+    assert choice.chosen.rtt_s < SLOW_S / 2
+
+
+async def test_the_round_trip_is_timed_and_not_the_set_up() -> None:
+    async with closing({"far": transport(told(), SLOW_S)}) as links:
+        choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    assert SLOW_S <= choice.chosen.rtt_s
+
+
+async def test_a_faster_target_outweighs_a_longer_link() -> None:
+    slow, fast = told(pass_us=400_000), told(pass_us=20_000)
+    async with closing({"near": transport(slow), "far": transport(fast, SLOW_S)}) as links:
+        choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    assert choice.chosen.address == "far"
+
+
+async def test_one_that_timed_no_pass_yet_counts_as_an_average_one() -> None:
+    infos = {"a": told(pass_us=10_000), "new": told(), "c": told(pass_us=40_000)}
+    async with closing({name: transport(info) for name, info in infos.items()}) as links:
+        assert (await choose_verifier(links, MostCompute(), DEVICE)).chosen.address == "a"
+        del links["a"]
+        assert (await choose_verifier(links, MostCompute(), DEVICE)).chosen.address in ("new", "c")
+
+
+async def test_a_full_verifier_is_passed_over_unless_all_are() -> None:
+    async with closing({"full": transport(told(8)), "free": transport(told(7), SLOW_S)}) as links:
+        assert (await choose_verifier(links, LowestDelay(), DEVICE)).chosen.address == "free"
+        del links["free"]
+        assert (await choose_verifier(links, LowestDelay(), DEVICE)).chosen.address == "full"
+
+
+async def test_the_silent_the_refusing_and_the_unfit_are_left_out_with_their_reasons() -> None:
+    refusing = LoopbackTransport(echo, told)
+    refusing.refuse("nobody home")
+    other = told(model=ModelInfo("other", "v2", 64, 4096))
+    links: dict[str, Transport] = {
+        "silent": Silent(),
+        "refusing": refusing,
+        "unfit": transport(other),
+        "good": transport(told()),
+    }
+
+    def misfit(model: ModelInfo) -> str | None:
+        return None if model.vocabulary == "v1" else f"speaks {model.vocabulary}"
+
+    async with closing(links):
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, misfit, timeout_s=0.05)
+        reasons = (
+            ("silent", "no answer within 0.05 s"),
+            ("refusing", "nobody home"),
+            ("unfit", "speaks v2"),
+        )
+        assert (choice.chosen.address, choice.left_out) == ("good", reasons)
+        del links["good"]
+        with pytest.raises(NoneFitsError, match="none of 3 verifiers can be used") as caught:
+            await choose_verifier(links, LowestDelay(), DEVICE, misfit, timeout_s=0.05)
+    assert caught.value.reasons == reasons
+
+
+async def test_a_live_verifier_tells_its_pass_time_once_it_has_one() -> None:
+    async with serving() as (address, _):
+        link = connect(address)
+        assert (await link.info()).pass_us == 0
+        async with build_agent(AgentConfig(address, draft=DraftSection("toy"))) as agent:
+            async for _chunk in agent.generate(PROMPT, SamplingParams(max_tokens=8)):
+                pass
+        assert (await link.info()).pass_us > 0
+        await link.close()
+
+
+async def test_of_two_over_grpc_the_one_behind_no_slow_link_is_chosen() -> None:
+    async with serving() as (far, _), serving() as (near, _):
+        links = {far: connect(far, LinkSection(rtt_ms=SLOW_S * 1e3)), near: connect(near)}
+        async with closing(links):
+            choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    assert choice.chosen.address == near
+
+
+async def test_a_full_verifier_over_grpc_is_passed_over() -> None:
+    small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
+    async with serving(config=small) as (full, _), serving() as (free, _):
+        async with build_agent(AgentConfig(full, draft=DraftSection("toy"))) as agent:
+            chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
+            await anext(chunks)
+            links = {
+                full: connect(full),
+                free: connect(free, LinkSection(rtt_ms=SLOW_S * 1e3)),
+            }
+            async with closing(links):
+                choice = await choose_verifier(links, LowestDelay(), DEVICE)
+            await chunks.aclose()
+    assert choice.chosen.address == free
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with daemon() as (where, _):
+        yield where
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def generate(*arguments: str, environment: dict[str, str] | None = None) -> Result:
+    given = ["generate", PROMPT, "--draft", "toy", "-n", "16", *arguments]
+    return CliRunner().invoke(app, given, env=environment)
+
+
+def text() -> str:
+    tokenizer = ToyTokenizer()
+    ids = toy_text(tokenizer.encode(PROMPT), SamplingParams(max_tokens=16))
+    return tokenizer.decode(ids) + "\n"
+
+
+def test_a_dead_verifier_is_named_and_the_other_one_used(address: str, dead: str) -> None:
+    result = generate("--verifier", dead, "--verifier", address)
+    assert (result.exit_code, result.stdout) == (0, text())
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith(f"left out: {dead} (")
+    assert lines[1].startswith(f"using {address} (lowest-delay): round trip ")
+    assert lines[1].endswith("of 64 sessions")
+
+
+def test_one_verifier_is_used_without_a_word(address: str) -> None:
+    assert generate("--verifier", address).stderr == ""
+    assert generate("--verifier", address, "--verifier", address).stderr == ""
+
+
+def test_several_come_from_the_environment_and_from_a_file(
+    address: str, dead: str, tmp_path: Path
+) -> None:
+    result = generate(environment={"EDGESPEC_VERIFIER": f"{dead} {address}"})
+    assert (result.exit_code, result.stdout) == (0, text())
+    path = tmp_path / "agent.yaml"
+    path.write_text(f"verifier: [{dead}, {address}]\nassociation: random\n")
+    result = generate("--config", str(path))
+    assert (result.exit_code, result.stdout) == (0, text())
+    assert f"using {address} (random)" in result.stderr
+
+
+def test_a_learned_association_is_read_from_its_file(
+    address: str, dead: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "learned.json"
+    layer = {"weights": [[0.0] * len(FEATURES)], "bias": [0.0]}
+    path.write_text(json.dumps({"version": 1, "features": FEATURES, "layers": [layer]}))
+    both = ("--verifier", dead, "--verifier", address)
+    result = generate(*both, "--association", f"learned:{path}")
+    assert (result.exit_code, result.stdout) == (0, text())
+    assert f"using {address} (learned)" in result.stderr
+    path.write_text("{}")
+    result = generate(*both, "--association", f"learned:{path}")
+    assert result.exit_code == 1
+    assert f"error: {path}: association weights of version None" in result.stderr
+
+
+def test_none_there_says_so_for_each_and_how_to_start_one(dead: str) -> None:
+    other = "127.0.0.1:1"
+    result = generate("--verifier", dead, "--verifier", other)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: none of 2 verifiers can be used" in result.stderr
+    for words in (f"  {dead}: ", f"  {other}: ", "start one:   edgespec verifier"):
+        assert words in result.stderr
+
+
+def test_doctor_asks_each(address: str, dead: str) -> None:
+    arguments = ["doctor", "--verifier", address, "--verifier", dead]
+    shown = CliRunner().invoke(app, arguments).stdout
+    assert f"verifier at {address}: serves toy" in shown
+    assert f"verifier at {dead}: " in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"verifier": ()}, r"verifier has 0 addresses, not 1 to 64"),
+        ({"verifier": ("a:1", "http://b:2")}, r"verifier is 'http://b:2', but must be host:port"),
+        ({"verifier": ("a:1", "")}, r"verifier is empty"),
+        ({"verifier": [1]}, r"verifier is 1, but must be text"),
+        ({"association": "nearest"}, r"association is 'nearest', but must be one of random, "),
+    ],
+)
+def test_addresses_are_checked(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(AgentConfig, None, given)
+
+
+def test_an_agent_is_not_built_before_one_is_chosen() -> None:
+    with pytest.raises(ValueError, match="verifier names 2 addresses, but an agent uses one"):
+        build_agent(AgentConfig(("a:1", "b:2")))

@@ -1,0 +1,278 @@
+"""Lower bounds: never beaten in the simulator, reached somewhere, and right by hand on small cases.
+
+The texts are scripts with ranks of the test's own, so that perfect drafts, coins and long runs can
+all be had, and every run is known.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from edgespec.core.arms import Arm
+from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.link_model import LinkSettings
+from edgespec.core.messages import RunAhead
+from edgespec.core.sampling import SamplingParams
+from edgespec.ports import Drafter, ModelInfo, TargetModel
+from edgespec_sim.bounds import (
+    ONE_PASS_A_TOKEN,
+    PERFECT_DRAFTS,
+    ROUND_TRIP_PER_MISS,
+    STOP_AND_WAIT,
+    THESE_DRAFTS,
+    Costs,
+    RunLengths,
+    any_policy_s,
+    first_token_s,
+    lower_bounds,
+    perfect_drafts_s,
+    round_trip_per_miss_s,
+    stop_and_wait_s,
+)
+from edgespec_sim.one_session import Played, Setting, play
+from edgespec_sim.script import Script, ScriptedDrafter, ScriptedTarget, coded_prompt
+from edgespec_sim.tokens import Request
+
+INFO = ModelInfo("script", "script", 1000, 1 << 20)
+TOKENS, PASS_S = 240, 0.025
+MISS = -1
+
+
+def ranks_of(kind: str) -> list[int]:
+    """One text: a coin's hits, long and short runs, a second guess that is often right, or all."""
+    dice = random.Random(kind)
+    match kind.split():
+        case ["coin", share]:
+            return [0 if dice.random() < float(share) else MISS for _ in range(TOKENS)]
+        case ["second", share]:
+            rate = float(share)
+            return [0 if dice.random() < rate else dice.choice((1, MISS)) for _ in range(TOKENS)]
+        case ["runs"]:
+            text: list[int] = []
+            while len(text) < TOKENS:
+                text += [0] * dice.choice((0, 0, 0, 1, 30)) + [MISS]
+            return text[:TOKENS]
+        case _:
+            return [0] * TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class OneText:
+    """A source of this one text."""
+
+    script: Script
+
+    @property
+    def about(self) -> str:
+        return "one text"
+
+    def target(self) -> TargetModel:
+        return ScriptedTarget(INFO, lambda prompt, count: self.script)
+
+    def drafter(self) -> Drafter:
+        return ScriptedDrafter(INFO, lambda prompt, count: self.script, 2)
+
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+        prompt = coded_prompt(number, prompt_length, INFO.vocabulary_size)
+        return Request(prompt, SamplingParams(max_tokens=max_tokens))
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        return self.script.tokens[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    arm: Arm
+    policy: DraftPolicy | None
+    run_ahead: RunAhead
+    gamma: int | None = None
+
+
+WAYS = {
+    "target-only": Way(Arm.TARGET_ONLY, None, RunAhead.ALWAYS),
+    "vanilla 1": Way(Arm.VANILLA, FixedPolicy(1), RunAhead.NEVER, 1),
+    "vanilla 5": Way(Arm.VANILLA, FixedPolicy(5), RunAhead.NEVER, 5),
+    "vanilla": Way(Arm.VANILLA, FixedPolicy(), RunAhead.NEVER),
+    "pearl": Way(Arm.PEARL, PearlPolicy(), RunAhead.NEVER),
+    "windowed": Way(Arm.WINDOWED, WindowedPolicy(width=1), RunAhead.NEVER),
+    "chain": Way(Arm.EDGESPEC, WindowedPolicy(width=1), RunAhead.AUTO),
+    "tree": Way(Arm.EDGESPEC, WindowedPolicy(width=2), RunAhead.AUTO),
+    "always": Way(Arm.EDGESPEC, WindowedPolicy(width=2), RunAhead.ALWAYS),
+}
+TEXTS = ("coin 0.5", "coin 0.9", "second 0.7", "runs", "perfect")
+RTTS_S, STEPS_S = (0.0, 0.030, 0.200), (0.004, 0.040)
+
+
+@cache
+def played(way: str, text: str, rtt_s: float, step_s: float) -> Played:
+    dice = random.Random(text)
+    tokens = [dice.randrange(900) for _ in range(TOKENS)]
+    source = OneText(Script(tokens, ranks_of(text)))
+    one = LinkSettings(one_way_s=rtt_s / 2)
+    setting = Setting(one, one, math.inf, step_s, PASS_S)
+    request = source.request(0, 16, TOKENS)
+    return play(source, request, WAYS[way].policy, WAYS[way].run_ahead, setting)
+
+
+def ratios(
+    way: str, text: str, rtt_s: float, step_s: float, *, ends: bool = False
+) -> dict[str, float]:
+    """Measured time a token over each bound; ``ends`` counts as measured what the ends of a text
+    may have saved."""
+    setup = WAYS[way]
+    ranks = ranks_of(text)
+    times_s = played(way, text, rtt_s, step_s).times_s
+    tpot_s = (times_s[-1] - times_s[0]) / (TOKENS - 1)
+    bounds = lower_bounds(
+        setup.arm.value,
+        rtt_s=rtt_s,
+        step_s=step_s,
+        pass_s=PASS_S,
+        acceptance=ranks.count(0) / TOKENS,
+        runs=RunLengths.of_ranks([ranks], 1 if setup.policy is None else setup.policy.width),
+        gamma=setup.gamma,
+    )
+    assert bounds
+    saved_s = dict.fromkeys(bounds, 0.0)
+    # The drafts made before the first token, and those not made near the last one.
+    early = math.ceil((1.5 * rtt_s + PASS_S) / step_s)
+    saved_s[PERFECT_DRAFTS] = early * bounds.get(PERFECT_DRAFTS, 0.0)
+    saved_s[STOP_AND_WAIT] = (setup.gamma or 0) * step_s
+    return {
+        name: (tpot_s + ends * saved_s[name] / (TOKENS - 1)) / bound_s
+        for name, bound_s in bounds.items()
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_bound_is_ever_beaten(way: str) -> None:
+    for text in TEXTS:
+        for rtt_s in RTTS_S:
+            for step_s in STEPS_S:
+                for name, ratio in ratios(way, text, rtt_s, step_s, ends=True).items():
+                    assert ratio >= 0.995, (name, text, rtt_s, step_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        (ONE_PASS_A_TOKEN, ["target-only"]),
+        (ROUND_TRIP_PER_MISS, ["windowed"]),
+        (STOP_AND_WAIT, ["vanilla 1", "vanilla 5"]),
+        (THESE_DRAFTS, ["chain", "tree", "always"]),
+        (PERFECT_DRAFTS, ["pearl", "windowed", "chain"]),
+    ],
+)
+def test_every_bound_is_reached_somewhere(name: str, ways: list[str]) -> None:
+    for way in ways:
+        least = min(
+            ratios(way, text, rtt_s, step_s).get(name, math.inf)
+            for text in TEXTS
+            for rtt_s in RTTS_S
+            for step_s in STEPS_S
+        )
+        assert least <= 1.05, way
+
+
+def test_the_bound_of_any_policy_is_reached_where_it_is_below_a_pass() -> None:
+    """And not only where it says no more than that of plain streaming."""
+    costs = Costs(0.200, 0.008, PASS_S)
+    bound_s = any_policy_s(costs, 0.0, RunLengths.of_ranks([ranks_of("coin 0.9")], 1))
+    assert bound_s < 0.85 * PASS_S
+    for way in ("chain", "tree", "always"):
+        assert ratios(way, "coin 0.9", 0.200, 0.008)[THESE_DRAFTS] <= 1.05, way
+
+
+@pytest.mark.parametrize("way", ["target-only", "windowed", "tree"])
+def test_the_first_token_comes_no_sooner_than_its_bound(way: str) -> None:
+    for rtt_s in RTTS_S:
+        first_s = played(way, "coin 0.9", rtt_s, 0.004).times_s[0]
+        assert first_s == pytest.approx(first_token_s(Costs(rtt_s, 0.004, PASS_S)))
+
+
+# --- by hand --------------------------------------------------------------------------------
+
+
+def test_runs_are_counted_between_misses() -> None:
+    runs = RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 1)
+    assert dict(runs.shares) == {2: 1 / 3, 0: 2 / 3}
+    assert runs.tokens_per_run == 9 / 3
+    assert runs.endless.tokens_per_run == pytest.approx(5 / 3)
+    wider = RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 2)
+    assert dict(wider.shares) == {2: 1 / 2, 0: 1 / 2}
+    assert RunLengths.of_ranks([[0, 0, 0]], 1).shares == ()
+
+
+def test_formulas_by_hand() -> None:
+    costs = Costs(rtt_s=0.100, step_s=0.010, pass_s=0.020)
+    three = RunLengths(((3, 1.0),), 4.0)
+    assert round_trip_per_miss_s(costs, 0.75, three) == pytest.approx((0.100 + 0.030 + 0.020) / 4)
+    assert stop_and_wait_s(costs, 3, three) == pytest.approx((0.100 + 0.030 + 0.020) / 4)
+    assert stop_and_wait_s(costs, 1, three) == pytest.approx(2 * (0.100 + 0.010 + 0.020) / 4)
+    assert any_policy_s(costs, 0.75, three) == pytest.approx((0.020 + 0.060) / 4)
+    many = RunLengths(((30, 1.0),), 31.0)
+    assert any_policy_s(costs, 0.9, many) == pytest.approx((0.020 + 0.100 + 0.300) / 31)
+    assert perfect_drafts_s(costs, run_ahead=True) == 0.010
+    assert perfect_drafts_s(Costs(0.0, 1e-6, 0.0195), run_ahead=True) == pytest.approx(0.0003)
+    # A slow draft: the target's own token behind each accepted one saves every second step.
+    slow = Costs(rtt_s=0.002, step_s=0.060, pass_s=0.020)
+    assert perfect_drafts_s(slow) == pytest.approx((0.060 + 0.022) / 2)
+    assert round_trip_per_miss_s(slow, 0.75, three) == pytest.approx(
+        (0.002 + 0.060 + 0.020 + 0.022 + 0.060) / 4
+    )
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("step_s", [0.004, 0.060])
+@pytest.mark.parametrize("rtt_s", [0.002, 0.120])
+def test_a_mean_alone_never_says_more_than_the_law(
+    acceptance: float, step_s: float, rtt_s: float
+) -> None:
+    """Coins, and texts of one long run among many short ones, with the same mean."""
+    costs = Costs(rtt_s, step_s, PASS_S)
+    mean = acceptance / (1.0 - acceptance)
+    long = 10 * math.ceil(mean + 1)
+    share = mean / long
+    heavy = RunLengths(((0, 1 - share), (long, share)), mean + 1)
+    for law in (RunLengths.coin(acceptance), heavy):
+        for bound in (round_trip_per_miss_s, any_policy_s):
+            assert bound(costs, acceptance) <= bound(costs, acceptance, law) * (1 + 1e-9)
+
+
+def test_a_coin_in_closed_form() -> None:
+    """Sums over all run lengths: E[max(n - 1, 0)] is a**2 / (1 - a), and stop-and-wait brings
+    (1 - a**(g + 1)) / (1 - a) tokens a pass (Leviathan et al. 2211.17192, section 3.1)."""
+    rate, costs = 0.8, Costs(0.050, 0.008, 0.025)
+    coin = RunLengths.coin(rate)
+    expected = (1 - rate) * (0.050 + 0.008 + 0.025) + rate**2 * 0.008
+    assert round_trip_per_miss_s(costs, rate, coin) == pytest.approx(expected)
+    for gamma in (1, 4, 9):
+        tokens = (1 - rate ** (gamma + 1)) / (1 - rate)
+        wanted = (gamma * 0.008 + 0.075) / tokens
+        assert stop_and_wait_s(costs, gamma, coin) == pytest.approx(wanted)
+
+
+def test_without_runs_little_is_said_of_a_tree() -> None:
+    def names(arm: str) -> set[str]:
+        return set(lower_bounds(arm, rtt_s=0.05, step_s=0.008, pass_s=0.025, acceptance=0.8))
+
+    assert names("edgespec") == {PERFECT_DRAFTS}
+    assert names("pearl") == {PERFECT_DRAFTS, ROUND_TRIP_PER_MISS}
+    assert names("target-only") == {ONE_PASS_A_TOKEN}
+
+
+def test_mistakes_name_the_value() -> None:
+    with pytest.raises(ValueError, match=r"acceptance is 1.5, but must be in"):
+        lower_bounds("pearl", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=1.5)
+    with pytest.raises(ValueError, match="rtt_s is -1"):
+        Costs(-1.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="'eagle' is not a valid Arm"):
+        lower_bounds("eagle", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=0.5)
+    with pytest.raises(ValueError, match=r"acceptance is 1.0, but must be in"):
+        RunLengths.coin(1.0)
