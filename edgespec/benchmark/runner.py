@@ -26,7 +26,6 @@ from edgespec.benchmark.rows import Cell, Row, Traffic
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
 from edgespec.core.arms import Arm
-from edgespec.core.sampling import SamplingParams
 
 
 class Meter(Protocol):
@@ -85,10 +84,9 @@ class BenchRunner:
         self.gamma_costs: dict[int, GammaCost] = {}
         self._settings, self._workload = settings, workload
         self._open_station, self._progress = open_station, progress
-        self._sampling = SamplingParams(
-            temperature=settings.temperature, seed=settings.seed, max_tokens=settings.max_tokens
-        )
-        self._references: tuple[tuple[int, ...], ...] = ()
+        self._sampling = settings.sampling
+        self.references: tuple[tuple[int, ...], ...] = ()
+        """What target-only delivers for each prompt."""
 
     async def run(self) -> None:
         await self._collect_references()
@@ -118,7 +116,7 @@ class BenchRunner:
             for prompt in self._workload.prompts:
                 references.append((await self._measure(agent, prompt)).tokens)
                 self._told(Arm.TARGET_ONLY, 0.0, "reference")
-        self._references = tuple(references)
+        self.references = tuple(references)
 
     async def _choose_gammas(self) -> None:
         fixed = self._settings.gamma
@@ -192,7 +190,7 @@ class BenchRunner:
             rtt_ms,
             repeat,
             tuple(one.measurement for one in finished),
-            self._references[: len(finished)],
+            self.references[: len(finished)],
             traffic,
         )
 

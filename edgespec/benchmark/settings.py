@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edgespec.core.arms import Arm
 from edgespec.core.draft_policy import MAX_GAMMA
+from edgespec.core.sampling import SamplingParams
 
 MAX_RTT_MS = 10_000.0
 MAX_REPEATS = 1000
@@ -41,6 +42,12 @@ class BenchSettings:
         _bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
         if self.gamma is not None:
             _bounded("gamma", self.gamma, 1, MAX_GAMMA)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens
+        )
 
     @property
     def emulated(self) -> bool:

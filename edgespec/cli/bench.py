@@ -6,6 +6,7 @@ between them gRPC with the delays of each round-trip time in turn.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from edgespec.benchmark.report import (
 )
 from edgespec.benchmark.runner import BenchRunner, Station
 from edgespec.benchmark.settings import BenchSettings
+from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.benchmark.workload import Workload, choose_workload
 from edgespec.cli.child import verifier_process
 from edgespec.cli.running import FAILED, Interrupted, reported, run
@@ -46,6 +48,7 @@ from edgespec.compose import (
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
 from edgespec.core.arms import Arm
 from edgespec.ports import Drafter, ModelInfo
+from edgespec.telemetry.match_tape import write_tape
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)
@@ -86,6 +89,15 @@ Quick = Annotated[
 Json = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the results there", rich_help_panel=_WHAT),
+]
+RecordTape = Annotated[
+    Path | None,
+    typer.Option(
+        "--record-tape",
+        metavar="FILE",
+        help="Write a match tape for the simulator there",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Model = Annotated[
     str,
@@ -144,6 +156,7 @@ def bench(
     arms: Arms = ALL_ARMS,
     rtt_ms: RttsMs = None,
     json: Json = None,
+    tape: RecordTape = None,
     model: Model = "bundled",
     draft: Draft = "bundled",
     device: Device = "auto",
@@ -180,8 +193,9 @@ def bench(
                 draft_ms=draft_ms,
                 gamma=gamma,
             )
-            _check_output(json)
-            bench_run = _Bench(settings, model, draft, device, prompts, chat)
+            _check_output("json", json)
+            _check_output("record-tape", tape)
+            bench_run = _Bench(settings, model, draft, device, prompts, chat, tape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if status := bench_run.execute(json):
@@ -199,8 +213,9 @@ class _Bench:
         device: str,
         prompts: Path | None,
         chat: bool,
+        tape_path: Path | None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._tape_path = settings, tape_path
         self._stderr = Console(stderr=True)
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts, self._chat = _prompts(prompts), chat
@@ -215,6 +230,8 @@ class _Bench:
         """Run, print, write; the exit status."""
         settings, subject = self._settings, self._subject
         drafter = load_drafter(self._config, say=self._say)
+        if drafter is None and self._tape_path is not None:
+            raise ValueError(f"draft is {subject.draft!r}, so there is nothing to tape")
         if drafter is None and any(arm.drafts for arm in settings.arms):
             raise ValueError(f"draft is {subject.draft!r}, so target-only is the only arm there is")
         expected_s = bench_s(settings)
@@ -251,6 +268,25 @@ class _Bench:
             stations = _Stations(address, drafter, self._tokenizer)
             self._runner = BenchRunner(self._settings, self._workload, stations, progress)
             await self._runner.run()
+            if self._tape_path is not None and drafter is not None:
+                await self._record(drafter, progress, self._tape_path)
+
+    async def _record(self, drafter: Drafter, progress: BenchProgress, path: Path) -> None:
+        assert self._runner is not None
+        assert self._workload is not None
+        command = shlex.join(("edgespec", *sys.argv[1:]))
+        sampling = self._settings.sampling
+        tape = await record_tape(
+            drafter,
+            self._subject.target_name,
+            self._workload,
+            self._runner.references,
+            sampling,
+            progress,
+            about=tape_about(command, sampling, self._subject.prompts),
+        )
+        write_tape(tape, path)
+        self._say(tape_report(tape, self._runner.rows))
 
     def _choose(self, info: ModelInfo) -> Workload:
         context_length = min(info.context_length, _MAX_PROMPT_TOKENS)
@@ -344,16 +380,16 @@ def _prompts(path: Path | None) -> Iterator[BenchPrompt]:
     return chain([next(prompts)], prompts)
 
 
-def _check_output(path: Path | None) -> None:
+def _check_output(option: str, path: Path | None) -> None:
     """Raises ``ValueError`` for a path that cannot be written, before the long run."""
     if path is None:
         return
     if path.is_dir():
-        raise ValueError(f"json is {str(path)!r}, which is a folder, but must be a file")
+        raise ValueError(f"{option} is {str(path)!r}, which is a folder, but must be a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"json: {path.parent} cannot be made: {error}") from None
+        raise ValueError(f"{option}: {path.parent} cannot be made: {error}") from None
 
 
 def _duration(seconds: float) -> str:

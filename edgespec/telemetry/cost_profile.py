@@ -35,6 +35,8 @@ class TimeLaw:
     """More for each cached token of the sessions in it."""
     spread: tuple[float, ...] = (1.0,)
     """Measured over expected seconds at evenly spaced quantiles, from the least to the most."""
+    session_s: float = 0.0
+    """More for each session of a pass after the first."""
 
     def __post_init__(self) -> None:
         if not self.table or not self.spread:
@@ -42,15 +44,23 @@ class TimeLaw:
         rows = [row for row, _ in self.table]
         if rows != sorted(set(rows)):
             raise ProfileError(f"the rows of a time law must increase, but are {rows}")
-        for value in (*(seconds for _, seconds in self.table), self.context_s, *self.spread):
+        for value in (
+            *(seconds for _, seconds in self.table),
+            self.context_s,
+            self.session_s,
+            *self.spread,
+        ):
             if not 0.0 <= value < math.inf:
                 raise ProfileError(f"a time law holds {value}, but must be finite and at least 0")
         if list(self.spread) != sorted(self.spread):
             raise ProfileError("the spread of a time law must not decrease")
 
-    def seconds(self, rows: int, context_length: int = 0, chance: float = 0.5) -> float:
+    def seconds(
+        self, rows: int, context_length: int = 0, chance: float = 0.5, sessions: int = 1
+    ) -> float:
         """``chance`` in [0, 1) picks from the spread: 0.5 is the median."""
-        body_s = self._body_s(rows) + self.context_s * context_length
+        more_s = self.context_s * context_length + self.session_s * max(0, sessions - 1)
+        body_s = self._body_s(rows) + more_s
         place = chance * (len(self.spread) - 1)
         low = int(place)
         high = min(low + 1, len(self.spread) - 1)
@@ -117,4 +127,5 @@ def _law(data: Any) -> TimeLaw:
         tuple((float(rows), float(seconds)) for rows, seconds in data["table"]),
         float(data.get("context_s", 0.0)),
         tuple(float(ratio) for ratio in data.get("spread", (1.0,))),
+        float(data.get("session_s", 0.0)),
     )

@@ -1,0 +1,353 @@
+"""From the traces of both sides of a run to the laws of its times.
+
+Theory of operation. Traces hold when each operation began and ended: a draft step from its
+``StartStep`` to the next ``StepDone`` of the session, a pass from ``RunBatch`` to ``BatchDone``, a
+message from ``Transmit`` or ``SendTo`` to its arrival at the other side. Each becomes a sample of
+(rows, tokens cached, sessions, seconds); a law is fitted to the samples of a kind: first what a
+cached token costs, then a further session, then the median at each number of rows, then how the
+samples scatter around all of it.
+
+Both traces must be on one clock, as those of two processes on one Linux machine are
+(``time.monotonic`` is CLOCK_MONOTONIC, which counts from the machine's start): a message that
+arrives before it was sent is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.telemetry.cost_profile import CostProfile, ProfileError, TimeLaw, constant
+
+Line = Mapping[str, Any]
+QUANTILES = 21
+# The slowest hundredth is the machine's doing (other programs, paging), not the operation's.
+_CLIP = 0.99
+# Above this, neighbouring numbers of rows share a median: each bin is a third wider than the last.
+_EXACT_ROWS, _BIN_GROWTH = 8, 1.33
+_LEAST_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operation."""
+
+    rows: int
+    context_length: int
+    seconds: float
+    sessions: int = 1
+
+
+@dataclass(slots=True)
+class Samples:
+    """All operations found in a pair of traces."""
+
+    draft_steps: list[Sample] = field(default_factory=list)
+    passes: list[Sample] = field(default_factory=list)
+    messages: list[Sample] = field(default_factory=list)
+    """Sent while no other session was open: those of a crowd wait for the one machine that plays
+    all devices. All of them, if there was always a crowd."""
+    turnarounds: list[Sample] = field(default_factory=list)
+    connects: list[float] = field(default_factory=list)
+    """From wanting a stream to the verifier's having its first message."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """How a law does at one number of rows: what was measured, and what it says."""
+
+    law: str
+    rows: int
+    count: int
+    measured_s: float
+    fitted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative; 0 where nothing takes no time."""
+        return abs(self.fitted_s / self.measured_s - 1) if self.measured_s else 0.0
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a trace. Raises ``ProfileError`` naming file and line."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, text in enumerate(lines, start=1):
+                try:
+                    line = json.loads(text)
+                    float(line["at_s"]), line["kind"], line["name"], line["session"]
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ProfileError(f"{path}:{number}: not a line of a trace") from error
+                yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: not readable: {error}") from error
+
+
+# --- samples --------------------------------------------------------------------------------
+
+
+def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
+    """Raises ``ProfileError`` when the traces are not of one run on one clock."""
+    found = Samples()
+    try:
+        _verifier_side(verifier, found, _device_side(device, found))
+    except (KeyError, TypeError) as error:
+        raise ProfileError(f"a line of the traces lacks something: {error}") from error
+    for what, samples in (
+        ("draft step", found.draft_steps),
+        ("pass", found.passes),
+        ("message that both sides saw", found.messages),
+    ):
+        if not samples:
+            raise ProfileError(f"the traces hold no {what}")
+    least_s = min(sample.seconds for sample in found.messages)
+    if least_s < 0:
+        raise ProfileError(
+            f"a message arrived {-least_s:.6f} s before it was sent: the traces are not on one"
+            " clock"
+        )
+    return found
+
+
+_Seen = dict[tuple[str, str, int], float]
+"""When a message was sent or arrived, by (session, kind, first node or position)."""
+
+
+@dataclass(slots=True)
+class _DeviceTimes:
+    sent: _Seen = field(default_factory=dict)
+    arrived: _Seen = field(default_factory=dict)
+    connecting: dict[str, float] = field(default_factory=dict)
+
+
+def _device_side(lines: Iterable[Line], found: Samples) -> _DeviceTimes:
+    times = _DeviceTimes()
+    steps: dict[str, tuple[float, int, int]] = {}
+    for line in lines:
+        at_s, session = float(line["at_s"]), line["session"]
+        match line["name"]:
+            case "StartStep":
+                steps[session] = at_s, len(line["feed"]), line["keep_length"]
+            case "StepDone" if session in steps:
+                began_s, fed, kept = steps.pop(session)
+                found.draft_steps.append(Sample(fed, kept, at_s - began_s))
+            case "Connect":
+                times.connecting[session] = at_s
+            case "Transmit" if line["message"]["name"] == "Draft":
+                times.sent[session, "Draft", line["message"]["first_node_id"]] = at_s
+            case "Commit":
+                times.arrived.setdefault((session, "Commit", line["position"]), at_s)
+    return times
+
+
+def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) -> None:
+    sessions: dict[int, str] = {}
+    crowded: list[Sample] = []
+    live: set[int] = set()
+    passes = _Passes(found)
+    for line in lines:
+        at_s, name = float(line["at_s"]), line["name"]
+        passes.read(line)
+        transit_s: float | None = None
+        match name:
+            case "StreamOpened":
+                session = sessions[line["stream"]] = line["request"]["session_id"]
+                live.add(line["stream"])
+                if session in device.connecting:
+                    found.connects.append(at_s - device.connecting.pop(session))
+            case "StreamLost" | "CloseStream":
+                live.discard(line["stream"])
+            case "StreamMessage" if line["message"]["name"] == "Draft":
+                key = sessions.get(line["stream"], ""), "Draft", line["message"]["first_node_id"]
+                if (sent_s := device.sent.pop(key, None)) is not None:
+                    transit_s = at_s - sent_s
+            case "SendTo" if line["message"]["name"] == "Commit":
+                key = sessions.get(line["stream"], ""), "Commit", line["message"]["position"]
+                if (arrived_s := device.arrived.pop(key, None)) is not None:
+                    transit_s = arrived_s - at_s
+        if transit_s is not None:
+            (found.messages if len(live) == 1 else crowded).append(Sample(1, 0, transit_s))
+    found.messages = found.messages or crowded
+
+
+class _Passes:
+    """Passes and what lies between them, read from the verifier's trace."""
+
+    def __init__(self, found: Samples) -> None:
+        self._found = found
+        self._running: tuple[float, int, int, int] | None = None
+        self._ended_s: float | None = None
+        """When the pass ended that the last event was about."""
+
+    def read(self, line: Line) -> None:
+        at_s, name = float(line["at_s"]), line["name"]
+        if line["kind"] == "event":
+            self._ended_s = at_s if name == "BatchDone" else None
+        match name:
+            case "RunBatch":
+                requests = line["requests"]
+                rows = sum(len(one["feed"]) + len(one["tokens"]) for one in requests)
+                cached = sum(one["cache_length"] for one in requests)
+                self._running = at_s, rows, cached, len(requests)
+                if self._ended_s is not None:  # work was waiting
+                    self._found.turnarounds.append(Sample(1, 0, at_s - self._ended_s))
+            case "BatchDone" if self._running is not None:
+                began_s, rows, cached, count = self._running
+                self._running = None
+                self._found.passes.append(Sample(rows, cached, at_s - began_s, count))
+            case "BatchFailed":
+                self._running = None
+
+
+# --- laws -----------------------------------------------------------------------------------
+
+
+def fit_law(samples: Sequence[Sample]) -> TimeLaw:
+    """The law of at least one sample."""
+    context_s = _slope_s(
+        samples,
+        lambda sample: (sample.rows, sample.sessions),
+        lambda sample: sample.context_length,
+        lambda sample: sample.seconds,
+    )
+
+    def without_context_s(sample: Sample) -> float:
+        return sample.seconds - context_s * sample.context_length
+
+    session_s = _slope_s(
+        samples,
+        lambda sample: (sample.rows,),
+        lambda sample: sample.sessions,
+        without_context_s,
+    )
+    table = []
+    for group in _binned(samples):
+        rows = float(np.median([sample.rows for sample in group]))
+        plain = [without_context_s(one) - session_s * (one.sessions - 1) for one in group]
+        table.append((rows, max(0.0, float(np.median(plain))), len(group)))
+    law = TimeLaw(_increasing(table), context_s, session_s=session_s)
+    ratios = np.array([_ratio(sample, law) for sample in samples])
+    ratios = np.minimum(ratios, np.quantile(ratios, _CLIP))
+    spread = np.quantile(ratios, np.linspace(0.0, 1.0, QUANTILES))
+    return replace(law, spread=tuple(round(float(ratio), 5) for ratio in spread))
+
+
+def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfile:
+    """The profile of a run."""
+    message = fit_law(samples.messages)
+    # A pass starts in the very event that ends the one before: what lies between two passes is
+    # then part of the pass, and this law is 0.
+    turnaround = fit_law(samples.turnarounds) if samples.turnarounds else constant(0.0)
+    connect_s = 0.0
+    if samples.connects:
+        connect_s = max(0.0, float(np.median(samples.connects)) - message.seconds(1))
+    return CostProfile(
+        name=name,
+        draft_step=fit_law(samples.draft_steps),
+        target_pass=fit_law(samples.passes),
+        message=message,
+        turnaround=turnaround,
+        connect_s=round(connect_s, 7),
+        about=about,
+    )
+
+
+def fit_rows(samples: Samples, profile: CostProfile) -> list[FitRow]:
+    """Medians measured and fitted, for each law at each of its numbers of rows."""
+    laws = (
+        ("draft step", profile.draft_step, samples.draft_steps),
+        ("target pass", profile.target_pass, samples.passes),
+        ("message", profile.message, samples.messages),
+    )
+    rows = []
+    for name, law, mine in laws:
+        for group in _binned(mine):
+            fitted = [_expected_s(sample, law) for sample in group]
+            rows.append(
+                FitRow(
+                    name,
+                    round(float(np.median([sample.rows for sample in group]))),
+                    len(group),
+                    float(np.median([sample.seconds for sample in group])),
+                    float(np.median(fitted)),
+                )
+            )
+    return rows
+
+
+def _slope_s(
+    samples: Sequence[Sample],
+    alike: Callable[[Sample], tuple[int, ...]],
+    more: Callable[[Sample], int],
+    seconds: Callable[[Sample], float],
+) -> float:
+    """Seconds for one more: the median slope between samples that are else alike (Theil and Sen),
+    at least 0; samples that differ in nothing say nothing of it."""
+    slopes: list[float] = []
+    for group in _grouped(samples, alike):
+        ordered = sorted(group, key=more)
+        half = len(ordered) // 2
+        # Each with one of the other half: pairs far apart have the least noise in their slopes.
+        for low, high in zip(ordered[:half], ordered[len(ordered) - half :], strict=True):
+            if (apart := more(high) - more(low)) > 0:
+                slopes.append((seconds(high) - seconds(low)) / apart)
+    return max(0.0, float(np.median(slopes))) if len(slopes) >= _LEAST_SAMPLES else 0.0
+
+
+def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """By rows, neighbours together where rows are many; bins of a few samples join the next."""
+
+    def bin_of(sample: Sample) -> tuple[int, ...]:
+        if sample.rows <= _EXACT_ROWS:
+            return (sample.rows,)
+        return (_EXACT_ROWS + 1 + int(np.log(sample.rows / _EXACT_ROWS) / np.log(_BIN_GROWTH)),)
+
+    bins: list[list[Sample]] = []
+    for group in _grouped(samples, bin_of):
+        if bins and len(bins[-1]) < _LEAST_SAMPLES:
+            bins[-1].extend(group)
+        else:
+            bins.append(list(group))
+    if len(bins) > 1 and len(bins[-1]) < _LEAST_SAMPLES:
+        last = bins.pop()
+        bins[-1].extend(last)
+    return bins
+
+
+def _grouped(
+    samples: Sequence[Sample], key: Callable[[Sample], tuple[int, ...]]
+) -> Iterator[list[Sample]]:
+    groups: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    yield from (groups[value] for value in sorted(groups))
+
+
+def _increasing(table: Sequence[tuple[float, float, int]]) -> tuple[tuple[float, float], ...]:
+    """More rows never take less time: neighbours that say so share their mean, weighted by their
+    samples (pooling of adjacent violators)."""
+    pools: list[list[float]] = []  # mean, weight, entries
+    for _, seconds, count in table:
+        pools.append([seconds, count, 1])
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            mean, weight, entries = pools.pop()
+            before = pools[-1]
+            before[0] = (before[0] * before[1] + mean * weight) / (before[1] + weight)
+            before[1] += weight
+            before[2] += entries
+    means = [mean for mean, _, entries in pools for _ in range(int(entries))]
+    return tuple((rows, round(mean, 7)) for (rows, _, _), mean in zip(table, means, strict=True))
+
+
+def _expected_s(sample: Sample, law: TimeLaw) -> float:
+    return law.seconds(sample.rows, sample.context_length, sessions=sample.sessions)
+
+
+def _ratio(sample: Sample, law: TimeLaw) -> float:
+    expected_s = _expected_s(sample, law)
+    return sample.seconds / expected_s if expected_s else 1.0

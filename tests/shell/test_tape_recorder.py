@@ -1,0 +1,102 @@
+"""``bench --record-tape`` and ``profile``: files that the simulator reads. Oracle: the toy pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.benchmark.tape_recorder import record_tape, tape_report
+from edgespec.benchmark.workload import Workload
+from edgespec.cli.main import app
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.telemetry.cost_profile import read_profile
+from edgespec.telemetry.match_tape import MISS, read_tape
+from edgespec_sim.checks import target_stream
+
+MODEL = ToyModel(16, order=2, sharpness=3.0, seed=2)
+TOY = ("--model", "toy", "--draft", "toy")
+
+
+class Said:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+
+async def test_ranks_are_those_of_a_walk_along_the_target(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+    workload = Workload(("one", "two", "none"), ((1, 2, 3), (4, 5), (6,)), frozenset({7}))
+    texts = [target_stream(MODEL, p, sampling, 1000).tokens for p in workload.prompts[:2]]
+    drafter, said = ToyDrafter(MODEL.perturbed(0.3)), Said()
+    tape = await record_tape(
+        drafter, "toy", workload, [*texts, ()], sampling, said, width=3, about={"a": "b"}
+    )
+    assert said.words == ["tape: one, 1 of 3", "tape: two, 2 of 3"]
+    assert [g.tokens for g in tape.generations] == texts
+    assert (tape.width, tape.eos_token_ids, tape.about) == (3, (7,), {"a": "b"})
+    for generation in tape.generations:
+        for at, (token, rank) in enumerate(zip(generation.tokens, generation.ranks, strict=True)):
+            context = (*generation.prompt, *generation.tokens[:at])
+            # Drafted afresh on this very context, as if nothing had been cached.
+            drafter.begin(len(generation.prompt), sampling)
+            guesses = [candidate.token for candidate in drafter.step(0, context, 3)]
+            assert rank == (guesses.index(token) if token in guesses else MISS)
+
+
+def test_the_report_stands_beside_what_the_bench_saw() -> None:
+    path = Path(__file__).parents[2] / "sim/edgespec_sim/data/tapes/bundled-greedy.jsonl"
+    tape = read_tape(path)
+    words = tape_report(tape, [])
+    assert words.startswith(f"tape: {len(tape.generations)} texts, ")
+    assert "edgespec arm" not in words
+    assert words.endswith(f"{tape.acceptance(1):.1%} more by the second guess")
+
+
+def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
+    tape_file, results = tmp_path / "t.jsonl", tmp_path / "r.json"
+    timing = ("--pass-ms", "0", "--draft-ms", "0", "--rtt-ms", "0", "--repeats", "1")
+    arguments = ["bench", "--arms", "edgespec", "--limit", "2", "-n", "24", *timing, *TOY]
+    arguments += ["--record-tape", str(tape_file), "--json", str(results)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    tape = read_tape(tape_file)
+    assert len(tape.generations) == 2
+    assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
+    summary = json.loads(results.read_text())["summary"]
+    assert abs(summary[0]["acceptance"] - tape.acceptance()) < 0.2
+    assert "edgespec arm" in done.output
+
+
+def test_a_tape_needs_a_drafter(tmp_path: Path) -> None:
+    arguments = ["bench", "--arms", "target-only", "--model", "toy", "--draft", "none"]
+    done = CliRunner().invoke(app, [*arguments, "--record-tape", str(tmp_path / "t.jsonl")])
+    assert done.exit_code == 1
+    assert "nothing to tape" in done.output
+
+
+@pytest.mark.slow
+def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
+    """The times are the paced ones, and fitting the kept traces again gives the same laws."""
+    out, again, traces = (tmp_path / name for name in ("p.json", "q.json", "traces"))
+    arguments = ["profile", "--quick", "--pass-ms", "4", "--draft-ms", "2", *TOY]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(out), "--keep-traces", str(traces)])
+    assert done.exit_code == 0, done.output
+    found = read_profile(out)
+    assert found.target_pass.seconds(1) >= 0.004
+    assert found.draft_step.seconds(1) >= 0.002
+    assert 0 < found.message.seconds(1) < 0.1
+    assert len(found.draft_step.table) > 3
+    files = [str(traces / name) for name in ("device.jsonl", "verifier.jsonl")]
+    done = CliRunner().invoke(app, ["profile", "--from-traces", *files, "--out", str(again)])
+    assert done.exit_code == 0, done.output
+    assert read_profile(again).target_pass == found.target_pass
+    assert "target pass" in done.output

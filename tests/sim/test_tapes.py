@@ -1,0 +1,165 @@
+"""A match tape replays a pair of models exactly: every arm, every round trip, to the last row.
+
+Oracle: the same world played with the toy models themselves. Committed tokens with their times and
+kinds, passes, rows and all counters must be identical; a tape with one wrong rank must not be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+
+from edgespec.core.arms import Arm, arm_settings
+from edgespec.core.draft_events import DraftCounters, TokenKind
+from edgespec.core.draft_session import DraftSession
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.messages import Limits, Open
+from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verify_engine import VerifyEngine
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.ports import Drafter
+from edgespec.targets.toy import ToyTarget
+from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, ranks_along
+from edgespec_sim.checks import target_stream
+from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.script import ScriptedTarget
+from edgespec_sim.server import PassTime, SimulatedVerifier
+from edgespec_sim.stream import FixedDelay, Stream
+from edgespec_sim.tape_source import TapeSource
+
+WIDTH, TEXTS = 3, 3
+ENDS = ToyModel(24, order=3, sharpness=3.0, seed=5, eos_token=0, eos_probability=0.004)
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=90),
+    "sampled": SamplingParams(temperature=1.0, seed=11, max_tokens=90),
+    "cut": SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """All there is to see of a generation."""
+
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+    kinds: tuple[TokenKind, ...]
+    counters: DraftCounters
+    passes: int
+    rows: int
+
+
+def play(
+    target: ToyTarget | ScriptedTarget,
+    drafter: Drafter,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    arm: Arm,
+    rtt_ms: float,
+) -> Played:
+    queue = EventQueue()
+    engine = VerifyEngine(target.info, Limits(), EngineLimits())
+    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: 0.025))
+    settings = arm_settings(arm, gamma=3)
+    request = Open("a", "", "", prompt, (), sampling, settings.run_ahead, drafting=arm.drafts)
+    session = DraftSession(request, settings.policy, ReconnectPolicy(), 1 << 20)
+
+    def connect() -> tuple[Stream, float]:
+        stream = Stream(queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3))
+        verifier.accept(stream)
+        return stream, rtt_ms / 1e3
+
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: 0.008, connect)
+    device.start()
+    queue.run(until_s=600.0)
+    seen = device.delivery
+    return Played(
+        tuple(seen.tokens),
+        tuple(seen.times_s),
+        tuple(seen.kinds),
+        session.counters,
+        target.passes,
+        target.rows,
+    )
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((7 * number + 5 * i) % 23 + 1 for i in range(6 + number))
+
+
+def drafter() -> ToyDrafter:
+    return ToyDrafter(ENDS.perturbed(0.3))
+
+
+@cache
+def taped(kind: str) -> MatchTape:
+    sampling = SAMPLINGS[kind]
+    generations = []
+    for number in range(TEXTS):
+        prompt = prompt_of(number)
+        tokens = target_stream(ENDS, prompt, sampling, 4096).tokens
+        walker = drafter()
+        walker.begin(len(prompt), sampling)
+        ranks = ranks_along(walker.step, prompt, tokens, WIDTH)
+        generations.append(TapedGeneration(f"text {number}", prompt, tokens, ranks))
+    return MatchTape("toy", "toy draft", WIDTH, tuple(generations), (0,))
+
+
+def replayed(tape: MatchTape, number: int, arm: Arm, rtt_ms: float, max_tokens: int) -> Played:
+    source = TapeSource(tape)
+    numbers = range(len(tape.generations))
+    wanted = tape.generations[number].prompt
+    request = next(
+        request
+        for request in (source.request(n, 0, max_tokens) for n in numbers)
+        if request.prompt == wanted
+    )
+    return play(source.target(), source.drafter(), wanted, request.sampling, arm, rtt_ms)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("rtt_ms", [2, 30, 200])
+@pytest.mark.parametrize("arm", Arm)
+def test_a_tape_replays_the_models(arm: Arm, rtt_ms: float, kind: str) -> None:
+    tape, sampling = taped(kind), SAMPLINGS[kind]
+    for number in range(TEXTS):
+        prompt = prompt_of(number)
+        real = play(ToyTarget(ENDS), drafter(), prompt, sampling, arm, rtt_ms)
+        assert real.tokens == tape.generations[number].tokens
+        assert replayed(tape, number, arm, rtt_ms, sampling.max_tokens) == real
+
+
+def test_the_texts_hold_what_can_go_wrong() -> None:
+    """Ends before and at max_tokens, hits, misses and near misses."""
+    tapes = [taped(kind) for kind in SAMPLINGS]
+    lengths = {
+        len(g.tokens) == s.max_tokens
+        for tape, s in zip(tapes, SAMPLINGS.values(), strict=True)
+        for g in tape.generations
+    }
+    assert lengths == {True, False}
+    ranks = {rank for tape in tapes for g in tape.generations for rank in g.ranks}
+    assert ranks == {MISS, *range(WIDTH)}
+
+
+@pytest.mark.parametrize("arm", [arm for arm in Arm if arm.drafts])
+def test_one_wrong_rank_gives_another_run(arm: Arm) -> None:
+    tape = taped("sampled")
+    first = tape.generations[0]
+    at = first.ranks.index(0, 8)
+    ranks = (*first.ranks[:at], MISS, *first.ranks[at + 1 :])
+    wrong = replace(tape, generations=(replace(first, ranks=ranks), *tape.generations[1:]))
+    one, other = (replayed(t, 0, arm, 20, 90) for t in (tape, wrong))
+    assert one.tokens == other.tokens
+    assert one != other
+
+
+def test_a_shorter_request_is_cut() -> None:
+    tape = taped("greedy")
+    for arm in Arm:
+        played = replayed(tape, 0, arm, 20, 11)
+        assert played.tokens == tape.generations[0].tokens[:11]

@@ -1,0 +1,202 @@
+"""The three sources of tokens: what they promise to worlds, and that misuse is an error.
+
+Oracle: ``expected`` of the source beside a plain decoding of its own target, one token a pass; the
+ranks of a walk beside those of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.ports import Drafter, PassRequest, TargetModel
+from edgespec.telemetry.match_tape import (
+    MISS,
+    MatchTape,
+    TapedGeneration,
+    TapeError,
+    ranks_along,
+    read_tape,
+    write_tape,
+)
+from edgespec_sim.acceptance_process import AcceptanceLaw
+from edgespec_sim.process_source import ProcessSource
+from edgespec_sim.script import ScriptError, coded_prompt, number_of
+from edgespec_sim.tape_source import TapeSource, tape_named
+from edgespec_sim.tokens import Request, TokenSource
+from edgespec_sim.toy_source import ToySource
+
+TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
+PROCESS = ProcessSource(AcceptanceLaw.of(0.8), seed=3)
+TAPE = TapeSource(tape_named("bundled-sampled"), seed=5)
+SOURCES: dict[str, TokenSource] = {"toy": TOY, "process": PROCESS, "tape": TAPE}
+every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+
+
+def decoded(target: TargetModel, request: Request) -> list[int]:
+    """One token a pass, the prompt in pieces of 5."""
+    tokens, cached = list(request.prompt), 0
+    target.open("a", len(request.prompt), request.sampling)
+    ends = target.info.eos_token_ids
+    while len(tokens) - len(request.prompt) < request.sampling.max_tokens:
+        feed = tuple(tokens[cached:][:5])
+        sample = cached + len(feed) == len(tokens)
+        (result,) = target.forward([PassRequest("a", cached, feed, sample=sample)])
+        target.keep("a", ())
+        cached += len(feed)
+        if sample:
+            tokens.append(result.targets[0])
+            if tokens[-1] in ends:
+                break
+    target.close("a")
+    return tokens[len(request.prompt) :]
+
+
+def begun(drafter: Drafter, request: Request) -> Drafter:
+    drafter.begin(len(request.prompt), request.sampling)
+    return drafter
+
+
+@every_source
+def test_the_target_says_what_is_expected(source: TokenSource) -> None:
+    for number in range(4):
+        request = source.request(number, 13, 24)
+        assert decoded(source.target(), request) == list(source.expected(request, 24))
+        assert list(source.expected(request, 7)) == list(source.expected(request, 24))[:7]
+
+
+@every_source
+def test_equal_numbers_are_equal_requests_and_others_differ(source: TokenSource) -> None:
+    requests = [source.request(number, 9, 20) for number in (0, 1, 2, 0)]
+    assert requests[0] == requests[3]
+    assert len({request.prompt for request in requests}) == 3
+    assert all(len(request.prompt) == 9 for request in requests)
+    texts = {tuple(source.expected(request, 20)) for request in requests}
+    assert len(texts) == 3
+
+
+@every_source
+def test_it_says_what_it_is(source: TokenSource) -> None:
+    assert "%" in source.about
+    assert "\n" not in source.about
+
+
+def test_seeds_and_laws_count() -> None:
+    request = PROCESS.request(0, 9, 50)
+    other = ProcessSource(AcceptanceLaw.of(0.8), seed=4)
+    easier = ProcessSource(AcceptanceLaw.of(0.95), seed=3)
+    assert PROCESS.expected(request, 50) != other.expected(request, 50)
+    assert PROCESS.expected(request, 50) == easier.expected(request, 50)
+    hits = [
+        ranks_along(
+            begun(s.drafter(), request).step, request.prompt, s.expected(request, 50), 2
+        ).count(0)
+        for s in (PROCESS, easier)
+    ]
+    assert hits[0] < hits[1]
+
+
+def test_a_tape_is_walked_as_it_was_recorded() -> None:
+    source = TapeSource(tape_named("bundled-greedy"))
+    taped = {g.prompt: g for g in source.tape.generations}
+    for number in range(len(taped)):
+        for length in (0, 40):  # the recorded prompt, and one of the world's length
+            request = source.request(number, length, 1000)
+            tokens = source.expected(request, 1000)
+            drafter = begun(source.drafter(), request)
+            ranks = ranks_along(drafter.step, request.prompt, tokens, source.tape.width)
+            if length == 0:
+                assert ranks == taped[request.prompt].ranks
+                assert tuple(tokens) == taped[request.prompt].tokens
+
+
+def test_guesses_differ_and_only_the_right_one_is_right() -> None:
+    request = PROCESS.request(2, 9, 200)
+    text = PROCESS.expected(request, 200)
+    drafter = begun(PROCESS.drafter(), request)
+    drafter.step(0, request.prompt, 4)
+    for at, token in enumerate(text[:-1]):
+        guesses = [c.token for c in drafter.step(9 + at, (token,), 4)]
+        assert len(set(guesses)) == 4
+        rank = guesses.index(text[at + 1]) if text[at + 1] in guesses else MISS
+        # One off script, nothing it says is the script's; back on it, all is as before.
+        wrong = (text[at + 1] + 1) % 32_000
+        off = [c.token for c in drafter.step(10 + at, (wrong,), 4)]
+        assert at + 2 >= len(text) or text[at + 2] not in off
+        again = [c.token for c in drafter.step(9 + at, (token,), 4)]
+        assert again == guesses
+        assert rank == MISS or again[rank] == text[at + 1]
+
+
+def test_the_cache_contract_is_checked() -> None:
+    request = PROCESS.request(0, 9, 20)
+    drafter, target = begun(PROCESS.drafter(), request), PROCESS.target()
+    with pytest.raises(ScriptError, match="3 tokens kept, but 0 are cached"):
+        drafter.step(3, (1,), 1)
+    with pytest.raises(ScriptError, match="before the prompt is complete"):
+        drafter.step(0, request.prompt[:4], 1)
+    with pytest.raises(ScriptError, match="width is 9"):
+        drafter.step(0, request.prompt, 9)
+    with pytest.raises(ScriptError, match="'a' is not open"):
+        target.forward([PassRequest("a", 0, request.prompt)])
+    target.open("a", 9, request.sampling)
+    with pytest.raises(ScriptError, match="already open"):
+        target.open("a", 9, request.sampling)
+    token = target.forward([PassRequest("a", 0, request.prompt, (5,), (-1,))])[0].targets[0]
+    with pytest.raises(ScriptError, match="no path from the root"):
+        target.keep("a", (1,))
+    target.keep("a", ())
+    with pytest.raises(ScriptError, match="not the target's own"):
+        target.forward([PassRequest("a", 9, (token + 1,))])
+    with pytest.raises(ScriptError, match="11 tokens kept, but 10 are cached"):
+        target.forward([PassRequest("a", 11, (token,))])
+
+
+@given(number=st.integers(0, 10**9), length=st.integers(2, 40))
+def test_a_coded_prompt_names_its_number(number: int, length: int) -> None:
+    if length == 2:
+        number %= 31_999**2
+    prompt = coded_prompt(number, length, 32_000)
+    assert len(prompt) == length
+    assert number_of(prompt, 32_000) == number
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3, 4), (31_999, 1, 1), (1, 2, 3, 31_999, 7)])
+def test_another_prompt_names_none(prompt: Sequence[int]) -> None:
+    with pytest.raises(ScriptError, match="names no script"):
+        number_of(prompt, 32_000)
+
+
+def test_a_number_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ScriptError, match="1 tokens hold 0 to 31998"):
+        coded_prompt(31_999, 1, 32_000)
+
+
+def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:
+    generation = TapedGeneration("g", (1, 2), (3, 4), (0, MISS))
+    tape = MatchTape("t", "d", 1, (generation,), (4,), {"machine": "none"})
+    write_tape(tape, tmp_path / "mine.jsonl")
+    assert tape_named("mine.jsonl", tmp_path) == tape
+    assert read_tape(tmp_path / "mine.jsonl") == tape
+    assert tape_named("bundled-greedy", tmp_path).width >= 3
+    with pytest.raises(TapeError, match=r"bundled are bundled-greedy, bundled-sampled"):
+        tape_named("yours.jsonl", tmp_path)
+
+
+def test_a_text_ends_where_its_tape_does() -> None:
+    """At its end token whatever is asked for, else where the recording stopped."""
+    ended = TapedGeneration("g", (1, 2), (3, 4), (0, 0))
+    stopped = TapedGeneration("h", (1, 3), (3, 5, 6), (0, 0, 0))
+    source = TapeSource(MatchTape("t", "d", 1, (ended, stopped), (4,)))
+    asked = {request.prompt: request for request in (source.request(n, 0, 50) for n in (0, 1))}
+    assert asked[1, 2].sampling.max_tokens == 50
+    assert asked[1, 3].sampling.max_tokens == 3
+    assert [list(source.expected(asked[p], 50)) for p in asked] == [
+        list(ended.tokens if p == (1, 2) else stopped.tokens) for p in asked
+    ]
