@@ -139,13 +139,12 @@ class WindowedPolicy:
             return ROOT
         best, best_chance, last = None, self.least_chance, self.width - 1
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        chances = {ROOT: 1.0}
+        chances, last_position = {ROOT: 1.0}, view.end - 2
         for node in tree:
-            rank = node.rank
-            chance = chances[node.parent] * rates[rank if rank < last else last]
-            chances[node.id] = chance
-            if chance > best_chance and tree.is_leaf(node.id) and node.position + 1 < view.end:
-                best, best_chance = node.id, chance
+            node_id, rank = node.id, node.rank
+            chances[node_id] = chance = chances[node.parent] * rates[rank if rank < last else last]
+            if chance > best_chance and tree.is_leaf(node_id) and node.position <= last_position:
+                best, best_chance = node_id, chance
         return best
 
     def flush(self, view: DraftView) -> bool:

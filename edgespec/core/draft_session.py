@@ -86,6 +86,10 @@ class DraftSession:
         match event:
             case Opened() | Commit() | Fault() if self.state is not ev.LinkState.STREAMING:
                 return ()  # said on a link that is gone
+            case ev.StepDone():
+                actions = self._on_step_done(event, now)
+            case Commit():
+                actions = self._on_commit(event, now)
             case ev.Start():
                 actions = self._connect(now)
             case ev.Connected():
@@ -96,12 +100,8 @@ class DraftSession:
                 actions = self._on_tick(now)
             case Opened():
                 actions = self._on_opened(event)
-            case Commit():
-                actions = self._on_commit(event, now)
             case Fault():
                 actions = self._on_fault(event, now)
-            case ev.StepDone():
-                actions = self._on_step_done(event, now)
             case ev.StepFailed():
                 self._step, self.drafting = None, False
                 actions = []
@@ -217,7 +217,7 @@ class DraftSession:
                 resting = True
             else:
                 actions.append(self._start_step(parent, now))
-        if streaming and resting and self._step is None and not self._outbox.in_flight:
+        if streaming and resting and self._step is None and not view.in_flight:
             actions += self._nothing_to_come()
         return actions
 

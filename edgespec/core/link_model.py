@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Final
 
 from edgespec.core.link_schedules import DelaySchedule, LossSchedule, OutageSchedule
-from edgespec.core.noise import noise_bits
+from edgespec.core.noise import keyed_bits, seed_key
 from edgespec.core.shared_queue import SharedQueue
 
 __all__ = [
@@ -103,6 +103,7 @@ class LinkModel:
             )
             if schedule is not None and schedule.intervals_s
         ]
+        self._key = seed_key(self._settings.seed)
         self._message_count = 0
         self._now_s = -math.inf
         self._left_s = -math.inf
@@ -164,7 +165,7 @@ class LinkModel:
 
     def _chance(self, purpose: int) -> float:
         """Uniform in (0, 1)."""
-        bits = noise_bits(self._settings.seed, self._message_count, purpose)
+        bits = keyed_bits(self._key, self._message_count, purpose)
         return (bits + 0.5) * 2.0**-32
 
     def _jitter_s(self) -> float:

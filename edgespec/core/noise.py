@@ -35,18 +35,27 @@ def mix(value: int) -> int:
     return value ^ (value >> 16)
 
 
+def seed_key(seed: int) -> int:
+    """What all positions of a seed have in common; ``seed`` is taken modulo 2**64."""
+    low, high = seed & MASK_32, (seed >> 32) & MASK_32
+    return mix(mix(low ^ GOLDEN) + high)
+
+
 def position_keys(seed: int, position: int) -> tuple[int, int]:
     """The two round keys of a position; ``seed`` is taken modulo 2**64."""
-    low, high = seed & MASK_32, (seed >> 32) & MASK_32
-    first = mix(mix(low ^ GOLDEN) + high)
-    first = mix(first ^ (position * GOLDEN & MASK_32))
+    first = mix(seed_key(seed) ^ (position * GOLDEN & MASK_32))
     return first, mix(first + SECOND_KEY)
 
 
 def noise_bits(seed: int, position: int, token: int) -> int:
     """32 hash bits of (seed, position, token)."""
-    first, second = position_keys(seed, position)
-    return mix(mix(token * GOLDEN + first) ^ second)
+    return keyed_bits(seed_key(seed), position, token)
+
+
+def keyed_bits(key: int, position: int, token: int) -> int:
+    """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often."""
+    first = mix(key ^ (position * GOLDEN & MASK_32))
+    return mix(mix(token * GOLDEN + first) ^ mix(first + SECOND_KEY))
 
 
 def gumbel(bits: int) -> float:

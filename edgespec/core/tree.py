@@ -113,6 +113,7 @@ class SpeculationTree:
         if node_id <= self._last_id:
             return Growth.STALE
         self._last_id = node_id
+        nodes = self._nodes
         position = self.place(parent, base_position)
         if position is None:
             return Growth.STALE
@@ -121,11 +122,12 @@ class SpeculationTree:
                 return Growth.STALE
             self._remember(node_id, position)
             return Growth.FORWARDED
-        slot = parent if parent in self._nodes else ROOT
+        slot = parent if parent in nodes else ROOT
         siblings = self._children[slot]
-        if any(self._nodes[other].token == token for other in siblings):
-            return Growth.STALE
-        self._nodes[node_id] = Node(node_id, slot, token, position, rank)
+        for other in siblings:
+            if nodes[other].token == token:
+                return Growth.STALE
+        nodes[node_id] = Node(node_id, slot, token, position, rank)
         self._children[node_id] = []
         siblings.append(node_id)
         return Growth.ALIVE
@@ -150,10 +152,11 @@ class SpeculationTree:
 
     def _step(self, token: int, position: int) -> int:
         """Move the root over one committed token; 1 if a node was there."""
-        root_children = self._children[ROOT]
-        match = next((c for c in root_children if self._nodes[c].token == token), None)
-        for child in root_children:
-            if child != match:
+        match = None
+        for child in self._children[ROOT]:
+            if self._nodes[child].token == token:
+                match = child
+            else:
                 self._kill(child)
         if match is None:
             self._children[ROOT] = []

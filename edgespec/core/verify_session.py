@@ -97,6 +97,8 @@ class VerifySession:
 
     def handle(self, event: ev.VerifyEvent, now: float) -> tuple[ev.VerifyAction, ...]:
         match event:
+            case Draft():
+                return self._on_draft(event, now)
             case ev.Attach(request):
                 return self._on_attach(request, now)
             case ev.Detach():
@@ -109,8 +111,6 @@ class VerifySession:
             case ev.PassFailed():
                 self._on_pass_failed()
                 return ()
-            case Draft():
-                return self._on_draft(event, now)
             case Received():
                 return self._on_received(event, now)
             case Cancel():
@@ -169,7 +169,7 @@ class VerifySession:
         if self.prefix.length - self._received > self._limits.max_unreceived:
             return ()  # until a ``Received`` comes
         last = self._ending.end - 1  # there a draft cannot help, so none is waited for
-        decoding = self.prefix.output and self.cache_length + 1 == self.prefix.length < last
+        decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
         if decoding and not self.inbox.verifiable(1, self._ending.end):
             start_at = self._run_ahead.start_at(self.inbox.view(now, self._idle_since, pass_s))
             if start_at > now:

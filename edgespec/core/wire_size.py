@@ -52,11 +52,11 @@ def message_bytes(message: Message) -> int:
 
 def _draft_bytes(draft: Draft) -> int:
     size = _number(draft.first_node_id) + _packed(draft.tokens)
-    first = draft.first_node_id
-    if any(parent != first + i - 1 for i, parent in enumerate(draft.parents)) or 0 in draft.parents:
-        deltas = (first + i - parent if parent else 0 for i, parent in enumerate(draft.parents))
-        size += _packed(deltas)
-    if 0 in draft.parents:
+    first, parents = draft.first_node_id, draft.parents
+    rooted = 0 in parents
+    if rooted or parents != tuple(range(first - 1, first - 1 + len(parents))):
+        size += _packed([first + i - parent if parent else 0 for i, parent in enumerate(parents)])
+    if rooted:
         size += _number(draft.base_position)
         size += _FIXED32 if draft.base_hash else 0
     return size

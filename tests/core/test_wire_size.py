@@ -45,10 +45,15 @@ def hot_messages(seed: int) -> list[Message]:
         dice.randrange(1 << 32) if based else 0,
     )
     commit = Commit(
-        dice.randrange(4000),
-        tokens,
-        dice.randrange(count + 1),
-        *(number() for _ in range(6)),
+        position=dice.randrange(4000),
+        tokens=tokens,
+        accepted=dice.randrange(count + 1),
+        stale=number(),
+        queue_us=number(),
+        verify_us=number(),
+        rows=number(),
+        echo=number(),
+        held_us=number(),
         finish=dice.choice((None, FinishReason.STOP)),
     )
     return [draft, commit, Received(number(), number()), Cancel()]
