@@ -6,6 +6,7 @@ import typer
 
 from edgespec.cli.running import EXIT_CODES
 from edgespec.cli.sim import trace
+from edgespec.cli.sim.mean_field import mean_field
 from edgespec.cli.sim.replay import replay
 from edgespec.cli.sim.report import report
 from edgespec.cli.sim.run import run
@@ -45,4 +46,5 @@ app.command("list", epilog=EXIT_CODES)(list_scenarios)
 app.command(epilog=EXIT_CODES)(scenario)
 for command in (sweep, replay, report):
     app.command(epilog=EXIT_CODES)(command)
+app.command("mean-field", epilog=EXIT_CODES)(mean_field)
 app.add_typer(trace.app, name="trace", epilog=EXIT_CODES)

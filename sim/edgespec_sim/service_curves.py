@@ -1,0 +1,195 @@
+"""How fast one verifier serves n sessions at a time, measured on small event-driven worlds.
+
+Theory of operation. A world of one verifier and n users who never think holds the number of active
+sessions at n. What each user gets there (time of a whole request, TTFT, TPOT) and how busy the
+verifier is are points of a curve over n; between them the curve is linear. Groups of devices are
+mixed as they are among the active ones of the whole scenario. The mean field (``mean_field.py``)
+is all arithmetic on such curves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.arms import Arm
+from edgespec_sim.city.meters import RequestRecord
+from edgespec_sim.city.world import Surrounding, World, WorldOutcome
+from edgespec_sim.scenario.sections import DeviceSection, Scenario
+
+# Some hundred requests: texts differ, so a mean over them is good to 2 % or so.
+SESSION_SECONDS = 240.0
+_LEAST_CYCLES = 5.0
+_QUANTILES = (np.arange(50) + 0.5) / 50
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCurve:
+    """What one group of devices gets from a verifier with ``sizes`` active sessions."""
+
+    sizes: Floats
+    cycle_s: Floats
+    """A whole request, from asking to the last token."""
+    ttft_s: Floats
+    """(size, quantile), as ``tpot_s``; quantiles are evenly spaced."""
+    tpot_s: Floats
+
+    def cycle_at(self, active: Floats) -> Floats:
+        return np.interp(active, self.sizes, self.cycle_s)
+
+    def spread_at(self, table: Floats, active: Floats) -> Floats:
+        """Quantiles of ``table`` (``ttft_s`` or ``tpot_s``) at each number: (number, quantile)."""
+        columns = [np.interp(active, self.sizes, column) for column in table.T]
+        return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCurve:
+    """Of one kind of verifier under one arm."""
+
+    groups: Mapping[str, GroupCurve]
+    sizes: Floats
+    """From 0 on."""
+    busy: Floats
+    """Share of time in which a pass runs."""
+
+    @property
+    def largest(self) -> int:
+        return int(self.sizes[-1])
+
+    def busy_at(self, active: Floats) -> Floats:
+        return np.interp(active, self.sizes, self.busy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One world: its groups' records, and what the whole took."""
+
+    counts: Mapping[str, int]
+    outcome: WorldOutcome
+    duration_s: float
+
+    def records(self, group: str) -> list[RequestRecord]:
+        return [one for one in self.outcome.meters.records if one.group == group]
+
+
+class CurveMeter:
+    """Measures points as they are wanted and keeps them."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        arm: Arm,
+        kind: str,
+        surrounding: Surrounding,
+        seed: int,
+        session_seconds: float,
+    ) -> None:
+        self._scenario, self._arm, self._kind, self._seed = scenario, arm, kind, seed
+        self._session_seconds = session_seconds
+        self._surrounding = replace(surrounding, checks=False)
+        self._points: dict[int, list[_Point]] = {}
+
+    def curve(self, weights: Mapping[str, float], largest: int) -> ServiceCurve:
+        """Points at 1, 2, 4, ... up to ``largest`` or above; ``weights``: devices of each group
+        times the share of time for which they are active (any unit)."""
+        for doublings in range((largest - 1).bit_length() + 1):
+            size = 1 << doublings
+            if size not in self._points:
+                self._points[size] = self._measure(weights, size)
+        sizes = sorted(self._points)
+        busy = [0.0, *(self._busy(weights, self._points[size]) for size in sizes)]
+        groups = {group: self._group(group) for group in weights}
+        return ServiceCurve(groups, np.array([0.0, *map(float, sizes)]), np.array(busy))
+
+    def _measure(self, weights: Mapping[str, float], size: int) -> list[_Point]:
+        """A mixed world; of one session there is a world for each group."""
+        if size == 1:
+            return [self._play({group: 1}) for group in weights]
+        return [self._play(dealt(weights, size))]
+
+    def _play(self, counts: Mapping[str, int]) -> _Point:
+        scenario = self._scenario
+        total = sum(counts.values())
+        cycle_s = max(_guessed_cycle_s(scenario.devices[group]) for group in counts)
+        duration_s = max(self._session_seconds / total, _LEAST_CYCLES * cycle_s)
+        world = replace(
+            scenario,
+            shards=1,
+            arms=(self._arm,),
+            duration_s=duration_s,
+            devices={
+                group: _restless(scenario.devices[group], count, cycle_s)
+                for group, count in counts.items()
+            },
+            verifiers={self._kind: replace(scenario.verifiers[self._kind], count=1)},
+            distances_ms={
+                group: row for group, row in scenario.distances_ms.items() if group in counts
+            },
+        )
+        seed = f"{self._seed}/curve/{total}"
+        outcome = World(world, self._arm, seed, self._surrounding).run()
+        return _Point(counts, outcome, duration_s)
+
+    def _busy(self, weights: Mapping[str, float], points: list[_Point]) -> float:
+        shares = [sum(weights[group] for group in point.counts) for point in points]
+        busy = [point.outcome.verifiers[0].utilisation for point in points]
+        return float(np.average(busy, weights=shares))
+
+    def _group(self, group: str) -> GroupCurve:
+        found = [
+            (size, point)
+            for size, points in sorted(self._points.items())
+            for point in points
+            if point.counts.get(group)
+        ]
+        tokens = mean_tokens(self._scenario.devices[group])
+        cycle_s, ttft_s, tpot_s = [], [], []
+        for _, point in found:
+            records = point.records(group)
+            # Requests cut off by the end count with what they got: the short ones, which are
+            # complete sooner, do not weigh more than they should.
+            delivered = sum(one.tokens for one in records)
+            cycle_s.append(point.duration_s * point.counts[group] * tokens / max(1, delivered))
+            ttft_s.append(_spread([one.ttft_s for one in records]))
+            tpot_s.append(_spread([one.tpot_s for one in records]))
+        sizes = np.array([float(size) for size, _ in found])
+        return GroupCurve(sizes, np.array(cycle_s), np.stack(ttft_s), np.stack(tpot_s))
+
+
+def mean_tokens(section: DeviceSection) -> float:
+    """Of an answer: the log-normal spread leaves the median where it is and moves the mean."""
+    load = section.workload
+    return load.output_tokens * math.sqrt(1.0 + load.length_spread**2)
+
+
+def dealt(weights: Mapping[str, float], size: int) -> dict[str, int]:
+    """``size`` devices in the proportion of ``weights`` (largest remainders), empty groups out."""
+    total = sum(weights.values())
+    exact = {group: size * weight / total for group, weight in weights.items()}
+    counts = {group: int(share) for group, share in exact.items()}
+    by_rest = sorted(exact, key=lambda group: counts[group] - exact[group])
+    for group in by_rest[: size - sum(counts.values())]:
+        counts[group] += 1
+    return {group: count for group, count in counts.items() if count}
+
+
+def _restless(section: DeviceSection, count: int, within_s: float) -> DeviceSection:
+    load = replace(section.workload, think_s=0.0, requests=0, start_within_s=within_s / 4)
+    return replace(section, count=count, workload=load, battery_j=None)
+
+
+def _guessed_cycle_s(section: DeviceSection) -> float:
+    """Only to choose how long to look: a token takes 20 ms or so."""
+    return 0.5 + 0.02 * mean_tokens(section)
+
+
+def _spread(values: list[float | None]) -> Floats:
+    known = [value for value in values if value is not None]
+    return np.quantile(known, _QUANTILES) if known else np.full(len(_QUANTILES), np.nan)

@@ -1,0 +1,132 @@
+"""The mean field against the event-driven world it stands for, and against laws known by formula.
+
+Oracles: the event-driven run of the same scenario; Engset's closed form for a machine-repairman
+system whose service time does not depend on the load.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.core.arms import Arm
+from edgespec.core.association import association_policy
+from edgespec_sim.acceptance_process import AcceptanceLaw
+from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.mean_field import MeanField, MeanFieldModel, Station, Users
+from edgespec_sim.process_source import ProcessSource
+from edgespec_sim.scenario.loading import load_scenario
+from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.service_curves import GroupCurve, ServiceCurve, dealt
+
+SMALL = {
+    "devices.phone.count": 90,
+    "devices.laptop.count": 60,
+    "verifiers.gpu.count": 2,
+    "shards": 1,
+    "duration_s": 45,
+}
+
+
+def scenario(**changes: object) -> Scenario:
+    return load_scenario("city", {**SMALL, **changes})
+
+
+def surrounding(of: Scenario) -> Surrounding:
+    policy = association_policy(of.association)
+    return Surrounding(ProcessSource(AcceptanceLaw.of(0.8), 1), policy, Path(), checks=False)
+
+
+@cache
+def model() -> MeanFieldModel:
+    of = scenario()
+    return MeanFieldModel(of, surrounding(of), session_seconds=40.0)
+
+
+def field(*, scale: float = 1.0, transient: bool = True) -> MeanField:
+    return model().solve(Arm.TARGET_ONLY, scale=scale, transient=transient)
+
+
+def test_agrees_with_events() -> None:
+    of = scenario()
+    whole = World(of, Arm.TARGET_ONLY, "1/0", surrounding(of)).run().meters.whole()
+    found = field()
+    assert whole.tpot_s is not None
+    assert whole.ttft_s is not None
+    assert found.tpot_s.median == pytest.approx(whole.tpot_s.median, rel=0.02)
+    assert found.ttft_s.mean == pytest.approx(whole.ttft_s.mean, rel=0.1)
+    assert found.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=0.12)
+
+
+def test_size_alone_changes_only_totals() -> None:
+    one, many = field(), field(scale=1000.0)
+    assert (many.devices, many.verifiers) == (150_000, 2_000)
+    assert many.tokens_per_second == pytest.approx(1000 * one.tokens_per_second, rel=0.01)
+    assert many.tpot_s.median == pytest.approx(one.tpot_s.median, rel=0.01)
+
+
+def test_the_start_is_busier_than_the_long_run() -> None:
+    """Everyone's first question comes within 30 s, and some have their second by then."""
+    assert field().requests_per_second > field(transient=False).requests_per_second
+
+
+def flat_curve(cycle_s: float) -> ServiceCurve:
+    sizes, spread = np.array([1.0, 2.0]), np.ones((2, 1))
+    group = GroupCurve(sizes, np.full(2, cycle_s), spread, spread)
+    return ServiceCurve({"all": group}, np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("count", [4, 30])
+def test_fixed_service_time_gives_engset(count: int) -> None:
+    """Users who do not slow one another down are independent: a binomial number is served."""
+    users = (Users("all", float(count), 9.0, 1.0),)
+    law = Station(1, 1, users, flat_curve(3.0)).stationary()
+    served = 3.0 / (9.0 + 3.0)
+    expected = [
+        comb(count, n) * served**n * (1 - served) ** (count - n) for n in range(len(law.time))
+    ]
+    assert law.active == pytest.approx(np.arange(len(law.time)))
+    assert law.time == pytest.approx(expected, abs=1e-6)
+
+
+def test_long_transient_settles_at_the_fixed_point() -> None:
+    users = (Users("all", 50.0, 9.0, 1.0),)
+    station = Station(1, 1, users, flat_curve(3.0))
+    law = station.transient(400.0)
+    assert station.mean_active() == pytest.approx(12.5)
+    assert float(law.active @ law.time) == pytest.approx(12.5, rel=0.03)
+
+
+def test_a_random_choice_of_verifiers_spreads_wider_than_a_balanced_one() -> None:
+    users = (Users("all", 1000.0, 9.0, 1.0),)
+    widths = []
+    for pooled in (1, 100):
+        law = Station(100, pooled, users, flat_curve(3.0)).stationary()
+        mean = float(law.active @ law.time)
+        assert mean == pytest.approx(2.5, rel=0.02)
+        widths.append(float((law.active - mean) ** 2 @ law.time))
+    assert widths[0] > 50 * widths[1]
+
+
+def test_groups_are_dealt_in_proportion() -> None:
+    assert dealt({"a": 3.0, "b": 1.0}, 8) == {"a": 6, "b": 2}
+    assert dealt({"a": 10.0, "b": 1.0}, 2) == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"association": "strongest-signal"}, "association is 'strongest-signal'"),
+        ({"devices.phone.workload.requests": 3}, "devices.phone.workload.requests is 3"),
+        ({"tokens": {"source": "tape"}}, "tokens.source is tape"),
+        ({"verifiers.gpu.max_sessions": 2}, "max_sessions is 2"),
+    ],
+)
+def test_refuses_what_it_cannot_say(changes: dict[str, object], says: str) -> None:
+    of = scenario(**changes)
+    with pytest.raises(ValueError, match=says):
+        MeanFieldModel(of, surrounding(of), session_seconds=10.0).solve(Arm.TARGET_ONLY)
