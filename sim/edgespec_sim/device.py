@@ -105,12 +105,6 @@ class SimulatedDevice:
 
     def _do(self, action: DraftAction) -> None:
         match action:
-            case Connect():
-                self._open_stream()
-            case Disconnect():
-                if self.stream is not None:
-                    self.stream.close_from_device()
-                    self.stream = None
             case Transmit(message):
                 if self.stream is not None:
                     self.stream.send_up(message)
@@ -125,6 +119,12 @@ class SimulatedDevice:
                 self.delivery.tokens += tokens
                 self.delivery.kinds += kinds
                 self.delivery.times_s += [self._queue.now] * len(tokens)
+            case Connect():
+                self._open_stream()
+            case Disconnect():
+                if self.stream is not None:
+                    self.stream.close_from_device()
+                    self.stream = None
             case Finish() | Fail():
                 self.delivery.ended = action
                 self._on_end()

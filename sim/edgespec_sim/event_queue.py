@@ -21,7 +21,9 @@ class EventQueue:
         heapq.heappush(self._heap, (time_s, next(self._order), callback))
 
     def after(self, delay_s: float, callback: Callable[[], object]) -> None:
-        self.at(self.now + delay_s, callback)
+        if delay_s < 0.0:
+            raise ValueError(f"delay is {delay_s} s, but must be at least 0")
+        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), callback))
 
     def run(self, until_s: float) -> int:
         """Run everything due by ``until_s``; the number of events run."""

@@ -57,10 +57,8 @@ class ProcessSource:
         max_tokens = request.sampling.max_tokens
         return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
 
-    def sample_ranks(self, texts: int, length: int) -> list[Sequence[int]]:
-        """Ranks along so many texts of this length, of the law but of no request."""
-        dice = np.random.default_rng(self._seed)
-        return [self.law.ranks(length, dice) for _ in range(texts)]
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
         number = number_of(prompt, VOCABULARY_SIZE)

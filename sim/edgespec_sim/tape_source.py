@@ -97,6 +97,9 @@ class TapeSource:
         length = min(count, request.sampling.max_tokens)
         return self._find(request.prompt, length).tokens[:length]
 
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
+
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
         index = self._index.get(prompt)
         if index is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edgespec.core.sampling import SamplingParams
 from edgespec.ports import Drafter, TargetModel
@@ -46,3 +46,12 @@ class TokenSource(Protocol):
     def expected(self, request: Request, count: int) -> Sequence[int]:
         """The first ``count`` tokens that the target gives for it, computed without any session:
         what was delivered is held against it."""
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A source that knows how good its drafts are, token by token."""
+
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        """Of the first ``count`` tokens of a request: the rank each has among the drafter's guesses
+        on the committed text before it, -1 for none."""

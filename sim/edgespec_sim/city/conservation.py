@@ -4,7 +4,9 @@
                a commit only if the verifier has committed its tokens
     prefix     what a device holds is never longer than what its verifier has committed
     order      a stream delivers what it was given: once, in order, nothing else
-    capacity   slots of a queue do not overlap, and none is shorter than its bits need
+    capacity   slots of a queue do not overlap, and none is shorter than its bits need; a radio
+               cell's queue is one of airtime
+    machines   each works on one pass at a time
     energy     no drafter works, and no radio sends, for longer than the time there was
     bytes      sent = delivered + under way + lost with a broken stream
 
@@ -16,11 +18,14 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from edgespec.core.messages import Commit, Downlink, Uplink
 from edgespec.core.shared_queue import SharedQueue
-from edgespec_sim.city.site import Site
 from edgespec_sim.links.cross_traffic import LoadedQueue
+
+if TYPE_CHECKING:
+    from edgespec_sim.city.site import Site
 
 _SLACK_S = 1e-9
 _REMEMBERED_SLOTS = 4096
@@ -30,9 +35,14 @@ class ConservationError(AssertionError):
     """The simulated world broke one of its laws: a bug in the simulator or in the product."""
 
 
+def broken(now_s: float, what: str) -> ConservationError:
+    """Asked for only where a law is broken: millions of messages break none."""
+    return ConservationError(f"at {now_s:.6f} s: {what}")
+
+
 def require(law: bool, now_s: float, what: str) -> None:
     if not law:
-        raise ConservationError(f"at {now_s:.6f} s: {what}")
+        raise broken(now_s, what)
 
 
 @dataclass(slots=True)
@@ -48,15 +58,15 @@ class _Way:
         self.sent_bytes += size_bytes
 
     def arrived(self, message: object, now_s: float, least_s: float, what: str) -> None:
-        require(bool(self.under_way), now_s, f"{what}: a message arrived that nobody sent")
+        if not self.under_way:
+            raise broken(now_s, f"{what}: a message arrived that nobody sent")
         expected, sent_s, size_bytes = self.under_way.popleft()
-        require(message is expected, now_s, f"{what}: {message} overtook {expected}")
         took_s = now_s - sent_s
-        require(
-            took_s >= least_s - _SLACK_S,
-            now_s,
-            f"{what}: took {took_s:.6f} s, but the path alone takes {least_s:.6f}",
-        )
+        if message is not expected:
+            raise broken(now_s, f"{what}: {message} overtook {expected}")
+        if took_s < least_s - _SLACK_S:
+            why = f"took {took_s:.6f} s, but the path alone takes {least_s:.6f}"
+            raise broken(now_s, f"{what}: {why}")
         self.delivered_bytes += size_bytes
 
     def check(self, now_s: float, what: str) -> None:
@@ -70,7 +80,8 @@ class _Way:
 
 
 class StreamWatch:
-    """Sees every message of one stream leave and arrive. ``least_s``: fixed time of each way."""
+    """Sees every message of one stream leave and arrive. ``least_s``: what each way takes at
+    least."""
 
     def __init__(self, site: Site, key: str, least_s: float) -> None:
         self._site, self._key, self._least_s = site, key, least_s
@@ -101,33 +112,27 @@ class StreamWatch:
         if session is None:  # over, or lost in a restart
             return
         end = commit.position + len(commit.tokens)
-        require(
-            end <= session.prefix.length,
-            now_s,
-            f"{self._key}: tokens up to {end} {verb}, {session.prefix.length} committed",
-        )
+        if end > session.prefix.length:
+            why = f"tokens up to {end} {verb}, {session.prefix.length} committed"
+            raise broken(now_s, f"{self._key}: {why}")
 
 
-class _Slots:
-    """The slots of one queue, as an auditor keeps them."""
+class Slots:
+    """The slots of one queue or machine, as an auditor keeps them."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "messages leave through one queue") -> None:
+        self._what = what
         self._slots: list[tuple[float, float]] = []
 
     def add(self, start_s: float, end_s: float, least_s: float) -> None:
-        require(
-            end_s - start_s >= least_s - _SLACK_S,
-            start_s,
-            f"a slot of {end_s - start_s:.9f} s carries what needs {least_s:.9f}",
-        )
+        if end_s - start_s < least_s - _SLACK_S:
+            why = f"a slot of {end_s - start_s:.9f} s holds what needs {least_s:.9f}"
+            raise broken(start_s, f"{why}: {self._what}")
         index = bisect.bisect(self._slots, (start_s, end_s))
         before = self._slots[index - 1][1] if index else start_s
         after = self._slots[index][0] if index < len(self._slots) else end_s
-        require(
-            before <= start_s + _SLACK_S and end_s <= after + _SLACK_S,
-            start_s,
-            "two messages leave through one queue at the same time",
-        )
+        if before > start_s + _SLACK_S or end_s > after + _SLACK_S:
+            raise broken(start_s, f"two {self._what} at the same time")
         self._slots.insert(index, (start_s, end_s))
         if len(self._slots) > _REMEMBERED_SLOTS:
             del self._slots[: _REMEMBERED_SLOTS // 2]
@@ -138,7 +143,7 @@ class AuditedQueue(SharedQueue):
 
     def __init__(self, bits_per_s: float) -> None:
         super().__init__(bits_per_s)
-        self._bits, self._audit, self._rate = 0.0, _Slots(), bits_per_s
+        self._bits, self._audit, self._rate = 0.0, Slots(), bits_per_s
 
     def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
         self._bits = size_bytes * 8.0
@@ -154,7 +159,7 @@ class AuditedLoadedQueue(LoadedQueue):
 
     def __init__(self, bits_per_s: float, share: float, seed: int) -> None:
         super().__init__(bits_per_s, share, seed=seed)
-        self._audit = _Slots()
+        self._audit = Slots()
 
     def take(self, start_s: float, end_s: float) -> None:
         self._audit.add(start_s, end_s, 0.0)

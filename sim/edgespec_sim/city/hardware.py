@@ -1,34 +1,50 @@
-"""What the verifiers of a scenario run on: a machine each, or layers spread over nodes.
+"""What the verifiers of a scenario run on: a machine, slices of one, or layers over several nodes.
 
-Theory of operation. On one machine passes run one after another. When the layers lie on N nodes
-(arXiv 2511.11733, section 3), a pass goes through N machines with a link between neighbours, each
-node works on one pass at a time, and as many passes as there are slots are under way at once.
+Theory of operation. On one machine passes run one after another. When it is sliced, each device has
+a machine of its own that is slower by its share. When the layers lie on N nodes (arXiv 2511.11733),
+a pass goes through N machines with a link between neighbours, each node works on one pass at a
+time, and as many passes as there are slots are under way at once.
+
+A node that is lost takes its layers' part of every cache with it. The product's engine has no word
+for half a cache, so it starts anew when the way around stands; devices resume with what they hold
+and are fed again. Passes that were on their way end nowhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.messages import Limits
+from edgespec.core.shared_queue import SharedQueue
 from edgespec.core.work import PassRequest
+from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.city.conservation import AuditedQueue, Slots
 from edgespec_sim.city.site import Machine, Site, SiteCounters
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.sections import Scenario, StagesSection
 from edgespec_sim.server import Compute
 
 if TYPE_CHECKING:
     from edgespec_sim.city.world import Surrounding
 
+LawOfShare = Callable[[float], TimeLaw]
+# What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
+_ROWS_PER_SESSION = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """``counters`` are those of the first machine, except that ``busy_s`` is of all of them."""
+    """The machines of one verifier: ``sliced`` among devices, or one behind another."""
 
     nodes: tuple[Machine, ...]
+    sliced: bool = False
 
     @property
     def machines(self) -> int:
@@ -36,31 +52,104 @@ class Hardware:
 
     @property
     def counters(self) -> SiteCounters:
-        first = self.nodes[0].counters
-        busy_s = sum(node.counters.busy_s for node in self.nodes)
-        return SiteCounters(first.passes, first.rows, first.sessions, busy_s)
+        """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
+        counted = self.nodes if self.sliced else self.nodes[:1]
+        counters = [node.counters for node in counted]
+        return SiteCounters(
+            passes=sum(one.passes for one in counters),
+            rows=sum(one.rows for one in counters),
+            sessions=sum(one.sessions for one in counters),
+            busy_s=sum(node.counters.busy_s for node in self.nodes),
+        )
 
 
 class Stages:
-    """Sends a pass through all nodes, one behind another."""
+    """Sends a pass through all nodes, one behind another. ``law_of_share`` is the law of a node
+    that holds such a share of the layers; ``audited`` links are judged."""
 
-    def __init__(self, queue: EventQueue, nodes: tuple[Machine, ...], link_s: float) -> None:
-        self._queue, self._nodes, self._link_s = queue, nodes, link_s
+    def __init__(
+        self,
+        queue: EventQueue,
+        section: StagesSection,
+        law_of_share: LawOfShare,
+        nodes: tuple[Machine, ...],
+        *,
+        audited: bool = False,
+    ) -> None:
+        self._queue, self._section, self._law_of_share = queue, section, law_of_share
+        self._nodes, self._spares = list(nodes), section.spares
+        bits_per_s = section.link_mbps * 1e6
+        make = AuditedQueue if audited and bits_per_s < math.inf else SharedQueue
+        self._links = [
+            LinkModel(LinkSettings(one_way_s=section.link_ms / 1e3), make(bits_per_s))
+            for _ in nodes[1:]
+        ]
+        self._losses = 0
+
+    @property
+    def pass_s(self) -> float:
+        """Of one row, with the nodes to itself."""
+        count = len(self._nodes)
+        node_s = self._law_of_share(1.0 / count).seconds(1)
+        return count * node_s + (count - 1) * self._section.hop_s(1)
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        self._on_node(0, requests, done)
+        self._on_node(0, self._losses, requests, done)
+
+    def lose(self) -> None:
+        """One node is gone (they are alike, so the last); a spare steps in, or the others do."""
+        self._losses += 1
+        if self._spares:
+            self._spares -= 1
+            return
+        self._nodes.pop()
+        if self._links:
+            self._links.pop()
+        law = self._law_of_share(1.0 / len(self._nodes))
+        for node in self._nodes:
+            node.law = law
 
     def _on_node(
-        self, index: int, requests: tuple[PassRequest, ...], done: Callable[[], None]
+        self,
+        index: int,
+        losses: int,
+        requests: tuple[PassRequest, ...],
+        done: Callable[[], None],
     ) -> None:
+        if losses != self._losses:
+            return
         if index + 1 == len(self._nodes):
-            self._nodes[index].run(requests, done)
+            self._nodes[index].run(requests, partial(self._finish, losses, done))
             return
 
         def pass_on() -> None:
-            self._queue.after(self._link_s, lambda: self._on_node(index + 1, requests, done))
+            if losses != self._losses:
+                return
+            rows = sum(request.row_count for request in requests)
+            size_bytes = rows * self._section.hidden_bytes
+            at_s = self._links[index].arrival(self._queue.now, size_bytes)
+            self._queue.at(at_s, lambda: self._on_node(index + 1, losses, requests, done))
 
         self._nodes[index].run(requests, pass_on)
+
+    def _finish(self, losses: int, done: Callable[[], None]) -> None:
+        if losses == self._losses:
+            done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What all builders below need."""
+
+    queue: EventQueue
+    name: str
+    law_of_share: LawOfShare
+    seed: str
+    audited: bool
+
+    def machine(self, label: str | int, law: TimeLaw) -> Machine:
+        audit = Slots(f"passes run on {self.name}") if self.audited else None
+        return Machine(self.queue, law, f"{self.seed}/machine/{self.name}/{label}", audit)
 
 
 def build_site(
@@ -74,14 +163,50 @@ def build_site(
     tracer: Tracer | None,
 ) -> tuple[Site, Hardware]:
     section = scenario.verifiers[kind]
-    name = kind if section.count == 1 else f"{kind}-{number + 1}"
-    stages = section.stages
-    count = stages.nodes if stages else 1
-    law = law_of(section.pass_time, Operation.TARGET_PASS, surrounding.folder, 1.0 / count)
-    nodes = tuple(Machine(queue, law, f"{seed}/machine/{name}/{index}") for index in range(count))
-    link_s = stages.link_ms / 1e3 if stages else 0.0
-    compute: Compute = Stages(queue, nodes, link_s) if stages else nodes[0]
-    computes = (compute,) * (stages.slots if stages else 1)
-    pass_s = count * law.seconds(1) + (count - 1) * link_s
-    site = Site(queue, name, section, limits, surrounding.source.target, computes, pass_s, tracer)
-    return site, Hardware(nodes)
+    name = scenario.verifier_name(kind, number)
+    law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
+    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks)
+    allocation = surrounding.allocation
+    slices = allocation.slices_of(name) if allocation is not None else {}
+    law = law_of_share(1.0)
+    computes: tuple[Compute, ...]
+    pass_s, stages = law.seconds(1), None
+    if slices:
+        nodes = tuple(
+            ground.machine(device, law_of_share(1.0 / share)) for device, share in slices.items()
+        )
+        computes = nodes
+    elif section.stages is not None:
+        stages, nodes = _stages(ground, section.stages)
+        computes, pass_s = (stages,) * section.stages.slots, stages.pass_s
+    else:
+        nodes = (ground.machine(0, law),)
+        computes = nodes
+    site = Site(
+        queue,
+        name,
+        section,
+        limits,
+        surrounding.source,
+        computes,
+        pass_s,
+        law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1),
+        {device: index for index, device in enumerate(slices)},
+        tracer,
+    )
+    if stages is not None and section.stages is not None:
+        for at_s in section.stages.lost_at_s:
+            queue.at(at_s, partial(_lose, site, stages, section.stages.reroute_s))
+    return site, Hardware(nodes, sliced=bool(slices))
+
+
+def _stages(ground: _Ground, section: StagesSection) -> tuple[Stages, tuple[Machine, ...]]:
+    law = ground.law_of_share(1.0 / section.nodes)
+    nodes = tuple(ground.machine(index, law) for index in range(section.nodes))
+    return Stages(ground.queue, section, ground.law_of_share, nodes, audited=ground.audited), nodes
+
+
+def _lose(site: Site, stages: Stages, reroute_s: float) -> None:
+    stages.lose()
+    site.pass_s = stages.pass_s
+    site.restart(reroute_s)

@@ -39,6 +39,8 @@ class RequestRecord:
     down_bytes: int
     energy_j: float
     mismatches: int
+    lossy: bool
+    """Mismatches are what a relaxed rule changed, and no fault."""
     complete: bool
     """False: the world ended first."""
     failed: str = ""
@@ -50,6 +52,8 @@ class Meters:
 
     duration_s: float
     records: list[RequestRecord] = field(default_factory=list)
+    ranks: list[Sequence[int]] = field(default_factory=list)
+    """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
     tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
     active_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
@@ -67,11 +71,18 @@ class Meters:
 
     def merge(self, other: Meters) -> None:
         self.records += other.records
+        self.ranks += other.ranks
         self.gaps_s.extend(other.gaps_s)
         self.events += other.events
         for mine, theirs in ((self.tokens_at, other.tokens_at), (self.active_at, other.active_at)):
             for step, value in enumerate(theirs):
                 mine[step] += value
+
+    @property
+    def changed(self) -> tuple[int, int]:
+        """Tokens that a relaxed rule changed, of how many delivered."""
+        lossy = [one for one in self.records if one.lossy]
+        return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
 
     # --- summaries -------------------------------------------------------------------------
 
@@ -136,8 +147,14 @@ class Meters:
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
             energy_j_per_token=_ratio(energy_j, tokens) if energy_j else None,
-            mismatches=int(total(lambda one: one.mismatches)),
+            mismatches=_mismatches(records),
         )
+
+
+def _mismatches(records: Sequence[RequestRecord]) -> int | None:
+    if any(one.lossy for one in records):
+        return None
+    return sum(one.mismatches for one in records)
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -3,14 +3,15 @@
 Theory of operation. A link that is shared has one queue each way for all devices, any other one
 queue each way for each device; queues last as long as the world, links (with their order of
 messages) as long as a stream. Hops that only take time are added up, so that a message costs no
-event for them. Outages and handovers of a device are drawn once, before anything moves.
+event for them. Outages and handovers of a device are drawn once, before anything moves. With radio
+the first hop is the air (``radio_network.py``), which knows devices and stations by number.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
@@ -18,11 +19,13 @@ from pathlib import Path as FilePath
 from edgespec.core.association import LinkView
 from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.shared_queue import SharedQueue
+from edgespec_sim.city.allocation import Allocation
 from edgespec_sim.city.conservation import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.city.radio_network import RadioNetwork
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
 from edgespec_sim.links.from_trace import TraceLinks
-from edgespec_sim.links.path import ManyHops, OneHop, Path
+from edgespec_sim.links.path import Link, ManyHops, OneHop, Path
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.stream import FixedDelay, Stream
@@ -47,8 +50,18 @@ class Network:
         folder: FilePath,
         *,
         audited: bool = False,
+        allocation: Allocation | None = None,
     ) -> None:
         self._queue, self._scenario = queue, scenario
+        self._stations = {
+            scenario.verifier_name(kind, number): index
+            for index, (kind, number) in enumerate(
+                (kind, number)
+                for kind, section in scenario.verifiers.items()
+                for number in range(section.count)
+            )
+        }
+        self._radio = self._make_radio(seed, folder, audited, allocation)
         self._links = {
             name: _Link(section, scenario.duration_s, f"{seed}/link/{name}", folder, audited)
             for name, section in scenario.links.items()
@@ -64,7 +77,9 @@ class Network:
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
         fixed_s = self.fixed_s(group, verifier)
-        hops: list[tuple[LinkModel, LinkModel]] = []
+        hops: list[tuple[Link, Link]] = []
+        if self._radio is not None:
+            hops.append(self._radio.hop(number, self._stations[verifier]))
         for name in names:
             link = self._links[name]
             if link.plain:
@@ -76,17 +91,38 @@ class Network:
         return up, down, self.view(group, number, verifier).rtt_s
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
-        """What a device could know: typical round trip, capacities."""
+        """What a device could know: typical round trip, capacities, signal."""
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
         links = [self._links[name] for name in names]
         rtt_s = 2 * self.fixed_s(group, verifier) + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
-        return LinkView(rtt_s, up * 1e6, down * 1e6)
+        up_bits_per_s, down_bits_per_s, snr_db = up * 1e6, down * 1e6, None
+        if self._radio is not None:
+            signal = self._radio.signal(number, self._stations[verifier])
+            up_bits_per_s = min(up_bits_per_s, signal.up_bits_per_s)
+            down_bits_per_s = min(down_bits_per_s, signal.down_bits_per_s)
+            snr_db = signal.snr_db
+            rtt_s += self._access_s
+        return LinkView(rtt_s, up_bits_per_s, down_bits_per_s, snr_db)
 
-    def airtime(self, group: str) -> Callable[[int], float]:
+    def least_rtt_s(self, group: str, verifier: str) -> float:
+        """Of a small message on a good day; links are alike both ways."""
+        kind = self._kind(verifier)
+        names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+        least_s = sum(self._links[name].least_rtt_s for name in names)
+        return 2 * self.fixed_s(group, verifier) + least_s + self._access_s
+
+    @property
+    def transmit_w(self) -> float:
+        """What sending takes beyond the devices' own ``radio_w``."""
+        return 0.0 if self._radio is None else self._radio.transmit_w
+
+    def airtime(self, group: str, number: int, verifier: str) -> Callable[[int], float]:
         """Seconds that a message of a size keeps the device's radio sending."""
+        if self._radio is not None:
+            return self._radio.airtime(number, self._stations[verifier])
         path = self._scenario.devices[group].path
         section = self._links[path[0]].section if path else LinkSection()
         bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
@@ -110,11 +146,41 @@ class Network:
         distance_ms = self._scenario.distances_ms.get(group, {}).get(kind, 0.0)
         return distance_ms / 2e3 + self._scenario.message_ms / 1e3
 
-    def _path(self, links: list[LinkModel], fixed_s: float) -> Path:
+    @property
+    def _access_s(self) -> float:
+        """Round trip on the air, if there is any."""
+        radio = self._scenario.radio
+        return 0.0 if radio is None else radio.access_ms / 1e3
+
+    def _make_radio(
+        self, seed: str, folder: FilePath, audited: bool, allocation: Allocation | None
+    ) -> RadioNetwork | None:
+        scenario = self._scenario
+        if scenario.radio is None:
+            return None
+        names = [
+            scenario.device_name(group, number)
+            for group, section in scenario.devices.items()
+            for number in range(section.count)
+        ]
+        shares = allocation.bandwidth if allocation is not None else {}
+        return RadioNetwork(
+            self._queue,
+            scenario.radio,
+            len(names),
+            len(self._stations),
+            f"{seed}/radio",
+            folder,
+            bandwidth={number: shares[name] for number, name in enumerate(names) if name in shares},
+            audited=audited,
+        )
+
+    def _path(self, links: Sequence[Link], fixed_s: float) -> Path:
         if not links:
             return FixedDelay(self._queue, fixed_s)
-        path = OneHop(self._queue, links[0]) if len(links) == 1 else ManyHops(self._queue, links)
-        return _Later(self._queue, path, fixed_s) if fixed_s else path
+        if len(links) == 1:
+            return OneHop(self._queue, links[0], fixed_s)
+        return ManyHops(self._queue, links, fixed_s)
 
     def _breaks(self, name: str) -> bool:
         handover = self._links[name].section.handover
@@ -134,16 +200,6 @@ class Network:
         stream = self._current.get(number)
         if stream is not None:
             stream.cut(0.0, 1.0, "the address changed at a handover")
-
-
-class _Later:
-    """A path, and a fixed time on top."""
-
-    def __init__(self, queue: EventQueue, path: Path, delay_s: float) -> None:
-        self._queue, self._path, self._delay_s = queue, path, delay_s
-
-    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self._path.send(size_bytes, lambda: self._queue.after(self._delay_s, deliver))
 
 
 @dataclass(slots=True)
@@ -166,8 +222,10 @@ class _Link:
         self._traced = TraceLinks.of(self._trace) if self._trace else None
         self._queues: dict[int, Queues] = {}
         self._weather: dict[int, _Weather] = {}
+        self.least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         if self._trace is not None:
+            self.least_rtt_s = min(self._trace.rtt_s)
             self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
 
     @property
@@ -253,7 +311,8 @@ def _trace(
         kind = section.trace.removeprefix(_GENERATE)
         trace = generate(kind, _number(seed), max(60.0, min(2 * duration_s, 3600.0)))
     else:
-        trace = read_trace(folder / section.trace)
+        beside = folder / section.trace
+        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
     if section.rtt_ms:
         trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
     return trace

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from statistics import fmean
 from typing import assert_never
 
 from edgespec.config.loading import dump_config
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
+from edgespec.config.sections import LEARNED
+from edgespec.core.arms import DEFAULT_WIDTH, Arm
+from edgespec.core.association import AssociationPolicy, association_policy
+from edgespec.core.association_network import LearnedAssociation
 from edgespec.core.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.acceptance_process import AcceptanceLaw, fit
-from edgespec_sim.bounds import lower_bounds
+from edgespec_sim.bounds import RunLengths, lower_bounds
+from edgespec_sim.city.meters import Meters
+from edgespec_sim.city.network import Network
 from edgespec_sim.city.world import Surrounding, World, WorldOutcome, shard_of
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.lossy import LossySource
 from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.scenario.costs import Operation, law_of, measured
-from edgespec_sim.scenario.sections import Scenario, TokensFrom
+from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
 from edgespec_sim.tape_source import TapeSource, tape_named
 from edgespec_sim.tokens import TokenSource
 from edgespec_sim.toy_source import ToySource
@@ -71,8 +77,8 @@ def play(
     scenario = shard_of(job.scenario)
     devices = sum(section.count for section in job.scenario.devices.values())
     surrounding = Surrounding(
-        source=token_source(scenario, job.seed, job.folder),
-        association=association_policy(scenario.association),
+        source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
+        association=association_named(scenario.association, job.folder, job.seed),
         folder=job.folder,
         checks=devices <= _CHECKED_DEVICES,
     )
@@ -82,21 +88,38 @@ def play(
     return world.run(progress)
 
 
-def token_source(scenario: Scenario, seed: int, folder: Path) -> TokenSource:
+def association_named(name: str, folder: Path, seed: int) -> AssociationPolicy:
+    """By its name, or from the file in ``learned:FILE``. Raises ``ValueError``, ``OSError``."""
+    if not name.startswith(LEARNED):
+        return association_policy(name, seed)
+    text = (folder / name.removeprefix(LEARNED)).read_text(encoding="utf-8")
+    return LearnedAssociation.from_json(text)
+
+
+def token_source(
+    scenario: Scenario, seed: int, folder: Path, *, lossy: bool = False
+) -> TokenSource:
+    """``lossy``: with the scenario's relaxed rule, where it has one."""
     tokens = scenario.tokens
     match tokens.source:
         case TokensFrom.TAPE:
             return TapeSource(tape_named(tokens.tape, folder), seed)
         case TokensFrom.PROCESS:
-            law = fit(tape_named(tokens.tape, folder))
-            if tokens.acceptance is not None:
-                law = AcceptanceLaw.of(tokens.acceptance)
-            return ProcessSource(law, seed)
+            return ProcessSource(_process_law(tokens.tape, folder, tokens.acceptance), seed)
         case TokensFrom.TOY:
             sampling = SamplingParams(temperature=tokens.temperature, seed=seed)
+            if lossy and tokens.lossy_threshold is not None:
+                return LossySource(_TOY, tokens.noise, sampling, tokens.lossy_threshold)
             return ToySource(_TOY, tokens.noise, sampling)
         case _:
             assert_never(tokens.source)
+
+
+@lru_cache(maxsize=16)
+def _process_law(tape: str, folder: Path, acceptance: float | None) -> AcceptanceLaw:
+    """Fitting takes a second, and every arm asks."""
+    law = fit(tape_named(tape, folder))
+    return law if acceptance is None else law.at(acceptance)
 
 
 def summarise(
@@ -107,6 +130,7 @@ def summarise(
     environment: dict[str, str] | None = None,
 ) -> RunSummary:
     """``outcomes`` of all jobs, in the order of ``jobs_of``."""
+    losses = _losses(scenario, outcomes)
     arms = []
     for arm in scenario.arms:
         mine = [outcome for one, outcome in outcomes if one is arm]
@@ -120,7 +144,7 @@ def summarise(
         duration_s=scenario.duration_s,
         arms=_with_speedups(arms),
         settings={"yaml": dump_config(scenario)},
-        notes=_notes(scenario),
+        notes=_notes(scenario) + losses,
         environment=environment or {},
     )
 
@@ -134,11 +158,11 @@ def _arm_summary(
     whole = meters.whole()
     return ArmSummary(
         arm=arm.value,
-        label=LABELS[arm],
+        label=f"{LABELS[arm]}, LOSSY" if _is_lossy(scenario, arm) else LABELS[arm],
         all=whole,
         groups=meters.groups(),
         verifiers=tuple(one for outcome in outcomes for one in outcome.verifiers),
-        bounds=_bounds(scenario, folder, arm, whole.acceptance),
+        bounds=_bounds(scenario, folder, arm, meters),
         series=meters.series(),
         rows=meters.rows(),
     )
@@ -167,3 +191,59 @@ def _notes(scenario: Scenario) -> tuple[str, ...]:
         for name, section in scenario.verifiers.items()
     ]
     return tuple(notes)
+
+
+def _is_lossy(scenario: Scenario, arm: Arm) -> bool:
+    return scenario.tokens.lossy_threshold is not None and arm.drafts
+
+
+def _losses(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> tuple[str, ...]:
+    """One note an arm whose output is not the target's own."""
+    notes = []
+    for arm in scenario.arms:
+        if _is_lossy(scenario, arm):
+            counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
+            changed, tokens = (sum(column) for column in zip(*counts, strict=True))
+            share = changed / tokens if tokens else 0.0
+            notes.append(
+                f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
+                f" the best token's probability on; {share:.1%} of its tokens are not the target's."
+            )
+    return tuple(notes)
+
+
+def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[str, float]:
+    """For a device of the luckiest group on the best verifier, alone there, and the texts that
+    were played."""
+    acceptance = meters.whole().acceptance
+    network = Network(EventQueue(), scenario, "bounds", folder)
+    rtt_s = min(
+        network.least_rtt_s(group, verifier)
+        for group in scenario.devices
+        for verifier in scenario.verifiers
+    )
+    step_s = min(
+        law_of(section.draft, Operation.DRAFT_STEP, folder).seconds(1, 0, 0.0)
+        for section in scenario.devices.values()
+    )
+    pass_s = min(_least_pass_s(section, folder) for section in scenario.verifiers.values())
+    return lower_bounds(
+        arm.value,
+        rtt_s=rtt_s,
+        step_s=step_s,
+        pass_s=pass_s,
+        acceptance=1.0 if acceptance is None else acceptance,
+        runs=_runs(meters.ranks, arm),
+        gamma=scenario.gamma,
+    )
+
+
+def _runs(ranks: Sequence[Sequence[int]], arm: Arm) -> RunLengths | None:
+    """How long the runs of hits were, for guesses as wide as the arm's; None: unknown."""
+    width = DEFAULT_WIDTH if arm is Arm.EDGESPEC else 1
+    return RunLengths.of_ranks(ranks, width) if ranks else None
+
+
+def _least_pass_s(section: VerifierSection, folder: Path) -> float:
+    law = law_of(section.pass_time, Operation.TARGET_PASS, folder)
+    return law.seconds(1, 0, 0.0) + (section.stages.links_s if section.stages else 0.0)

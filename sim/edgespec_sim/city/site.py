@@ -2,15 +2,17 @@
 
 Theory of operation. A site holds one engine, or, when the target's layers lie on several nodes, one
 engine for each pass that may be under way at once (as pipeline-parallel servers do it): sessions
-are dealt out to the engines, whose passes follow one another through the same stages. A restart
-forgets every session; devices come back with what they hold and the engine feeds it anew.
+are dealt out to the engines, whose passes follow one another through the same stages. Where compute
+is given out in slices, each device has an engine of its own. A restart forgets every session;
+devices come back with what they hold and the engine feeds it anew.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from edgespec.core.association import VerifierView
 from edgespec.core.engine_events import EngineLimits
@@ -18,17 +20,21 @@ from edgespec.core.messages import Limits
 from edgespec.core.verify_engine import VerifyEngine
 from edgespec.core.verify_session import VerifySession
 from edgespec.core.work import PassRequest
-from edgespec.ports import TargetModel
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.city.conservation import Slots
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.lossy import rules_of
 from edgespec_sim.scenario.sections import VerifierSection
 from edgespec_sim.server import Compute, SimulatedVerifier
 from edgespec_sim.stream import Stream
+from edgespec_sim.tokens import TokenSource
 
 # A device notices within a few seconds (docs/measurements.md: 3 to 4 s) when nothing says so; a
 # process that dies resets its connections at once.
 _NOTICE_S = 0.05
+REQUEST_MARK = "#"
+"""In a session id: behind the device's name, before the number of its request."""
 
 
 @dataclass(slots=True)
@@ -42,20 +48,27 @@ class SiteCounters:
 
 
 class Machine:
-    """Runs one pass at a time, in the order in which they come; counts what it did."""
+    """Runs one pass at a time, in the order in which they come; counts what it did. ``law`` may
+    change: passes that come later take it. ``audit`` sees every pass."""
 
-    def __init__(self, queue: EventQueue, law: TimeLaw, seed: str) -> None:
+    def __init__(
+        self, queue: EventQueue, law: TimeLaw, seed: str, audit: Slots | None = None
+    ) -> None:
         self.counters = SiteCounters()
-        self._queue, self._law = queue, law
+        self.law = law
+        self._queue, self._audit = queue, audit
         self._dice = random.Random(seed) if len(law.spread) > 1 else None
         self._free_at_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         rows = sum(len(request.feed) + len(request.tokens) for request in requests)
-        context = sum(request.cache_length for request in requests) if self._law.context_s else 0
-        pass_s = self._law.seconds(rows, context, self._dice.random() if self._dice else 0.5)
+        context = sum(request.cache_length for request in requests) if self.law.context_s else 0
+        chance = self._dice.random() if self._dice else 0.5
+        pass_s = self.law.seconds(rows, context, chance, len(requests))
         start_s = max(self._queue.now, self._free_at_s)
         self._free_at_s = start_s + pass_s
+        if self._audit is not None:
+            self._audit.add(start_s, self._free_at_s, pass_s)
         counters = self.counters
         counters.passes += 1
         counters.rows += rows
@@ -65,7 +78,8 @@ class Machine:
 
 
 class Site:
-    """``accept`` takes a stream; ``reachable`` is False while the process is down."""
+    """``accept`` takes a stream; ``reachable`` is False while the process is down. There is an
+    engine for each of ``computes``; devices in ``engine_of`` have the one of that index."""
 
     def __init__(
         self,
@@ -73,19 +87,22 @@ class Site:
         name: str,
         section: VerifierSection,
         limits: Limits,
-        make_target: Callable[[], TargetModel],
+        source: TokenSource,
         computes: tuple[Compute, ...],
         pass_s: float,
+        session_s: float,
+        engine_of: Mapping[str, int],
         tracer: Tracer | None = None,
     ) -> None:
         self.name, self.section, self.restarts = name, section, 0
         self._queue, self._limits, self._tracer = queue, limits, tracer
-        self._make_target, self._computes, self._pass_s = make_target, computes, pass_s
+        self._source, self._computes = source, computes
+        self.pass_s, self._session_s, self._engine_of = pass_s, session_s, engine_of
         self._down_until_s = 0.0
         self._next = 0
         self._servers = self._start()
         for at_s in section.restarts_at_s:
-            queue.at(at_s, self.restart)
+            queue.at(at_s, partial(self.restart, section.restart_s))
 
     @property
     def reachable(self) -> bool:
@@ -97,7 +114,8 @@ class Site:
 
     @property
     def view(self) -> VerifierView:
-        return VerifierView(self.name, self._pass_s, self.sessions, self.section.max_sessions)
+        sessions, most = self.sessions, self.section.max_sessions
+        return VerifierView(self.name, self.pass_s, sessions, most, self._session_s)
 
     def session(self, key: str) -> VerifySession | None:
         for server in self._servers:
@@ -111,12 +129,16 @@ class Site:
             if key in server.engine.sessions:
                 server.accept(stream)
                 return
+        given = self._engine_of.get(key.partition(REQUEST_MARK)[0])
+        if given is not None:
+            self._servers[given].accept(stream)
+            return
         self._next = (self._next + 1) % len(self._servers)
         self._servers[self._next].accept(stream)
 
-    def restart(self) -> None:
+    def restart(self, down_s: float) -> None:
         self.restarts += 1
-        self._down_until_s = self._queue.now + self.section.restart_s
+        self._down_until_s = max(self._down_until_s, self._queue.now + down_s)
         for server in self._servers:
             server.stop(_NOTICE_S)
         self._servers = self._start()
@@ -130,8 +152,8 @@ class Site:
         )
         servers = []
         for number, compute in enumerate(self._computes):
-            target = self._make_target()
-            engine = VerifyEngine(target.info, self._limits, engine_limits)
+            target = self._source.target()
+            engine = VerifyEngine(target.info, self._limits, engine_limits, rules_of(self._source))
             name = self.name if slots == 1 else f"{self.name}/{number}"
             servers.append(
                 SimulatedVerifier(self._queue, engine, target, compute, self._tracer, name)

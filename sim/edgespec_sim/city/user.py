@@ -22,12 +22,13 @@ from edgespec.ports import Drafter
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.city.metered_stream import MeteredStream
-from edgespec_sim.city.meters import Meters, RequestRecord
-from edgespec_sim.city.site import Site
+from edgespec_sim.city.meters import MAX_ROWS, Meters, RequestRecord
+from edgespec_sim.city.site import REQUEST_MARK, Site
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.lossy import LossySource, rule_of
 from edgespec_sim.scenario.sections import DeviceSection
-from edgespec_sim.tokens import Request, TokenSource
+from edgespec_sim.tokens import Ranked, Request, TokenSource
 
 # Requests of different users never meet: each has this many numbers of its own.
 REQUESTS_PER_USER = 1 << 20
@@ -56,6 +57,8 @@ class UserSettings:
     source: TokenSource
     reconnect: ReconnectPolicy
     eos_token_ids: frozenset[int]
+    radio_w: float
+    """While sending."""
 
 
 class User:
@@ -111,7 +114,7 @@ class User:
         self._streams = []
         self.site = site = self._surroundings.choose(self)
         settings = arm_settings(self.settings.arm, self.settings.gamma)
-        key = f"{self.name}#{self._asked}"
+        key = f"{self.name}{REQUEST_MARK}{self._asked}"
         drafts = self.settings.arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
         request = Open(
             session_id=key,
@@ -120,6 +123,7 @@ class User:
             prompt=self._request.prompt,
             sampling=self._request.sampling,
             run_ahead=settings.run_ahead,
+            rule=rule_of(source),
             drafting=drafts,
         )
         session = DraftSession(
@@ -143,7 +147,7 @@ class User:
     def _length(self, typical: int) -> int:
         """Log-normal around the typical one, drawn in the same order whatever the arm."""
         spread = self.settings.section.workload.length_spread
-        if spread == 0.0:
+        if spread == 0.0 or typical == 0:
             return typical
         sigma = math.sqrt(math.log1p(spread * spread))
         return max(1, min(round(typical * self._dice.lognormvariate(0.0, sigma)), 32_000))
@@ -172,6 +176,7 @@ class User:
 
     def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
         delivery, ended, site = device.delivery, device.delivery.ended, self.site
+        source = self.settings.source
         assert site is not None
         assert self._request is not None
         tokens = delivery.tokens
@@ -186,6 +191,8 @@ class User:
         for at_s in times_s:
             self._meters.delivered(at_s, 1)
         self._meters.was_active(self._started_s, self._queue.now)
+        if count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
+            self._meters.ranks.append(source.ranks(self._request, count))
         self._meters.records.append(
             RequestRecord(
                 group=self.settings.group,
@@ -200,6 +207,7 @@ class User:
                 down_bytes=sum(stream.down_bytes for stream in self._streams),
                 energy_j=energy_j,
                 mismatches=self._mismatches(tokens),
+                lossy=isinstance(self.settings.source, LossySource),
                 complete=complete,
                 failed=ended.why if isinstance(ended, Fail) else "",
             )
@@ -210,11 +218,16 @@ class User:
         airtime_s = sum(stream.airtime_s for stream in self._streams)
         self.drafting_s += device.drafting_s
         self.airtime_s += airtime_s
-        return section.draft_w * device.drafting_s + section.radio_w * airtime_s
+        return section.draft_w * device.drafting_s + self.settings.radio_w * airtime_s
 
     def _mismatches(self, tokens: list[int]) -> int:
+        """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
+        change makes another text, after what was delivered before them."""
         assert self._request is not None
+        source = self.settings.source
         if not tokens:
             return 0
-        expected = self.settings.source.expected(self._request, len(tokens))
+        if isinstance(source, LossySource):
+            return source.changed(self._request, tokens)
+        expected = source.expected(self._request, len(tokens))
         return sum(a != b for a, b in zip(tokens, expected, strict=True))

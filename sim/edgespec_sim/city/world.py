@@ -18,6 +18,7 @@ from edgespec.core.messages import Limits
 from edgespec.core.reconnect import ReconnectPolicy
 from edgespec.telemetry.run_summary import VerifierSummary, spread_of
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.city.allocation import Allocation, FixedAssociation
 from edgespec_sim.city.conservation import Conservation
 from edgespec_sim.city.hardware import Hardware, build_site
 from edgespec_sim.city.metered_stream import MeteredStream
@@ -44,6 +45,8 @@ class Surrounding:
     folder: Path
     """Where relative file names of the scenario start."""
     checks: bool = True
+    allocation: Allocation | None = None
+    """Decisions made before; its verifiers go before ``association``."""
 
 
 @dataclass(slots=True)
@@ -71,8 +74,16 @@ class World:
         self.meters = Meters(scenario.duration_s)
         self.conservation = Conservation() if surrounding.checks else None
         self.network = Network(
-            self.queue, scenario, seed, surrounding.folder, audited=surrounding.checks
+            self.queue,
+            scenario,
+            seed,
+            surrounding.folder,
+            audited=surrounding.checks,
+            allocation=surrounding.allocation,
         )
+        self._association = surrounding.association
+        if surrounding.allocation is not None:
+            self._association = FixedAssociation(surrounding.allocation.verifiers)
         self._tracer, self._traced = tracer, traced
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
         self.sites: list[tuple[Site, Hardware]] = [
@@ -104,9 +115,10 @@ class World:
                 source=self.surrounding.source,
                 reconnect=_RECONNECT,
                 eos_token_ids=frozenset(target_info.eos_token_ids),
+                radio_w=section.radio_w + self.network.transmit_w,
             )
             for index in range(section.count):
-                name = group if section.count == 1 else f"{group}-{index + 1}"
+                name = self.scenario.device_name(group, index)
                 number = len(users)
                 user_seed = f"{seed}/user/{number}"
                 users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
@@ -124,17 +136,17 @@ class World:
         view = DeviceView(user.name, step_s, battery_share=share)
         links = [self.network.view(user.settings.group, user.number, site.name) for site in sites]
         views = [site.view for site in sites]
-        (index,) = self.surrounding.association.assign([view], views, [links])
+        (index,) = self._association.assign([view], views, [links])
         return sites[index]
 
     def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         if not site.reachable:
             return None
         up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
-        airtime = self.network.airtime(user.settings.group)
+        airtime = self.network.airtime(user.settings.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
-            least_s = self.network.fixed_s(user.settings.group, site.name)
+            least_s = self.network.least_rtt_s(user.settings.group, site.name) / 2.0
             watch = self.conservation.watch(site, key, least_s)
         stream = MeteredStream(self.queue, up, down, airtime, watch)
         site.accept(stream, key)

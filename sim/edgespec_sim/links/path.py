@@ -50,30 +50,29 @@ class PathCounts:
 
 
 class OneHop:
-    """A path over one link."""
+    """A path over one link, and ``fixed_s`` on top."""
 
-    def __init__(self, queue: EventQueue, link: Link) -> None:
-        self._queue, self._link = queue, link
+    def __init__(self, queue: EventQueue, link: Link, fixed_s: float = 0.0) -> None:
+        self._queue, self._link, self._fixed_s = queue, link, fixed_s
         self.counts = PathCounts()
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        counts = self.counts
-        counts.enter(size_bytes)
+        self.counts.enter(size_bytes)
+        arrival_s = self._link.arrival(self._queue.now, size_bytes) + self._fixed_s
+        self._queue.at(arrival_s, lambda: self._arrive(size_bytes, deliver))
 
-        def arrive() -> None:
-            counts.leave(size_bytes)
-            deliver()
-
-        self._queue.at(self._link.arrival(self._queue.now, size_bytes), arrive)
+    def _arrive(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.counts.leave(size_bytes)
+        deliver()
 
 
 class ManyHops:
-    """A path over links one after the other; at least one."""
+    """A path over links one after the other, at least one, and ``fixed_s`` behind the last."""
 
-    def __init__(self, queue: EventQueue, links: Sequence[Link]) -> None:
+    def __init__(self, queue: EventQueue, links: Sequence[Link], fixed_s: float = 0.0) -> None:
         if not links:
             raise ValueError("a path has 0 links, but at least 1 goes")
-        self._queue, self._links = queue, tuple(links)
+        self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
         self.counts = PathCounts()
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
@@ -86,4 +85,6 @@ class ManyHops:
             deliver()
             return
         arrival_s = self._links[hop].arrival(self._queue.now, size_bytes)
+        if hop + 1 == len(self._links):
+            arrival_s += self._fixed_s
         self._queue.at(arrival_s, lambda: self._onto(hop + 1, size_bytes, deliver))

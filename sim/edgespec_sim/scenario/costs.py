@@ -57,7 +57,7 @@ def _scaled(law: TimeLaw, share: float) -> TimeLaw:
     if share == 1.0:
         return law
     table = tuple((rows, share * seconds) for rows, seconds in law.table)
-    return TimeLaw(table, share * law.context_s, law.spread)
+    return TimeLaw(table, share * law.context_s, law.spread, share * law.session_s)
 
 
 def _log_normal(deviation: float) -> tuple[float, ...]:

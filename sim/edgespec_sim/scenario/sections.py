@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +34,9 @@ class TokensSection:
     """toy: how far the draft is from the target, in units of the target's sharpness."""
     temperature: float = 0.0
     """toy only; a tape has its own."""
+    lossy_threshold: float | None = None
+    """toy only: LOSSY. Tolerate drafts at least so likely, relative to the target's best token
+    (``lossy.py``); null: commit the target's own tokens and nothing else."""
 
     def __post_init__(self) -> None:
         if self.acceptance is not None:
@@ -43,6 +47,13 @@ class TokensSection:
                 )
         bounded("noise", self.noise, 0.0, 10.0)
         bounded("temperature", self.temperature, 0.0, 100.0)
+        if self.lossy_threshold is not None:
+            bounded("lossy_threshold", self.lossy_threshold, 0.0, 1.0)
+            if self.source is not TokensFrom.TOY:
+                raise ValueError(
+                    f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy takes one,"
+                    " as nothing else knows how likely a wrong token is"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +97,44 @@ class StagesSection:
     last one samples and the first one only needs the tokens (they travel with the next pass)."""
     slots: int = 1
     """Passes under way at once; sessions are divided among them."""
+    link_mbps: float = math.inf
+    """Of each link between two neighbours; passes go through it one after another."""
+    hidden_bytes: int = 8192
+    """What a row takes there: 4096 activations of two bytes in an 8 B model."""
+    lost_at_s: tuple[float, ...] = ()
+    """A node is gone then: passes under way fail, its layers' part of every cache is lost, and
+    devices resume with what they hold."""
+    spares: int = 0
+    """Nodes that wait with the weights; without one left, the others take over the layers."""
+    reroute_s: float = 2.0
+    """Until the way around a lost node stands. The others keep their weights meanwhile."""
 
     def __post_init__(self) -> None:
         bounded("nodes", self.nodes, 1, 128)
         bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
         bounded("slots", self.slots, 1, 128)
+        if self.link_mbps != math.inf:
+            bounded("link_mbps", self.link_mbps, 1e-3, 1e6)
+        bounded("hidden_bytes", self.hidden_bytes, 1, 1 << 24)
+        for at_s in self.lost_at_s:
+            bounded("lost_at_s", at_s, 0.0, 1e6)
+        bounded("spares", self.spares, 0, 128)
+        bounded("reroute_s", self.reroute_s, 0.0, 1e6)
+        if len(self.lost_at_s) >= self.nodes + self.spares:
+            raise ValueError(
+                f"lost_at_s names {len(self.lost_at_s)} losses,"
+                f" but {self.nodes} nodes and {self.spares} spares survive fewer"
+            )
+
+    def hop_s(self, rows: int) -> float:
+        """What one link adds to a pass that has it alone."""
+        return self.link_ms / 1e3 + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
+
+    @property
+    def links_s(self) -> float:
+        """All links together, for a pass of one row, when the fewest nodes are left."""
+        left = min(self.nodes, self.nodes + self.spares - len(self.lost_at_s))
+        return (left - 1) * self.hop_s(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +148,7 @@ class VerifierSection:
     max_rows_per_pass: int = 1024
     max_rows_per_session: int = 512
     restarts_at_s: tuple[float, ...] = ()
-    """The process dies there (or a node of it), and every session with it."""
+    """The process dies there, and every session with it; lost nodes are in ``stages``."""
     restart_s: float = 5.0
     """Until it can be reached again."""
 
@@ -123,6 +167,7 @@ class WorkloadSection:
     """What each user does: ask, read, think, ask again."""
 
     prompt_tokens: int = 64
+    """0: as the tape's own prompts; only with tokens from a tape."""
     output_tokens: int = 128
     length_spread: float = 0.0
     """Relative standard deviation of both lengths, log-normal; 0: all alike."""
@@ -134,7 +179,7 @@ class WorkloadSection:
     """First questions come evenly within this time."""
 
     def __post_init__(self) -> None:
-        bounded("prompt_tokens", self.prompt_tokens, 1, 32_000)
+        bounded("prompt_tokens", self.prompt_tokens, 0, 32_000)
         bounded("output_tokens", self.output_tokens, 1, 32_000)
         bounded("length_spread", self.length_spread, 0.0, 3.0)
         bounded("think_s", self.think_s, 0.0, 1e6)
@@ -210,7 +255,21 @@ class Scenario:
         bounded("shards", self.shards, 1, 1024)
         bounded("message_ms", self.message_ms, 0.0, 1000.0)
         bounded("lease_s", self.lease_s, 0.0, 86_400.0)
+        if self.tokens.source is not TokensFrom.TAPE:
+            for name, section in self.devices.items():
+                if section.workload.prompt_tokens == 0:
+                    raise ValueError(
+                        f"devices.{name}.workload.prompt_tokens is 0, which only a tape allows"
+                    )
         self._check_names()
+
+    def verifier_name(self, kind: str, number: int) -> str:
+        """Of the verifier of that kind and number (from 0)."""
+        return kind if self.verifiers[kind].count == 1 else f"{kind}-{number + 1}"
+
+    def device_name(self, group: str, number: int) -> str:
+        """Of the device of that group and number (from 0)."""
+        return group if self.devices[group].count == 1 else f"{group}-{number + 1}"
 
     def _check_names(self) -> None:
         for kind, sections in (("devices", self.devices), ("verifiers", self.verifiers)):
@@ -221,6 +280,13 @@ class Scenario:
                         raise ValueError(
                             f"{kind}.{name}.path names link {link!r}, but links has {known}"
                         )
+        if self.radio is not None:
+            for name, section in self.devices.items():
+                if section.path:
+                    raise ValueError(
+                        f"devices.{name}.path names links, but with radio the air is the first hop"
+                        " and what lies behind a base station belongs to verifiers"
+                    )
         for group, row in self.distances_ms.items():
             if group not in self.devices:
                 raise ValueError(f"distances_ms.{group} is no group of devices")

@@ -1,0 +1,142 @@
+"""What a simulated event costs does not grow with the world, and equal seeds give equal results.
+
+Work is counted, not timed: calls of Python functions. Oracle of the second part: the summary as
+JSON, bit for bit, whoever played it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli.sim.simulate import simulate
+from edgespec.core.arms import Arm
+from edgespec.core.association import association_policy
+from edgespec_sim.acceptance_process import AcceptanceLaw
+from edgespec_sim.city.run import jobs_of, play, summarise
+from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.process_source import ProcessSource
+from edgespec_sim.scenario.loading import load_scenario
+from edgespec_sim.scenario.sections import Scenario
+
+PER_VERIFIER = 50
+
+
+def city(devices: int, **changes: object) -> Scenario:
+    counts = {
+        "devices.phone.count": devices * 3 // 5,
+        "devices.laptop.count": devices * 2 // 5,
+        "verifiers.gpu.count": max(1, devices // PER_VERIFIER),
+        "shards": 1,
+    }
+    return load_scenario("city", {**counts, **changes})
+
+
+def calls_an_event(scenario: Scenario) -> float:
+    policy = association_policy(scenario.association)
+    source = ProcessSource(AcceptanceLaw.of(0.8), 1)
+    world = World(scenario, Arm.EDGESPEC, "1/0", Surrounding(source, policy, Path(), checks=False))
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        outcome = world.run()
+    finally:
+        sys.setprofile(None)
+    return calls / outcome.meters.events
+
+
+def test_cost_of_an_event_is_flat() -> None:
+    """Of the same minute's first seconds, so that each device does the same in both worlds."""
+    small, large = (
+        calls_an_event(
+            city(
+                devices,
+                duration_s=2,
+                **{f"devices.{name}.workload.start_within_s": 5 for name in ("phone", "laptop")},
+            )
+        )
+        for devices in (50, 400)
+    )
+    assert large == pytest.approx(small, rel=0.15)
+
+
+TINY: dict[str, object] = {
+    "shards": 2,
+    "verifiers.gpu.count": 2,
+    "duration_s": 4,
+    "devices.phone.workload.start_within_s": 1,
+    "devices.laptop.workload.start_within_s": 1,
+}
+
+
+def tiny() -> Scenario:
+    return city(10, **TINY)
+
+
+def results(scenario: Scenario) -> str:
+    """What a run says of itself, without the machine it ran on."""
+    outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, Path())]
+    return summarise(scenario, 1, Path(), outcomes).to_json()
+
+
+def test_equal_seeds_give_equal_summaries() -> None:
+    once = results(tiny())
+    assert once == results(tiny())
+    assert json.loads(once)["arms"][1]["all"]["tokens"] > 1000
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_does() -> None:
+    one, two = (
+        json.loads(simulate(tiny(), 1, Path(), processes, quiet=True).to_json())
+        for processes in (1, 2)
+    )
+    assert one["arms"] == two["arms"]
+
+
+def test_hashing_of_strings_does_not_matter() -> None:
+    program = "from tests.sim.test_scale import results, tiny; print(results(tiny()), end='')"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert said == {results(tiny())}
+
+
+def test_late_times_keep_their_order() -> None:
+    """After eleven virtual days (more microseconds than 32 bits hold) one still counts."""
+    queue = EventQueue()
+    seen: list[int] = []
+    day_s = 1e6
+    for number in range(3):
+        queue.at(day_s, partial(seen.append, number))
+    queue.at(day_s + 1e-6, lambda: seen.append(-1))
+    assert queue.run(day_s) == 3
+    assert queue.run(day_s + 1.0) == 1
+    assert seen == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize("delay_s", [-1e-9, -1.0])
+def test_nothing_is_scheduled_in_the_past(delay_s: float) -> None:
+    queue = EventQueue()
+    queue.run(5.0)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        queue.after(delay_s, lambda: None)
