@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 
 MAX_CONFIG_BYTES = 1 << 20
+NULL: Final = object()
+"""As an override: sets the key to null."""
 
 _Config = TypeVar("_Config")
 
@@ -43,7 +45,7 @@ def load_config(
         _build(kind, data, str(path), "")  # so that the file is blamed for its own mistakes
     for key, value in (overrides or {}).items():
         if value is not None:
-            _put(data, key.split("."), value)
+            _put(data, key.split("."), None if value is NULL else value)
     return _build(kind, data, overrides_from, "")
 
 

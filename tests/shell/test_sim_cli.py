@@ -97,6 +97,11 @@ def test_a_scenario_is_printed_with_all_its_keys() -> None:
     assert "lease_s: 30.0" in text
 
 
+def test_a_key_can_be_set_to_null() -> None:
+    text = sim("scenario", "single-device", "--set", "tokens.acceptance=null")
+    assert "acceptance: null" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

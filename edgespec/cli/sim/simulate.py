@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
 from edgespec.cli.sim.pool import Task, play_all
+from edgespec.config.loading import NULL
 from edgespec.core.arms import Arm
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.city.run import jobs_of, summarise
@@ -57,14 +59,13 @@ def environment() -> dict[str, str]:
 
 def parse_settings(settings: Sequence[str]) -> dict[str, object]:
     """``links.wan.rtt_ms=80`` and the like; values are read as YAML. Raises ``ValueError``."""
-    import yaml
-
     parsed: dict[str, object] = {}
     for setting in settings:
         key, sign, value = setting.partition("=")
         if not sign or not key:
             raise ValueError(f"setting is {setting!r}, but must be KEY=VALUE")
-        parsed[key] = yaml.safe_load(value)
+        read = yaml.safe_load(value)
+        parsed[key] = NULL if read is None else read
     return parsed
 
 
