@@ -91,6 +91,29 @@ def test_plain_streaming_is_as_fast_as_passes_come() -> None:
     assert arm.all.tokens_per_pass == pytest.approx(1.0)
 
 
+def test_the_ways_may_differ() -> None:
+    device = DeviceSection(path=("wan",), workload=replace(WORK, start_within_s=0.0))
+
+    def ttft_s(up_share: float) -> float:
+        link = LinkSection(rtt_ms=100.0, up_share=up_share)
+        scenario = replace(SMALL, links={"wan": link}, devices={"one": device}, message_ms=0.0)
+        (arm,) = run(replace(scenario, arms=(Arm.TARGET_ONLY,))).arms
+        assert arm.all.ttft_s is not None
+        return arm.all.ttft_s.median
+
+    # Connecting takes a round trip and the request goes up, the token down: that is two, however
+    # they are split.
+    assert ttft_s(0.9) == pytest.approx(ttft_s(0.1), rel=1e-6)
+    lagging = replace(
+        SMALL,
+        links={"wan": LinkSection(rtt_ms=100.0, up_share=0.9, jitter_ms=0.2, up_mbps=5.0)},
+        devices={"one": device},
+        arms=(Arm.EDGESPEC,),
+    )
+    (arm,) = run(lagging).arms  # its laws are judged with the longer way up
+    assert arm.all.mismatches == 0
+
+
 def test_results_are_above_their_bounds() -> None:
     device = DeviceSection(path=("wan",), workload=WORK)
     for arm in run(replace(SMALL, devices={"one": device})).arms:

@@ -80,11 +80,11 @@ class _Way:
 
 
 class StreamWatch:
-    """Sees every message of one stream leave and arrive. ``least_s``: what each way takes at
-    least."""
+    """Sees every message of one stream leave and arrive; ``up_s`` and ``down_s`` are what the ways
+    take at least."""
 
-    def __init__(self, site: Site, key: str, least_s: float) -> None:
-        self._site, self._key, self._least_s = site, key, least_s
+    def __init__(self, site: Site, key: str, up_s: float, down_s: float) -> None:
+        self._site, self._key, self._up_s, self._down_s = site, key, up_s, down_s
         self._up, self._down = _Way(), _Way()
 
     def sent_up(self, message: Uplink, now_s: float, size_bytes: int) -> None:
@@ -96,10 +96,10 @@ class StreamWatch:
             self._check_prefix(message, now_s, "sent")
 
     def arrived_up(self, message: Uplink, now_s: float) -> None:
-        self._up.arrived(message, now_s, self._least_s, f"{self._key} up")
+        self._up.arrived(message, now_s, self._up_s, f"{self._key} up")
 
     def arrived_down(self, message: Downlink, now_s: float) -> None:
-        self._down.arrived(message, now_s, self._least_s, f"{self._key} down")
+        self._down.arrived(message, now_s, self._down_s, f"{self._key} down")
         if isinstance(message, Commit):
             self._check_prefix(message, now_s, "delivered")
 
@@ -172,8 +172,8 @@ class Conservation:
     def __init__(self) -> None:
         self._watches: list[StreamWatch] = []
 
-    def watch(self, site: Site, key: str, least_s: float) -> StreamWatch:
-        watch = StreamWatch(site, key, least_s)
+    def watch(self, site: Site, key: str, up_s: float, down_s: float) -> StreamWatch:
+        watch = StreamWatch(site, key, up_s, down_s)
         self._watches.append(watch)
         return watch
 

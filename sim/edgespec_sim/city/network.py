@@ -76,18 +76,19 @@ class Network:
         self._streams += 1
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
-        fixed_s = self.fixed_s(group, verifier)
+        up_s = down_s = self.fixed_s(group, verifier)
         hops: list[tuple[Link, Link]] = []
         if self._radio is not None:
             hops.append(self._radio.hop(number, self._stations[verifier]))
         for name in names:
             link = self._links[name]
             if link.plain:
-                fixed_s += link.section.rtt_ms / 2e3
+                up_s += link.least_ways_s[0]
+                down_s += link.least_ways_s[1]
             else:
                 hops.append(link.models(number, self._streams))
-        up = self._path([up for up, _ in hops], fixed_s)
-        down = self._path([down for _, down in reversed(hops)], fixed_s)
+        up = self._path([up for up, _ in hops], up_s)
+        down = self._path([down for _, down in reversed(hops)], down_s)
         return up, down, self.view(group, number, verifier).rtt_s
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
@@ -107,12 +108,14 @@ class Network:
             rtt_s += self._access_s
         return LinkView(rtt_s, up_bits_per_s, down_bits_per_s, snr_db)
 
-    def least_rtt_s(self, group: str, verifier: str) -> float:
-        """Of a small message on a good day; links are alike both ways."""
+    def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
+        """What a small message takes up and down on a good day."""
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
-        least_s = sum(self._links[name].least_rtt_s for name in names)
-        return 2 * self.fixed_s(group, verifier) + least_s + self._access_s
+        fixed_s = self.fixed_s(group, verifier) + self._access_s / 2.0
+        up_s = sum(self._links[name].least_ways_s[0] for name in names)
+        down_s = sum(self._links[name].least_ways_s[1] for name in names)
+        return fixed_s + up_s, fixed_s + down_s
 
     @property
     def transmit_w(self) -> float:
@@ -219,20 +222,30 @@ class _Link:
         self.section = section
         self._duration_s, self._seed, self._audited = duration_s, seed, audited
         self._trace = _trace(section, seed, duration_s, folder)
-        self._traced = TraceLinks.of(self._trace) if self._trace else None
+        self._traced = (
+            TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
+        )
         self._queues: dict[int, Queues] = {}
         self._weather: dict[int, _Weather] = {}
-        self.least_rtt_s = section.rtt_ms / 1e3
+        least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         if self._trace is not None:
-            self.least_rtt_s = min(self._trace.rtt_s)
+            least_rtt_s = min(self._trace.rtt_s)
             self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
+        self.least_ways_s = (
+            least_rtt_s * section.up_share,
+            least_rtt_s * (1.0 - section.up_share),
+        )
+        """What a small message takes up and down when nothing is in the way."""
 
     @property
     def plain(self) -> bool:
         """It only takes time."""
-        bare = LinkSection(rtt_ms=self.section.rtt_ms, framing_bytes=self.section.framing_bytes)
-        return replace(self.section, shared=False) == bare
+        section = self.section
+        bare = LinkSection(
+            rtt_ms=section.rtt_ms, up_share=section.up_share, framing_bytes=section.framing_bytes
+        )
+        return replace(section, shared=False) == bare
 
     def models(self, number: int, stream: int) -> tuple[LinkModel, LinkModel]:
         """Up and down, for one stream of one device."""
@@ -248,14 +261,16 @@ class _Link:
             )
         up, down = (
             LinkSettings(
-                one_way_s=section.rtt_ms / 2e3,
+                one_way_s=one_way_s,
                 jitter_s=section.jitter_ms / 1e3,
                 loss=section.loss,
                 overhead_bytes=section.framing_bytes,
                 outages_s=outages_s,
                 seed=link_seed,
             )
-            for link_seed in (2 * seed, 2 * seed + 1)
+            for one_way_s, link_seed in zip(
+                self.least_ways_s, (2 * seed, 2 * seed + 1), strict=True
+            )
         )
         return LinkModel(up, queues[0]), LinkModel(down, queues[1])
 

@@ -218,7 +218,7 @@ def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[
     acceptance = meters.whole().acceptance
     network = Network(EventQueue(), scenario, "bounds", folder)
     rtt_s = min(
-        network.least_rtt_s(group, verifier)
+        sum(network.least_ways_s(group, verifier))
         for group in scenario.devices
         for verifier in scenario.verifiers
     )

@@ -146,8 +146,8 @@ class World:
         airtime = self.network.airtime(user.settings.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
-            least_s = self.network.least_rtt_s(user.settings.group, site.name) / 2.0
-            watch = self.conservation.watch(site, key, least_s)
+            least_s = self.network.least_ways_s(user.settings.group, site.name)
+            watch = self.conservation.watch(site, key, *least_s)
         stream = MeteredStream(self.queue, up, down, airtime, watch)
         site.accept(stream, key)
         self.network.watch_breaks(user.settings.group, user.number, stream)

@@ -44,12 +44,14 @@ class HandoverSection:
 
 @dataclass(frozen=True, slots=True)
 class LinkSection:
-    """One hop. Delay comes from ``rtt_ms`` or from a ``trace``; half of it each way."""
+    """One hop. Delay comes from ``rtt_ms`` or from a ``trace``, both ways together."""
 
     rtt_ms: float = 0.0
     """Propagation there and back; with a trace it comes on top (the path behind the trace)."""
     trace: str = ""
     """A trace file, or ``generate:KIND`` (wifi, lte, 5g, starlink, broadband, wan)."""
+    up_share: float = 0.5
+    """Share of the delay that is the way up; the rest is the way down."""
     trace_spread_s: float = 0.0
     """Device i enters the trace at i times this; 0: all see the same weather."""
     jitter_ms: float = 0.0
@@ -71,6 +73,7 @@ class LinkSection:
 
     def __post_init__(self) -> None:
         bounded("rtt_ms", self.rtt_ms, 0.0, _HOUR_MS)
+        bounded("up_share", self.up_share, 0.0, 1.0)
         bounded("trace_spread_s", self.trace_spread_s, 0.0, 1e6)
         bounded("jitter_ms", self.jitter_ms, 0.0, _HOUR_MS)
         bounded("loss", self.loss, 0.0, 0.9)
