@@ -53,7 +53,9 @@ def run(
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms)
         show(summary)
-        say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({virtual_s / took_s:.1f} times real)")
+        say(
+            f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({virtual_s / took_s:.1f} times real)"
+        )
         if out is not None:
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
             for written in write_report(out):
