@@ -53,9 +53,8 @@ def run(
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms)
         show(summary)
-        say(
-            f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({virtual_s / took_s:.1f} times real)"
-        )
+        times = virtual_s / took_s
+        say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")
         if out is not None:
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
             for written in write_report(out):
