@@ -243,6 +243,14 @@ def test_progress_reaches_the_end() -> None:
     assert told[-1] == pytest.approx(2.0)
 
 
+def test_requests_under_way_add_up_to_the_time_they_took() -> None:
+    (arm,) = run(replace(SMALL, arms=(Arm.TARGET_ONLY,))).arms
+    tokens, under_way = arm.series
+    assert sum(tokens.values) * tokens.step_s == pytest.approx(arm.all.tokens)
+    assert max(under_way.values) <= 2.0 + 1e-9  # two devices, one request each at a time
+    assert sum(under_way.values) * under_way.step_s > 2 * 6.0 * 0.5
+
+
 def test_settings_are_written_down() -> None:
     summary = run(replace(SMALL, duration_s=2.0, arms=(Arm.TARGET_ONLY,)))
     assert "rtt_ms: 40.0" in summary.settings["yaml"]

@@ -56,15 +56,18 @@ class Meters:
     """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
     tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
-    active_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
+    active_at: list[float] = field(default_factory=lambda: [0.0] * SERIES_STEPS)
+    """Mean number of requests under way in each step."""
     events: int = 0
 
     def delivered(self, now_s: float, count: int) -> None:
         self.tokens_at[self._step(now_s)] += count
 
     def was_active(self, start_s: float, end_s: float) -> None:
+        step_s = self.duration_s / SERIES_STEPS
         for step in range(self._step(start_s), self._step(end_s) + 1):
-            self.active_at[step] += 1
+            within_s = min(end_s, (step + 1) * step_s) - max(start_s, step * step_s)
+            self.active_at[step] += max(0.0, within_s) / step_s
 
     def _step(self, now_s: float) -> int:
         return min(int(now_s / self.duration_s * SERIES_STEPS), SERIES_STEPS - 1)
@@ -74,9 +77,9 @@ class Meters:
         self.ranks += other.ranks
         self.gaps_s.extend(other.gaps_s)
         self.events += other.events
-        for mine, theirs in ((self.tokens_at, other.tokens_at), (self.active_at, other.active_at)):
-            for step, value in enumerate(theirs):
-                mine[step] += value
+        for step in range(SERIES_STEPS):
+            self.tokens_at[step] += other.tokens_at[step]
+            self.active_at[step] += other.active_at[step]
 
     @property
     def changed(self) -> tuple[int, int]:
@@ -92,7 +95,7 @@ class Meters:
             Series(
                 "tokens delivered", "tokens/s", step_s, tuple(n / step_s for n in self.tokens_at)
             ),
-            Series("requests under way", "requests", step_s, tuple(map(float, self.active_at))),
+            Series("requests under way", "requests", step_s, tuple(self.active_at)),
         )
 
     def rows(self) -> tuple[RequestRow, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from edgespec.core.arms import Arm
-from edgespec_sim.scenario.bounds import bounded, exactly_one
+from edgespec_sim.scenario.ranges import bounded, exactly_one
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000
