@@ -29,8 +29,8 @@ from edgespec_sim.acceptance_process import AcceptanceLaw
 from edgespec_sim.bounds import Costs, RunLengths, any_policy_s, lower_bounds, stop_and_wait_s
 from edgespec_sim.one_session import Played, Setting, play
 from edgespec_sim.process_source import ProcessSource
-from edgespec_sim.scenario.ranges import bounded
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES
+from edgespec_sim.scenario.ranges import bounded
 from edgespec_sim.tokens import Request
 
 LEAST_GAIN: Final = 1.03

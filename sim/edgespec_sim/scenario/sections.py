@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from edgespec.core.arms import Arm
-from edgespec_sim.scenario.ranges import bounded, exactly_one
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
+from edgespec_sim.scenario.ranges import bounded, exactly_one
 
 MAX_DEVICES = 1_000_000
 _MINUTE_MS = 60_000.0
