@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -70,11 +71,29 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
 
 
 def arms_table(summary: RunSummary) -> Table:
-    table = Table(title=f"{summary.name}, seed {summary.seed}: {summary.tokens_from}")
-    for name in ("arm", "TTFT ms", "TPOT ms", "p95", "speed-up", "tokens/pass", "acceptance"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for name in ("wasted/token", "tokens/s", "GPU busy", "requests", "wrong tokens"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title=f"{summary.name}, seed {summary.seed}: {summary.tokens_from}", box=box.SIMPLE
+    )
+    table.add_column("\narm", no_wrap=True)
+    for name in (
+        "TTFT\nms",
+        "TPOT\nms",
+        "p95\nms",
+        "bound\nms",
+        "speed\nup",
+        "tokens\n/pass",
+        "first\nright",
+        "wasted\n/token",
+        "tokens\n/s",
+        "GPU\nbusy",
+        "\nrequests",
+        "\ndiffer",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.caption = (
+        "bound: mean TPOT that an arm of its kind cannot go below; first right: share of positions"
+        " at which the draft's first guess was; differ: tokens that are not the target's"
+    )
     for arm in summary.arms:
         table.add_row(*_cells(arm))
     return table
@@ -89,6 +108,7 @@ def _cells(arm: ArmSummary) -> tuple[str, ...]:
         _ms(whole.ttft_s, 2),
         _ms(whole.tpot_s, 2),
         _ms(whole.tpot_s, 4),
+        f"{1e3 * max(arm.bounds.values()):.1f}" if arm.bounds else "–",
         "–" if arm.speedup is None else f"{arm.speedup:.2f}×",
         f"{whole.tokens_per_pass:.2f}",
         "–" if whole.acceptance is None else f"{whole.acceptance:.2f}",
@@ -106,7 +126,7 @@ def _ms(spread: Spread | None, index: int) -> str:
 
 def output() -> Console:
     """Where tables go: as wide as the terminal, and wide enough where there is none."""
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def show(summary: RunSummary) -> None:
