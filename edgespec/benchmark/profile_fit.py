@@ -15,19 +15,19 @@ arrives before it was sent is an error.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
-
-import numpy as np
 
 from edgespec.telemetry.cost_profile import CostProfile, ProfileError, TimeLaw, constant
 
 Line = Mapping[str, Any]
 QUANTILES = 21
 # The slowest hundredth is the machine's doing (other programs, paging), not the operation's.
-_CLIP = 0.99
+_CLIP_PERCENT = 99
 # Above this, neighbouring numbers of rows share a median: each bin is a third wider than the last.
 _EXACT_ROWS, _BIN_GROWTH = 8, 1.33
 _LEAST_SAMPLES = 3
@@ -227,14 +227,21 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
     )
     table = []
     for group in _binned(samples):
-        rows = float(np.median([sample.rows for sample in group]))
+        rows = median([sample.rows for sample in group])
         plain = [without_context_s(one) - session_s * (one.sessions - 1) for one in group]
-        table.append((rows, max(0.0, float(np.median(plain))), len(group)))
+        table.append((rows, max(0.0, median(plain)), len(group)))
     law = TimeLaw(_increasing(table), context_s, session_s=session_s)
-    ratios = np.array([_ratio(sample, law) for sample in samples])
-    ratios = np.minimum(ratios, np.quantile(ratios, _CLIP))
-    spread = np.quantile(ratios, np.linspace(0.0, 1.0, QUANTILES))
+    ratios = [_ratio(sample, law) for sample in samples]
+    highest = _quantiles(ratios, 100)[_CLIP_PERCENT]
+    spread = _quantiles([min(ratio, highest) for ratio in ratios], QUANTILES - 1)
     return replace(law, spread=tuple(round(float(ratio), 5) for ratio in spread))
+
+
+def _quantiles(values: Sequence[float], parts: int) -> list[float]:
+    """The least, the values that cut the rest into equal parts, and the greatest."""
+    if len(values) == 1:
+        return [values[0]] * (parts + 1)
+    return [min(values), *quantiles(values, n=parts, method="inclusive"), max(values)]
 
 
 def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfile:
@@ -245,7 +252,7 @@ def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfi
     turnaround = fit_law(samples.turnarounds) if samples.turnarounds else constant(0.0)
     connect_s = 0.0
     if samples.connects:
-        connect_s = max(0.0, float(np.median(samples.connects)) - message.seconds(1))
+        connect_s = max(0.0, median(samples.connects) - message.seconds(1))
     return CostProfile(
         name=name,
         draft_step=fit_law(samples.draft_steps),
@@ -271,10 +278,10 @@ def fit_rows(samples: Samples, profile: CostProfile) -> list[FitRow]:
             rows.append(
                 FitRow(
                     name,
-                    round(float(np.median([sample.rows for sample in group]))),
+                    round(median([sample.rows for sample in group])),
                     len(group),
-                    float(np.median([sample.seconds for sample in group])),
-                    float(np.median(fitted)),
+                    median([sample.seconds for sample in group]),
+                    median(fitted),
                 )
             )
     return rows
@@ -296,7 +303,7 @@ def _slope_s(
         for low, high in zip(ordered[:half], ordered[len(ordered) - half :], strict=True):
             if (apart := more(high) - more(low)) > 0:
                 slopes.append((seconds(high) - seconds(low)) / apart)
-    return max(0.0, float(np.median(slopes))) if len(slopes) >= _LEAST_SAMPLES else 0.0
+    return max(0.0, median(slopes)) if len(slopes) >= _LEAST_SAMPLES else 0.0
 
 
 def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -305,7 +312,7 @@ def _binned(samples: Sequence[Sample]) -> list[list[Sample]]:
     def bin_of(sample: Sample) -> tuple[int, ...]:
         if sample.rows <= _EXACT_ROWS:
             return (sample.rows,)
-        return (_EXACT_ROWS + 1 + int(np.log(sample.rows / _EXACT_ROWS) / np.log(_BIN_GROWTH)),)
+        return (_EXACT_ROWS + 1 + int(math.log(sample.rows / _EXACT_ROWS) / math.log(_BIN_GROWTH)),)
 
     bins: list[list[Sample]] = []
     for group in _grouped(samples, bin_of):

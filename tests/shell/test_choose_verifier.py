@@ -71,8 +71,10 @@ class Silent:
 
 @contextlib.asynccontextmanager
 async def closing(links: dict[str, Transport]) -> AsyncIterator[dict[str, Transport]]:
+    """Closes all of them, those too that a test has taken out meanwhile."""
+    opened = tuple(links.values())
     yield links
-    for link in links.values():
+    for link in opened:
         await link.close()
 
 
