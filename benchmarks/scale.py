@@ -2,11 +2,11 @@
 
     python benchmarks/scale.py [--quick]
 
-First one laptop (the bundled ``single-device``), then cities of 1 to 10,000 devices with a verifier
-for every 200 (arm edgespec, one process each, 60 virtual seconds), then the bundled city with both
-of its arms on all cores, then the mean field beside it and on to ten million devices. Times are CPU
-seconds of the process that played, except for the whole city: those are by the clock. ``--quick``
-stops at 100 devices and compares the two on a city of 400.
+First one laptop (the bundled ``single-device``) with each arm, then cities of 1 to 10,000 devices
+with a verifier for every 200 (arm edgespec, one process each, 60 virtual seconds), then the bundled
+city with both of its arms on all cores, then the mean field beside it and on to ten million
+devices. Times are CPU seconds of the process that played, except for the whole city: those are by the clock.
+``--quick`` stops at 100 devices and compares the two on a city of 400.
 """
 
 from __future__ import annotations
@@ -73,25 +73,26 @@ def city(devices: int, **changes: object) -> Scenario:
     return load_scenario("city", {**counts, **changes})
 
 
-def measured(scenario: Scenario) -> Cost:
+def measured(scenario: Scenario, arm: Arm = Arm.EDGESPEC) -> Cost:
     token_source(scenario, 1, HERE)  # fitting its law is done once a process
     started_s = time.process_time()
-    meters = play(Job(scenario, Arm.EDGESPEC, 0, 1, HERE)).meters
+    meters = play(Job(scenario, arm, 0, 1, HERE)).meters
     cpu_s = time.process_time() - started_s
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     tokens = meters.whole().tokens
     return Cost(meters.events, tokens, cpu_s, scenario.duration_s, peak_mib)
 
 
-def alone(scenario: Scenario) -> Cost:
+def alone(scenario: Scenario, arm: Arm = Arm.EDGESPEC) -> Cost:
     """In a process of its own, so that peak memory is its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (scenario,))
+        return pool.apply(measured, (scenario, arm))
 
 
 def print_curve(sizes: tuple[int, ...]) -> None:
     print(HEAD)
-    print(alone(load_scenario("single-device")).row("one laptop"), flush=True)
+    for arm in Arm:
+        print(alone(load_scenario("single-device"), arm).row(arm.value), flush=True)
     for devices in sizes:
         print(alone(city(devices)).row(f"{devices:,d}"), flush=True)
 

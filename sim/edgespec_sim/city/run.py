@@ -43,7 +43,7 @@ LABELS = {
     Arm.WINDOWED: "streamed drafts, waits for them",
     Arm.EDGESPEC: "ours: streamed drafts, width 2, run-ahead",
 }
-# Judging every step costs a third of the time; a city's laws are those of a household.
+# Watches of a city's streams would be kept to its end; its laws are those of a household.
 _CHECKED_DEVICES = 64
 _TRACED_DEVICES = 2
 _TOY = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)

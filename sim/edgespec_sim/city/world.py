@@ -7,7 +7,6 @@ the others. Worlds with several shards are played one by one and added up.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,17 +162,10 @@ class World:
         for user in self.users:
             user.start()
         duration_s = self.scenario.duration_s
-        collecting = gc.isenabled()
-        gc.disable()  # millions of short-lived objects, hardly a cycle: collecting costs a third
-        try:
-            step_s = duration_s / _MAX_PROGRESS_STEPS
-            for step in range(1, _MAX_PROGRESS_STEPS + 1):
-                self.meters.events += self.queue.run(duration_s * step / _MAX_PROGRESS_STEPS)
-                progress(step * step_s)
-                gc.collect(0)
-        finally:
-            if collecting:
-                gc.enable()
+        for step in range(1, _MAX_PROGRESS_STEPS + 1):
+            now_s = duration_s * step / _MAX_PROGRESS_STEPS
+            self.meters.events += self.queue.run(now_s)
+            progress(now_s)
         for user in self.users:
             user.finish()
         if self.conservation is not None:
