@@ -5,8 +5,8 @@
 First one laptop (the bundled ``single-device``) with each arm, then cities of 1 to 10,000 devices
 with a verifier for every 200 (arm edgespec, one process each, 60 virtual seconds), then the bundled
 city with both of its arms on all cores, then the mean field beside it and on to ten million
-devices. Times are CPU seconds of the process that played, except for the whole city: those are by the clock.
-``--quick`` stops at 100 devices and compares the two on a city of 400.
+devices. Times are CPU seconds of the process that played, except for the whole city: those are by
+the clock. ``--quick`` stops at 100 devices and compares the two on a city of 400.
 """
 
 from __future__ import annotations
