@@ -9,11 +9,12 @@ the target's own whatever was drafted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from edgespec.core.value import value
 
-@dataclass(frozen=True, slots=True)
+
+@value
 class Walk:
     nodes: tuple[int, ...]
     """Indices of the accepted nodes of the pass, root to leaf."""
@@ -27,7 +28,7 @@ class AcceptanceRule(Protocol):
         ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` after node i."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExactRule:
     """Commit the target's own tokens and nothing else."""
 

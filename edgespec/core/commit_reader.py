@@ -10,7 +10,7 @@ from edgespec.core.draft_events import Deliver, DraftCounters, TokenKind
 from edgespec.core.draft_outbox import DraftOutbox
 from edgespec.core.estimators import DraftEstimates
 from edgespec.core.messages import Commit, Received
-from edgespec.core.tree import ROOT, SpeculationTree
+from edgespec.core.tree import SpeculationTree
 
 # Acknowledge at least this often, or before the verifier would pause, if that is sooner: flow
 # control and round-trip samples cost a few bytes each.
@@ -44,8 +44,10 @@ class CommitReader:
         overlap = position - commit.position
         tokens = commit.tokens[overlap:]
         kinds = tuple(
-            self._commit_one(token, index + overlap < commit.accepted)
-            for index, token in enumerate(tokens)
+            [
+                self._commit_one(token, index < commit.accepted)
+                for index, token in enumerate(tokens, overlap)
+            ]
         )
         return Deliver(position, tokens, kinds) if tokens else None
 
@@ -68,7 +70,7 @@ class CommitReader:
         self.estimates.acceptance.add(rank)
 
     def _commit_one(self, token: int, accepted: bool) -> TokenKind:
-        children = self._tree.children(ROOT)
+        children = self._tree.roots
         matching = next((node for node in children if node.token == token), None)
         if children:
             self.score(None if matching is None else matching.rank)

@@ -25,17 +25,17 @@ class DraftCache:
         At least one token is appended, because its row of logits is what the step is for.
         """
         self._catch_up(prefix)
-        keep = self._agreed
-        if keep == prefix.length:
-            for token in path:
-                if keep >= len(self._tokens) or self._tokens[keep] != token:
-                    break
-                keep += 1
-        keep = min(keep, prefix.length + len(path) - 1)
-        behind = path[max(0, keep - prefix.length) :]
-        appended = (*prefix.tokens[keep:], *behind)
-        del self._tokens[keep:]
-        self._tokens.extend(appended)
+        keep, length, cached = self._agreed, prefix.length, self._tokens
+        if keep == length:
+            drafted = cached[length : length + len(path)]
+            if drafted == path[: len(drafted)]:  # as usual
+                keep += len(drafted)
+            else:
+                while cached[keep] == path[keep - length]:
+                    keep += 1
+        keep = min(keep, length + len(path) - 1)
+        appended = (*prefix.tokens[keep:], *path[max(0, keep - length) :])
+        cached[keep:] = appended
         self._agreed = min(self._agreed, keep)
         return keep, appended
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
+from edgespec.core.value import value
 from edgespec.core.work import Candidate
 
 
@@ -17,6 +18,9 @@ class LinkState(Enum):
     STREAMING = "streaming"
     BACKING_OFF = "backing_off"
     DONE = "done"
+
+
+IDLE, CONNECTING, STREAMING, BACKING_OFF, DONE = LinkState
 
 
 class TokenKind(Enum):
@@ -33,17 +37,17 @@ class TokenKind(Enum):
 # --- events ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Start:
     """Begin: connect, and draft on the prompt meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Connected:
     """The stream that ``Connect`` asked for is there."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LinkDown:
     """The stream ended or could not be had."""
 
@@ -51,28 +55,28 @@ class LinkDown:
     retryable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepDone:
     """The draft step is over; its guesses, best first."""
 
     candidates: tuple[Candidate, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepFailed:
     """The drafter cannot go on; the session can."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stop:
     """The user has enough, or a stop string was found."""
 
     reason: FinishReason = FinishReason.CANCELLED
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tick:
     """The deadline has come."""
 
@@ -85,24 +89,24 @@ DraftEvent = (
 # --- actions --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Connect:
     """Open a stream; answer with ``Connected`` or ``LinkDown``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Disconnect:
     """Let the stream go; no ``LinkDown`` need follow."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Transmit:
     """Hand this message to the stream, in order."""
 
     message: Uplink
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StartStep:
     """Run the drafter (``ports.Drafter.step``); answer with ``StepDone`` or ``StepFailed``."""
 
@@ -111,7 +115,7 @@ class StartStep:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Deliver:
     """Committed tokens for the user, once and in order."""
 
@@ -120,14 +124,14 @@ class Deliver:
     kinds: tuple[TokenKind, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finish:
     """The generation is complete."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fail:
     """The generation cannot be completed; what was delivered stays valid."""
 

@@ -11,7 +11,7 @@ from edgespec.core.estimators import ArrivalEstimator, MovingAverage
 from edgespec.core.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.run_ahead import RunAheadView
-from edgespec.core.tree import ROOT, Growth, Node, SpeculationTree
+from edgespec.core.tree import ALIVE, ROOT, STALE, Node, SpeculationTree
 
 
 class DraftInbox:
@@ -38,12 +38,12 @@ class DraftInbox:
             self.told_to_go = True
             return None
         size = self._vocabulary_size
-        bad = next((token for token in draft.tokens if not 0 <= token < size), None)
-        if bad is not None:
+        if min(draft.tokens) < 0 or max(draft.tokens) >= size:
+            bad = next(token for token in draft.tokens if not 0 <= token < size)
             why = f"draft token {bad} is outside the vocabulary of {size}"
             return Fault(FaultCode.INVALID, why)
-        base, length = draft.base_position, self._prefix.length
         if ROOT in draft.parents:
+            base, length = draft.base_position, self._prefix.length
             if base > length:
                 why = f"draft on position {base}, but only {length} are committed"
                 return Fault(FaultCode.RESYNC, why)
@@ -57,22 +57,23 @@ class DraftInbox:
         return None
 
     def _grow(self, draft: Draft) -> bool:
-        useful = False
+        useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
-            if len(self.tree) >= self._limits.max_nodes_outstanding:
+            if len(tree.nodes) >= most:
                 self.overflow += len(draft.tokens) - index
                 break
-            node_id = draft.first_node_id + index
-            growth = self.tree.grow(node_id, parent, token, draft.base_position)
-            useful |= growth is Growth.ALIVE
-            self._stale += growth is Growth.STALE
+            growth = tree.grow(draft.first_node_id + index, parent, token, draft.base_position)
+            if growth is ALIVE:
+                useful = True
+            elif growth is STALE:
+                self._stale += 1
         return useful
 
     def verifiable(self, room: int, end: int) -> list[Node]:
         """The oldest alive nodes that can still matter: the target's token after a node must lie
         before ``end``. Ids are ordered, so every parent comes along."""
         chosen: list[Node] = []
-        for node in self.tree:
+        for node in self.tree.nodes.values():
             if len(chosen) >= room:
                 break
             if node.position < end - 1:
@@ -106,6 +107,6 @@ class DraftInbox:
         if hit is not None:
             self._hit_rate.add(hit)
         self.tree.commit(tokens)
-        if not len(self.tree):
+        if not self.tree.nodes:
             self._waiting_since = None
             self.arrivals.on_miss(now)

@@ -5,7 +5,7 @@ A stream knows only what was sent on it: after a reconnect every alive node is u
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 from edgespec.core.messages import Draft
 from edgespec.core.tree import ROOT, Node, SpeculationTree
@@ -28,36 +28,36 @@ class DraftOutbox:
     @property
     def unsent(self) -> int:
         count = 0
-        for node in self._tree.newest_first():
-            if node.id <= self._sent_through:
-                break
-            count += 1
+        if self._tree.last_id > self._sent_through:
+            for node_id in reversed(self._tree.nodes):
+                if node_id <= self._sent_through:
+                    break
+                count += 1
         return count
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._tree) - self.unsent
 
     def trim(self, limit: int) -> None:
         """The verifier takes ``limit`` nodes: it dropped what was sent beyond them."""
-        in_flight = (node.id for node in self._tree if node.id <= self._sent_through)
+        in_flight = (node_id for node_id in self._tree.nodes if node_id <= self._sent_through)
         self._sent_through = max(islice(in_flight, limit), default=0)
 
     def take(self, limit: int) -> list[Draft]:
         """Messages for the unsent alive nodes, oldest first, until ``limit`` are in flight; one a
         run of consecutive ids."""
-        unsent = self.unsent
-        room = max(0, limit - (len(self._tree) - unsent))
-        waiting = list(islice(self._tree.newest_first(), unsent))[::-1][:room]
-        runs: list[list[Node]] = []
-        for node in waiting:
-            fits = runs and runs[-1][-1].id + 1 == node.id and len(runs[-1]) < MAX_NODES_PER_DRAFT
-            if fits:
+        nodes, unsent = self._tree.nodes, self.unsent
+        waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
+        del waiting[max(0, limit - (len(nodes) - unsent)) :]
+        if not waiting:
+            return []
+        first, last = waiting[0].id, waiting[-1].id
+        self._sent_through = last
+        if last - first < min(len(waiting), MAX_NODES_PER_DRAFT):  # one run, as usual
+            return [self._message(waiting)]
+        runs = [[waiting[0]]]
+        for before, node in pairwise(waiting):
+            if before.id + 1 == node.id and len(runs[-1]) < MAX_NODES_PER_DRAFT:
                 runs[-1].append(node)
             else:
                 runs.append([node])
-        if waiting:
-            self._sent_through = waiting[-1].id
         return [self._message(run) for run in runs]
 
     def nothing(self) -> Draft:
@@ -66,11 +66,12 @@ class DraftOutbox:
 
     def _message(self, run: list[Node]) -> Draft:
         prefix = self._tree.prefix
-        rooted = any(node.parent == ROOT for node in run)
+        parents = tuple([node.parent for node in run])
+        base = prefix.length if ROOT in parents else 0
         return Draft(
-            first_node_id=run[0].id,
-            parents=tuple(node.parent for node in run),
-            tokens=tuple(node.token for node in run),
-            base_position=prefix.length if rooted else 0,
-            base_hash=prefix.hash_at(prefix.length) if rooted else 0,
+            run[0].id,
+            parents,
+            tuple([node.token for node in run]),
+            base,
+            prefix.hash_at(base) if base else 0,
         )

@@ -23,13 +23,14 @@ from typing import Protocol
 
 from edgespec.core.estimators import DraftEstimates
 from edgespec.core.tree import ROOT, SpeculationTree
+from edgespec.core.value import value
 
 # Guesses until the first measurement: a laptop's draft, a server's pass, a regional link.
 _STEP_S, _PASS_S, _RTT_S = 0.01, 0.03, 0.03
 MAX_GAMMA = 32
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DraftView:
     tree: SpeculationTree
     unsent: int
@@ -53,9 +54,10 @@ class DraftView:
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""
-        at, position = ROOT, self.tree.prefix.length
-        while children := self.tree.children(at):
-            at, position = children[0].id, children[0].position + 1
+        at, position, children = ROOT, self.tree.prefix.length, self.tree.roots
+        while children:
+            first = children[0]
+            at, position, children = first.id, first.position + 1, first.children
         return at if position < self.end else None
 
 
@@ -133,19 +135,28 @@ class WindowedPolicy:
     def extend(self, view: DraftView) -> int | None:
         window = self.window or math.ceil(2 * view.round_s / view.step_s) + 4
         tree = view.tree
-        if len(tree) >= window * self.width or view.room < self.width:
+        if len(tree.nodes) >= window * self.width or view.room < self.width:
             return None
-        if tree.is_leaf(ROOT) and tree.prefix.length < view.end:
+        if not tree.roots and tree.prefix.length < view.end:
             return ROOT
-        best, best_chance, last = None, self.least_chance, self.width - 1
+        best, best_chance = ROOT, self.least_chance
+        last_rank, last_position = self.width - 1, view.end - 2
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        chances, last_position = {ROOT: 1.0}, view.end - 2
-        for node in tree:
-            node_id, rank = node.id, node.rank
-            chances[node_id] = chance = chances[node.parent] * rates[rank if rank < last else last]
-            if chance > best_chance and tree.is_leaf(node_id) and node.position <= last_position:
-                best, best_chance = node_id, chance
-        return best
+        pending = [(1.0, tree.roots)]
+        while pending:
+            before, siblings = pending.pop()
+            for node in siblings:
+                rank = node.rank
+                chance = before * rates[rank if rank < last_rank else last_rank]
+                if chance < best_chance:
+                    continue  # nor is anything behind it likelier
+                if node.children:
+                    pending.append((chance, node.children))
+                elif node.position <= last_position:
+                    # The oldest of equals.
+                    if chance > best_chance or node.id < best:
+                        best, best_chance = node.id, chance
+        return best or None
 
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0

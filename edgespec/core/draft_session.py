@@ -15,7 +15,7 @@ goes on while the link is down, as far as the policy lets it. ``deadline`` is wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core import draft_events as ev
@@ -23,15 +23,15 @@ from edgespec.core.commit_reader import CommitReader
 from edgespec.core.draft_cache import DraftCache
 from edgespec.core.draft_outbox import DraftOutbox
 from edgespec.core.draft_policy import DraftPolicy, DraftView
-from edgespec.core.estimators import DraftEstimates
 from edgespec.core.messages import Cancel, Commit, Fault, FaultCode, Limits, Open, Opened, RunAhead
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.reconnect import Reconnect, ReconnectPolicy
 from edgespec.core.transitions import moved
-from edgespec.core.tree import Growth, SpeculationTree
+from edgespec.core.tree import FORWARDED, SpeculationTree
+from edgespec.core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Step:
     parent: int
     base_position: int
@@ -55,7 +55,7 @@ class DraftSession:
         jitter_seed: int = 0,
     ) -> None:
         self.request = request
-        self.state = ev.LinkState.IDLE
+        self.state = ev.IDLE
         self.deadline: float | None = None
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.tree = SpeculationTree(self.prefix)
@@ -63,33 +63,26 @@ class DraftSession:
         self.drafting = request.drafting
         self._policy, self._reconnect_policy = policy, reconnect
         self._reconnect = Reconnect(reconnect, jitter_seed)
-        self._end = len(request.prompt) + request.sampling.max_tokens
-        self._draft_end = draft_context_length
+        self._end = len(request.prompt) + request.sampling.max_tokens - 1
+        self._end = min(self._end, draft_context_length)
         self._cache = DraftCache()
         self._outbox = DraftOutbox(self.tree)
         self._reader = CommitReader(self.tree, self._outbox)
+        self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self._step: _Step | None = None
         self._barren: tuple[int, int] | None = None  # where the drafter had nothing to say
         self._told_to_go = False
 
-    @property
-    def counters(self) -> ev.DraftCounters:
-        return self._reader.counters
-
-    @property
-    def estimates(self) -> DraftEstimates:
-        return self._reader.estimates
-
     def handle(self, event: ev.DraftEvent, now: float) -> tuple[ev.DraftAction, ...]:
-        if self.state is ev.LinkState.DONE:
+        if self.state is ev.DONE:
             return ()
         match event:
-            case Opened() | Commit() | Fault() if self.state is not ev.LinkState.STREAMING:
-                return ()  # said on a link that is gone
             case ev.StepDone():
                 actions = self._on_step_done(event, now)
-            case Commit():
-                actions = self._on_commit(event, now)
+            case Commit() | Opened() | Fault():
+                if self.state is not ev.STREAMING:
+                    return ()  # said on a link that is gone
+                actions = self._on_message(event, now)
             case ev.Start():
                 actions = self._connect(now)
             case ev.Connected():
@@ -98,31 +91,37 @@ class DraftSession:
                 actions = self._on_link_down(why, retryable, now)
             case ev.Tick():
                 actions = self._on_tick(now)
-            case Opened():
-                actions = self._on_opened(event)
-            case Fault():
-                actions = self._on_fault(event, now)
             case ev.StepFailed():
                 self._step, self.drafting = None, False
                 actions = []
             case ev.Stop(reason):
-                actions = [ev.Transmit(Cancel())] if self.state is ev.LinkState.STREAMING else []
+                actions = [ev.Transmit(Cancel())] if self.state is ev.STREAMING else []
                 actions += self._done(ev.Finish(reason))
             case _:
                 assert_never(event)
-        return (*actions, *self._pump(now))
+        self._pump(actions, now)
+        return tuple(actions)
 
     def _move(self, state: ev.LinkState, deadline: float | None) -> None:
         self.state, self.deadline = moved(self.state, state), deadline
 
+    def _on_message(self, message: Commit | Opened | Fault, now: float) -> list[ev.DraftAction]:
+        match message:
+            case Commit():
+                return self._on_commit(message, now)
+            case Opened():
+                return self._on_opened(message)
+            case Fault():
+                return self._on_fault(message, now)
+
     # --- the link --------------------------------------------------------------------------
 
     def _connect(self, now: float) -> list[ev.DraftAction]:
-        self._move(ev.LinkState.CONNECTING, now + self._reconnect_policy.answer_s)
+        self._move(ev.CONNECTING, now + self._reconnect_policy.answer_s)
         return [ev.Connect()]
 
     def _on_connected(self, now: float) -> list[ev.DraftAction]:
-        self.state = moved(self.state, ev.LinkState.STREAMING)
+        self.state = moved(self.state, ev.STREAMING)
         self._outbox.new_stream()
         self._reader.new_stream()
         self._told_to_go = False
@@ -133,7 +132,7 @@ class DraftSession:
         self.limits, self.deadline = opened.limits, None
         self._reader.max_unreceived = opened.limits.max_unreceived
         self._outbox.trim(opened.limits.max_nodes_outstanding)
-        self._end = min(self._end, opened.limits.context_length)
+        self._end = min(self._end, opened.limits.context_length - 1)
         self._reconnect.succeeded()
         return []
 
@@ -146,13 +145,13 @@ class DraftSession:
         if again_at is None:
             return self._done(ev.Fail(f"gave up on the verifier: {why}", FaultCode.OVERLOADED))
         self.counters.reconnects += 1
-        self._move(ev.LinkState.BACKING_OFF, again_at)
+        self._move(ev.BACKING_OFF, again_at)
         return []
 
     def _on_tick(self, now: float) -> list[ev.DraftAction]:
         if self.deadline is None or now < self.deadline:
             return []
-        if self.state is ev.LinkState.BACKING_OFF:
+        if self.state is ev.BACKING_OFF:
             return self._connect(now)
         why = f"no answer from the verifier within {self._reconnect_policy.answer_s} s"
         return [ev.Disconnect(), *self._on_link_down(why, True, now)]
@@ -163,7 +162,7 @@ class DraftSession:
         return [ev.Disconnect(), *self._on_link_down(fault.message, True, now, fault.retry_after_s)]
 
     def _done(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
-        self._move(ev.LinkState.DONE, None)
+        self._move(ev.DONE, None)
         return [ev.Disconnect(), last]
 
     # --- commits and steps -----------------------------------------------------------------
@@ -189,45 +188,42 @@ class DraftSession:
         self._barren = None if done.candidates else (step.parent, step.base_position)
         if step.fed <= _USUAL_FEED:
             self.estimates.step_s.add(now - step.started_at)
-        position = self.tree.place(step.parent, step.base_position)
-        late = position is not None and position < self.prefix.length
-        winner = None
+        winner, late = None, False
+        if step.base_position < self.prefix.length:  # the root moved meanwhile
+            position = self.tree.place(step.parent, step.base_position)
+            late = position is not None and position < self.prefix.length
         for rank, candidate in enumerate(done.candidates):
             node_id = self.tree.last_id + 1
             growth = self.tree.grow(node_id, step.parent, candidate.token, step.base_position, rank)
-            winner = rank if growth is Growth.FORWARDED else winner
+            winner = rank if growth is FORWARDED else winner
         if late:  # decided while the step ran; it still says how good the draft is
             self._reader.score(winner)
         return []
 
-    def _pump(self, now: float) -> list[ev.DraftAction]:
+    def _pump(self, actions: list[ev.DraftAction], now: float) -> None:
         """Send what the policy wants sent, start the step it wants started."""
-        if self.state is ev.LinkState.DONE:
-            return []
-        actions: list[ev.DraftAction] = []
-        streaming = self.state is ev.LinkState.STREAMING
-        resting = not self.drafting
-        view = self._view()
-        if streaming and view.unsent and self._policy.flush(view):
+        if self.state is ev.DONE:
+            return
+        streaming = self.state is ev.STREAMING
+        if streaming and self._outbox.unsent and self._policy.flush(self._view()):
             actions += self._send_drafts()
-            view = self._view()
-        if self.drafting and self._step is None:
-            parent = self._policy.extend(view)
-            if parent is None or (parent, self.prefix.length) == self._barren:
-                resting = True
-            else:
+        if self._step is not None:
+            return
+        if self.drafting:
+            parent = self._policy.extend(self._view())
+            if parent is not None and (parent, self.prefix.length) != self._barren:
                 actions.append(self._start_step(parent, now))
-        if streaming and resting and self._step is None and not view.in_flight:
+                return
+        if streaming and self._outbox.unsent == len(self.tree.nodes):
             actions += self._nothing_to_come()
-        return actions
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self.limits.max_nodes_outstanding)
-        self.counters.sent += sum(len(draft.tokens) for draft in drafts)
+        self.counters.sent += sum([len(draft.tokens) for draft in drafts])
         return [ev.Transmit(draft) for draft in drafts]
 
     def _nothing_to_come(self) -> list[ev.DraftAction]:
-        """Nothing is drafted or awaited: hand over what there is, else tell the verifier to go."""
+        """Nothing is drafted or in flight: hand over what there is, or tell the verifier to go."""
         if self._outbox.unsent:
             return self._send_drafts()
         if self._told_to_go or self.request.run_ahead is not RunAhead.NEVER:
@@ -242,8 +238,6 @@ class DraftSession:
         return ev.StartStep(keep, feed, self._policy.width)
 
     def _view(self) -> DraftView:
-        alive, unsent = len(self.tree), self._outbox.unsent
+        alive, unsent = len(self.tree.nodes), self._outbox.unsent
         room = self.limits.max_nodes_outstanding - alive
-        end = min(self._end - 1, self._draft_end)
-        estimates = self._reader.estimates
-        return DraftView(self.tree, unsent, alive - unsent, room, end, estimates)
+        return DraftView(self.tree, unsent, alive - unsent, room, self._end, self.estimates)

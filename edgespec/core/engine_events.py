@@ -5,14 +5,13 @@ Streams are named by a number the driver chooses; sequences in the target's cach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from edgespec.core.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.sampling import SamplingParams
+from edgespec.core.value import value
 from edgespec.core.work import PassRequest, PassResult
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EngineLimits:
     max_sessions: int = 64
     max_rows_per_pass: int = 1024
@@ -24,7 +23,7 @@ class EngineLimits:
 # --- events ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StreamOpened:
     """A stream's first message."""
 
@@ -32,7 +31,7 @@ class StreamOpened:
     request: Open
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StreamMessage:
     """Any later message of a stream."""
 
@@ -40,20 +39,20 @@ class StreamMessage:
     message: Draft | Received | Cancel
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StreamLost:
     """The device let go, or the link broke."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BatchDone:
     results: tuple[PassResult, ...]
     """In the order of the batch's requests."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BatchFailed:
     """Nothing was cached or sampled. ``full``: the target had no room for the pass."""
 
@@ -61,7 +60,7 @@ class BatchFailed:
     full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SequenceRefused:
     """The target had no room to open this sequence."""
 
@@ -69,7 +68,7 @@ class SequenceRefused:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Poll:
     """The deadline has come."""
 
@@ -82,7 +81,7 @@ EngineEvent = (
 # --- actions: to be carried out in order ----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendTo:
     """Hand this message to the stream, in order."""
 
@@ -90,14 +89,14 @@ class SendTo:
     message: Downlink
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CloseStream:
     """End the stream after what was sent on it; no ``StreamLost`` need follow."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OpenSequence:
     """Reserve a sequence in the target (``ports.TargetModel.open``)."""
 
@@ -106,14 +105,14 @@ class OpenSequence:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CloseSequence:
     """Free it again."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KeepNodes:
     """Which nodes of its last pass stay cached (``ports.TargetModel.keep``)."""
 
@@ -121,7 +120,7 @@ class KeepNodes:
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunBatch:
     """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
 

@@ -18,7 +18,10 @@ class MovingAverage:
 
     def add(self, sample: float) -> None:
         self.count += 1
-        self._mean += max(self.weight, 1.0 / self.count) * (sample - self._mean)
+        share = 1.0 / self.count
+        if share < self.weight:
+            share = self.weight
+        self._mean += share * (sample - self._mean)
 
     def get(self, default: float) -> float:
         return self._mean if self.count else default

@@ -141,7 +141,7 @@ class LinkModel:
             if start_s == up_s or not self._outages:
                 break
         end_s = start_s + queue.serialisation_s(start_s, wire_bytes)
-        queue.take(start_s, end_s)
+        queue.take(start_s, end_s, wire_bytes)
         return end_s
 
     def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:
@@ -169,12 +169,10 @@ class LinkModel:
         return (bits + 0.5) * 2.0**-32
 
     def _jitter_s(self) -> float:
-        share = self._chance(_JITTER)
-        match self._settings.jitter_law:
-            case JitterLaw.UNIFORM:
-                return 2.0 * self._settings.jitter_s * share
-            case JitterLaw.EXPONENTIAL:
-                return -self._settings.jitter_s * math.log1p(-share)
+        share, settings = self._chance(_JITTER), self._settings
+        if settings.jitter_law is JitterLaw.UNIFORM:
+            return 2.0 * settings.jitter_s * share
+        return -settings.jitter_s * math.log1p(-share)
 
     def _retransmission_s(self, wire_bytes: int, one_way_s: float, loss: float) -> float:
         """Each wait is twice as long as the one before it."""

@@ -7,10 +7,11 @@ prompt + generated tokens. ``length`` of a committed prefix is the position of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from edgespec.core.sampling import SamplingParams
+from edgespec.core.value import value
 from edgespec.core.work import ModelInfo
 
 PROTOCOL_VERSION = 1
@@ -48,7 +49,7 @@ class FaultCode(Enum):
         return self in (FaultCode.RESYNC, FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Limits:
     """Bounds a verifier announces in ``Opened`` and enforces."""
 
@@ -66,7 +67,7 @@ class Limits:
 # --- device -> verifier ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Open:
     session_id: str
     model: str
@@ -84,7 +85,7 @@ class Open:
     version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Draft:
     """Guesses. Node ``first_node_id + i`` has token ``tokens[i]`` and parent ``parents[i]``.
 
@@ -100,7 +101,7 @@ class Draft:
     base_hash: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Received:
     """The device holds all tokens before ``position``. ``echo`` comes back in the next Commit."""
 
@@ -108,7 +109,7 @@ class Received:
     echo: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cancel:
     """The device wants no more tokens."""
 
@@ -116,7 +117,7 @@ class Cancel:
 # --- verifier -> device ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Opened:
     limits: Limits
     model: str
@@ -124,7 +125,7 @@ class Opened:
     """Committed length at which the stream goes on (that of the device's own tokens)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Commit:
     """The target's own tokens for positions ``position`` .. ``position + len(tokens) - 1``."""
 
@@ -146,7 +147,7 @@ class Commit:
     finish: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fault:
     """The verifier ends the stream; ``message`` names the bound and the value."""
 
@@ -163,7 +164,7 @@ Message = Uplink | Downlink
 # --- beside the streams ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class VerifierInfo:
     """What a verifier serves and how busy it is. ``limits`` and the counts are all 0 when it is
     one that does not tell them."""

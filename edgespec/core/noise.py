@@ -28,11 +28,9 @@ SECOND_KEY = 0x7F4A7C15
 def mix(value: int) -> int:
     """A bijection of 32-bit integers in which every input bit moves half of the output bits."""
     value &= MASK_32
-    value ^= value >> 16
-    value = (value * MIX_A) & MASK_32
-    value ^= value >> 13
-    value = (value * MIX_B) & MASK_32
-    return value ^ (value >> 16)
+    value = ((value ^ value >> 16) * MIX_A) & MASK_32
+    value = ((value ^ value >> 13) * MIX_B) & MASK_32
+    return value ^ value >> 16
 
 
 def seed_key(seed: int) -> int:
@@ -54,7 +52,7 @@ def noise_bits(seed: int, position: int, token: int) -> int:
 
 def keyed_bits(key: int, position: int, token: int) -> int:
     """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often."""
-    first = mix(key ^ (position * GOLDEN & MASK_32))
+    first = mix(key ^ position * GOLDEN)
     return mix(mix(token * GOLDEN + first) ^ mix(first + SECOND_KEY))
 
 

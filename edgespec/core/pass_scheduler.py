@@ -9,10 +9,10 @@ them. After a pass that failed, its sessions are tried one at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from edgespec.core.engine_events import EngineLimits
 from edgespec.core.estimators import MovingAverage
+from edgespec.core.value import value
 from edgespec.core.verify_events import Offer, RunPass
 from edgespec.core.verify_session import VerifySession
 from edgespec.core.work import PassRequest
@@ -21,7 +21,7 @@ from edgespec.core.work import PassRequest
 _GUESSED_PASS_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Batch:
     """A pass that is running: each session with its part."""
 
@@ -56,9 +56,8 @@ class PassScheduler:
     ) -> tuple[tuple[PassRequest, ...], list[str]]:
         """Offer room in a pass that starts now: its requests, none if no session wants one, and
         the keys that were asked."""
+        assert self.running is None
         asked: list[str] = []
-        if self.running is not None:
-            return (), asked
         room = self._limits.max_rows_per_pass
         parts: list[tuple[VerifySession, PassRequest]] = []
         pass_s = self._pass_s.get(_GUESSED_PASS_S)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from edgespec.core.noise import GOLDEN, MASK_32, mix
+from edgespec.core.noise import GOLDEN, mix
 
 _EMPTY_HASH = 0x65646765
 
 
 class CommittedPrefix:
-    """Append-only token sequence. ``hash_at(n)`` is the 32-bit hash of its first n tokens."""
+    """Append-only token sequence. ``hash_at(n)`` is the 32-bit hash of its first n tokens,
+    computed when it is asked for."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         self.prompt_length = len(prompt)
@@ -29,13 +30,14 @@ class CommittedPrefix:
         return self.tokens[self.prompt_length :]
 
     def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.tokens.append(token)
-            self._hashes.append(mix(self._hashes[-1] * GOLDEN + token & MASK_32))
+        self.tokens += tokens
         self.length = len(self.tokens)
 
     def hash_at(self, length: int) -> int:
-        return self._hashes[length]
+        hashes = self._hashes
+        for token in self.tokens[len(hashes) - 1 : length]:
+            hashes.append(mix(hashes[-1] * GOLDEN + token))
+        return hashes[length]
 
     def starts_with(self, tokens: Sequence[int]) -> bool:
         return self.tokens[: len(tokens)] == list(tokens)

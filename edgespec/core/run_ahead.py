@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgespec.core.messages import RunAhead
+from edgespec.core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunAheadView:
     """What is known when a pass could start and no draft is waiting; times as ``now``."""
 

@@ -57,10 +57,12 @@ class SharedQueue:
         """Start of the first slot from ``ready_s`` on that the message fits into; what ended by
         ``now_s`` is forgotten, so ``now_s`` must not decrease, nor be after ``ready_s``."""
         busy = self._busy
+        if not busy:
+            return ready_s
         count, first = len(busy), self._passed
         while first < count and busy[first][1] <= now_s:
             first += 1
-        if first > _MAX_PASSED:
+        if first > _MAX_PASSED or first == count:
             del busy[:first]
             count, first = len(busy), 0
         self._passed = first
@@ -75,13 +77,14 @@ class SharedQueue:
             start_s = max(start_s, busy_end_s)
         return start_s
 
-    def take(self, start_s: float, end_s: float) -> None:
-        """Occupy a slot that ``first_free_s`` found; joined with a neighbour it touches."""
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Occupy a slot that ``first_free_s`` found for a message of that size; joined with a
+        neighbour it touches."""
         if start_s == end_s:
             return
         busy = self._busy
-        if len(busy) > self._passed and busy[-1][1] <= start_s:  # behind all others, as usual
-            if busy[-1][1] == start_s:
+        if not busy or busy[-1][1] <= start_s:  # behind all others, as usual
+            if busy and busy[-1][1] == start_s:
                 start_s = busy.pop()[0]
             busy.append((start_s, end_s))
             return

@@ -16,7 +16,7 @@ what it drafted, the verifier grows what arrived, and both commit the same token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,59 +37,42 @@ class Growth(Enum):
     """Its parent is dead or unknown, it disagrees with a committed token, or it is a repeat."""
 
 
-@dataclass(frozen=True, slots=True)
+# Asked for at every node: in Python 3.11 a look into the class is a function call.
+ALIVE, FORWARDED, STALE = Growth
+
+
+@dataclass(slots=True, eq=False)
 class Node:
+    """A guess; the tree alone changes it."""
+
     id: int
     parent: int
-    """``ROOT`` for children of the root at the time of growing."""
+    """``ROOT`` for children of the root."""
     token: int
     position: int
     rank: int
     """0 for the draft's first choice among its siblings."""
+    children: list[Node]
 
 
 class SpeculationTree:
     def __init__(self, prefix: CommittedPrefix) -> None:
         self.prefix = prefix
-        self._nodes: dict[int, Node] = {}
-        self._children: dict[int, list[int]] = {ROOT: []}
+        self.nodes: dict[int, Node] = {}
+        """Alive nodes by id, oldest (lowest id) first, so every parent before its children; the
+        tree alone changes them."""
+        self.roots: list[Node] = []
+        """Children of the root."""
+        self.last_id = 0
         self._committed: dict[int, int] = {}
-        self._last_id = 0
 
     # --- looking ---------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, node_id: int) -> bool:
-        return node_id in self._nodes
-
-    def __iter__(self) -> Iterator[Node]:
-        """Alive nodes, oldest (lowest id) first, so every parent before its children."""
-        return iter(self._nodes.values())
-
-    def newest_first(self) -> Iterator[Node]:
-        """Alive nodes, highest id first."""
-        return reversed(self._nodes.values())
-
-    @property
-    def last_id(self) -> int:
-        return self._last_id
-
-    def node(self, node_id: int) -> Node:
-        return self._nodes[node_id]
-
-    def children(self, node_id: int) -> list[Node]:
-        return [self._nodes[child] for child in self._children.get(node_id, ())]
-
-    def is_leaf(self, node_id: int) -> bool:
-        return not self._children.get(node_id)
 
     def place(self, parent: int, base_position: int) -> int | None:
         """The position of a child of ``parent`` (at ``base_position`` for ``ROOT``); None when
         the parent is dead or unknown."""
-        if parent in self._nodes:
-            return self._nodes[parent].position + 1
+        if parent in self.nodes:
+            return self.nodes[parent].position + 1
         if parent == ROOT:
             return base_position
         return self._committed[parent] + 1 if parent in self._committed else None
@@ -97,8 +80,9 @@ class SpeculationTree:
     def path(self, node_id: int) -> list[int]:
         """Tokens from the root to the node, itself included; empty for the root."""
         tokens: list[int] = []
-        while node_id in self._nodes:
-            node = self._nodes[node_id]
+        nodes = self.nodes
+        while node_id in nodes:
+            node = nodes[node_id]
             tokens.append(node.token)
             node_id = node.parent
         return tokens[::-1]
@@ -110,71 +94,74 @@ class SpeculationTree:
     ) -> Growth:
         """Add one guess. ``base_position`` counts only for parent ``ROOT``: the committed length
         it was drafted on, at most the present one (the caller checks)."""
-        if node_id <= self._last_id:
-            return Growth.STALE
-        self._last_id = node_id
-        nodes = self._nodes
-        position = self.place(parent, base_position)
-        if position is None:
-            return Growth.STALE
-        if position < self.prefix.length:
-            if self.prefix.tokens[position] != token:
-                return Growth.STALE
-            self._remember(node_id, position)
-            return Growth.FORWARDED
-        slot = parent if parent in nodes else ROOT
-        siblings = self._children[slot]
+        if node_id <= self.last_id:
+            return STALE
+        self.last_id = node_id
+        before = self.nodes.get(parent)
+        if before is not None:
+            position, siblings = before.position + 1, before.children
+        else:
+            place = self.place(parent, base_position)
+            if place is None:
+                return STALE
+            if place < self.prefix.length:
+                return self._grow_late(node_id, token, place)
+            parent, position, siblings = ROOT, place, self.roots
         for other in siblings:
-            if nodes[other].token == token:
-                return Growth.STALE
-        nodes[node_id] = Node(node_id, slot, token, position, rank)
-        self._children[node_id] = []
-        siblings.append(node_id)
-        return Growth.ALIVE
+            if other.token == token:
+                return STALE
+        self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [])
+        siblings.append(node)
+        return ALIVE
+
+    def _grow_late(self, node_id: int, token: int, position: int) -> Growth:
+        """Where the target has spoken already."""
+        if self.prefix.tokens[position] != token:
+            return STALE
+        self._remember(node_id, position)
+        return FORWARDED
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Append the target's tokens and move the root along them; the number of nodes killed."""
-        before, walked = len(self._nodes), 0
-        for token in tokens:
-            position = self.prefix.length
-            self.prefix.extend((token,))
+        before, walked = len(self.nodes), 0
+        for position, token in enumerate(tokens, self.prefix.length):
             walked += self._step(token, position)
-        return before - len(self._nodes) - walked
+        self.prefix.extend(tokens)
+        return before - len(self.nodes) - walked
 
     def clear(self) -> int:
         """Kill every node and forget all ids (a new stream); the number of nodes killed."""
-        killed = len(self._nodes)
-        self._nodes.clear()
-        self._children = {ROOT: []}
+        killed = len(self.nodes)
+        self.nodes.clear()
+        self.roots = []
         self._committed.clear()
-        self._last_id = 0
+        self.last_id = 0
         return killed
 
     def _step(self, token: int, position: int) -> int:
         """Move the root over one committed token; 1 if a node was there."""
         match = None
-        for child in self._children[ROOT]:
-            if self._nodes[child].token == token:
+        for child in self.roots:
+            if child.token == token:
                 match = child
             else:
                 self._kill(child)
         if match is None:
-            self._children[ROOT] = []
+            self.roots = []
             return 0
-        self._remember(match, position)
-        del self._nodes[match]
-        self._children[ROOT] = self._children.pop(match)
-        for child in self._children[ROOT]:
-            old = self._nodes[child]
-            self._nodes[child] = Node(child, ROOT, old.token, old.position, old.rank)
+        self._remember(match.id, position)
+        del self.nodes[match.id]
+        self.roots = match.children
+        for child in self.roots:
+            child.parent = ROOT
         return 1
 
-    def _kill(self, node_id: int) -> None:
-        pending = [node_id]
+    def _kill(self, node: Node) -> None:
+        pending = [node]
         while pending:
             dead = pending.pop()
-            del self._nodes[dead]
-            pending.extend(self._children.pop(dead))
+            del self.nodes[dead.id]
+            pending += dead.children
 
     def _remember(self, node_id: int, position: int) -> None:
         self._committed[node_id] = position

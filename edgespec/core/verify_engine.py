@@ -80,35 +80,36 @@ class VerifyEngine:
         return self._scheduler.pass_s
 
     def handle(self, event: EngineEvent, now: float) -> tuple[EngineAction, ...]:
+        actions: list[EngineAction] = []
         match event:
             case StreamMessage(stream, message):
-                key = self._key_of.get(stream)
-                actions = [] if key is None else self._tell(key, message, now)
-            case StreamOpened(stream, request):
-                actions = self._open(stream, request, now)
-            case StreamLost(stream):
-                key = self._key_of.pop(stream, None)
-                actions = []
-                if key is not None:
-                    del self._stream_of[key]
-                    actions = self._tell(key, ev.Detach(), now)
+                if (key := self._key_of.get(stream)) is not None:
+                    self._tell(key, message, now, actions)
             case BatchDone(results):
-                actions = self._batch_done(results, now)
+                self._batch_done(results, now, actions)
+            case StreamOpened(stream, request):
+                self._open(stream, request, now, actions)
+            case StreamLost(stream):
+                if (key := self._key_of.pop(stream, None)) is not None:
+                    del self._stream_of[key]
+                    self._tell(key, ev.Detach(), now, actions)
             case BatchFailed():
-                actions = self._batch_failed(event, now)
+                self._batch_failed(event, now, actions)
             case SequenceRefused(key, why):
-                actions = self._end(key, Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0))
+                fault = Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
+                self._end(key, fault, actions)
             case Poll():
-                actions = []
+                pass
             case _:
                 assert_never(event)
         self._wake(now, actions)
-        self._start_batch(now, actions)
+        if self._scheduler.running is None:
+            self._start_batch(now, actions)
         return tuple(actions)
 
     # --- streams and sessions --------------------------------------------------------------
 
-    def _open(self, stream: int, request: Open, now: float) -> list[EngineAction]:
+    def _open(self, stream: int, request: Open, now: float, actions: list[EngineAction]) -> None:
         fault = refuse_open(request, self.model, self.limits, frozenset(self._rules))
         key = request.session_id
         known = self.sessions.get(key)
@@ -120,10 +121,10 @@ class VerifyEngine:
             why = f"all {self.engine_limits.max_sessions} sessions are taken"
             fault = Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         if fault is not None:
-            return [SendTo(stream, fault), CloseStream(stream)]
-        actions: list[EngineAction] = []
+            actions += (SendTo(stream, fault), CloseStream(stream))
+            return
         if known is not None and not known.resumes(request):
-            actions += self._end(key, Fault(FaultCode.INVALID, "session id opened anew"))
+            self._end(key, Fault(FaultCode.INVALID, "session id opened anew"), actions)
             known = None
         if known is None:
             self.sessions[key] = VerifySession(
@@ -140,12 +141,13 @@ class VerifyEngine:
             del self._key_of[old]
             actions.append(CloseStream(old))
         self._stream_of[key], self._key_of[stream] = stream, key
-        return actions + self._tell(key, ev.Attach(request), now)
+        self._tell(key, ev.Attach(request), now, actions)
 
-    def _tell(self, key: str, event: ev.VerifyEvent, now: float) -> list[EngineAction]:
+    def _tell(
+        self, key: str, event: ev.VerifyEvent, now: float, actions: list[EngineAction]
+    ) -> None:
         """Hand an event to a session and translate what it asks for."""
         session = self.sessions[key]
-        actions: list[EngineAction] = []
         for action in session.handle(event, now):
             match action:
                 case ev.Send(message):
@@ -155,51 +157,51 @@ class VerifyEngine:
                 case ev.Keep(nodes):
                     actions.append(KeepNodes(key, nodes))
                 case ev.Hangup():
-                    actions += self._drop_stream(key)
+                    self._drop_stream(key, actions)
                 case ev.RunPass():
                     raise AssertionError("a pass only follows an offer")
                 case _:
                     assert_never(action)
-        return actions + self._settle(key, session, now)
+        self._settle(key, session, now, actions)
 
-    def _settle(self, key: str, session: VerifySession, now: float) -> list[EngineAction]:
+    def _settle(
+        self, key: str, session: VerifySession, now: float, actions: list[EngineAction]
+    ) -> None:
         """After an event: free what is finished, remember when to look again."""
         if session.over(now):
-            return self._end(key, None)
-        actions: list[EngineAction] = []
-        if session.state is ev.VerifyState.FINISHED:
+            self._end(key, None, actions)
+            return
+        if session.state is ev.FINISHED:
             self._scheduler.forget(key)
-            if key in self._cached:
-                self._cached.discard(key)
-                actions.append(CloseSequence(key))
+            self._free(key, actions)
         else:
             self._scheduler.enqueue(key)
         self._watch(key, session)
-        return actions
 
     def _watch(self, key: str, session: VerifySession) -> None:
         if session.deadline is not None:
             heapq.heappush(self._deadlines, (session.deadline, key))
 
-    def _end(self, key: str, fault: Fault | None) -> list[EngineAction]:
+    def _end(self, key: str, fault: Fault | None, actions: list[EngineAction]) -> None:
         """Forget a session; its stream hears ``fault`` and ends."""
         self.sessions.pop(key, None)
         self._scheduler.forget(key)
-        actions: list[EngineAction] = []
         if fault is not None and (stream := self._stream_of.get(key)) is not None:
             actions.append(SendTo(stream, fault))
-        actions += self._drop_stream(key)
+        self._drop_stream(key, actions)
+        self._free(key, actions)
+
+    def _free(self, key: str, actions: list[EngineAction]) -> None:
+        """The target need not hold its sequence any more."""
         if key in self._cached:
             self._cached.discard(key)
             actions.append(CloseSequence(key))
-        return actions
 
-    def _drop_stream(self, key: str) -> list[EngineAction]:
+    def _drop_stream(self, key: str, actions: list[EngineAction]) -> None:
         stream = self._stream_of.pop(key, None)
-        if stream is None:
-            return []
-        del self._key_of[stream]
-        return [CloseStream(stream)]
+        if stream is not None:
+            del self._key_of[stream]
+            actions.append(CloseStream(stream))
 
     # --- passes ----------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class VerifyEngine:
             if session is None or session.deadline != due:
                 continue  # superseded
             if session.over(now):
-                actions += self._end(key, None)
+                self._end(key, None, actions)
             elif session.attached:
                 self._scheduler.enqueue(key)
 
@@ -222,26 +224,25 @@ class VerifyEngine:
         if requests:
             actions.append(RunBatch(requests))
 
-    def _batch_done(self, results: tuple[PassResult, ...], now: float) -> list[EngineAction]:
-        actions: list[EngineAction] = []
+    def _batch_done(
+        self, results: tuple[PassResult, ...], now: float, actions: list[EngineAction]
+    ) -> None:
         batch = self._scheduler.finish(now)
         for (session, request), result in zip(batch.parts, results, strict=True):
             assert request.key == result.key
             self._scheduler.trust(request.key)
             if self.sessions.get(request.key) is session:
-                actions += self._tell(request.key, ev.PassDone(result.targets), now)
-        return actions
+                self._tell(request.key, ev.PassDone(result.targets), now, actions)
 
-    def _batch_failed(self, failure: BatchFailed, now: float) -> list[EngineAction]:
-        actions: list[EngineAction] = []
+    def _batch_failed(self, failure: BatchFailed, now: float, actions: list[EngineAction]) -> None:
         batch = self._scheduler.finish(now)
         for session, request in batch.parts:
             if self.sessions.get(request.key) is not session:
                 continue
-            actions += self._tell(request.key, ev.PassFailed(), now)
+            self._tell(request.key, ev.PassFailed(), now, actions)
             if len(batch.parts) > 1:
                 self._scheduler.isolate(request.key)
             else:
                 code = FaultCode.OVERLOADED if failure.full else FaultCode.INTERNAL
-                actions += self._end(request.key, Fault(code, failure.why, retry_after_s=1.0))
-        return actions
+                fault = Fault(code, failure.why, retry_after_s=1.0)
+                self._end(request.key, fault, actions)

@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.value import value
 from edgespec.core.work import PassRequest
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Attach:
     """A stream of this session opened (the first, or one after a broken link)."""
 
     request: Open
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Detach:
     """Its stream is gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Offer:
     """There is room for ``max_rows`` rows in a pass that would start now."""
 
@@ -30,13 +31,13 @@ class Offer:
     """How long the pass is expected to take."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PassDone:
     targets: tuple[int, ...]
     """As in ``PassResult``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PassFailed:
     """The pass could not be run; nothing was cached or sampled."""
 
@@ -44,28 +45,28 @@ class PassFailed:
 VerifyEvent = Attach | Detach | Offer | PassDone | PassFailed | Draft | Received | Cancel
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Send:
     """Hand this message to the session's stream."""
 
     message: Downlink
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunPass:
     """Take part in the pass that starts now; answers an ``Offer``."""
 
     request: PassRequest
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Keep:
     """These nodes of the finished pass became committed; its other nodes can be freed."""
 
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Hangup:
     """End the stream; the session stays for its lease."""
 
@@ -77,6 +78,9 @@ class VerifyState(Enum):
     READY = "ready"
     PASSING = "passing"
     FINISHED = "finished"
+
+
+READY, PASSING, FINISHED = VerifyState
 
 
 @dataclass(slots=True)

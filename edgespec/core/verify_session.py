@@ -17,7 +17,6 @@ id, max_tokens or the context. ``deadline`` is when to offer a pass, or look at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import assert_never
 
 from edgespec.core import verify_events as ev
@@ -39,10 +38,11 @@ from edgespec.core.messages import (
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.run_ahead import RunAheadPolicy
 from edgespec.core.transitions import moved
+from edgespec.core.value import value
 from edgespec.core.work import ModelInfo, PassRequest
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Pass:
     request: PassRequest
     started_at: float
@@ -60,7 +60,7 @@ class VerifySession:
         now: float,
     ) -> None:
         self.request = request
-        self.state = ev.VerifyState.READY
+        self.state = ev.READY
         self.finish: FinishReason | None = None
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits)
@@ -91,31 +91,32 @@ class VerifySession:
 
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
-        if self.state is ev.VerifyState.FINISHED and self._received >= self.prefix.length:
+        if self.state is ev.FINISHED and self._received >= self.prefix.length:
             return True
         return self._detached_at is not None and now >= self._detached_at + self._limits.lease_s
 
     def handle(self, event: ev.VerifyEvent, now: float) -> tuple[ev.VerifyAction, ...]:
         match event:
             case Draft():
-                return self._on_draft(event, now)
+                fault = self.inbox.receive(event, now)
+                return () if fault is None else self._refuse(fault, now)
+            case ev.Offer(max_rows, pass_s):
+                return self._on_offer(max_rows, pass_s, now)
+            case ev.PassDone(targets):
+                return self._on_pass_done(targets, now)
+            case Received():
+                return self._on_received(event, now)
             case ev.Attach(request):
                 return self._on_attach(request, now)
             case ev.Detach():
                 self._detach(now)
                 return ()
-            case ev.Offer(max_rows, pass_s):
-                return self._on_offer(max_rows, pass_s, now)
-            case ev.PassDone(targets):
-                return self._on_pass_done(targets, now)
             case ev.PassFailed():
                 self._on_pass_failed()
                 return ()
-            case Received():
-                return self._on_received(event, now)
             case Cancel():
                 self.finish = FinishReason.CANCELLED
-                self.state = moved(self.state, ev.VerifyState.FINISHED)
+                self.state = moved(self.state, ev.FINISHED)
                 self._received = self.prefix.length
                 return ()
             case _:
@@ -129,7 +130,7 @@ class VerifySession:
         self._detached_at, self.deadline, self._received = None, None, held
         self._echo, self._idle_since = None, now
         if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
-            self.state, self.finish = moved(self.state, ev.VerifyState.FINISHED), finish
+            self.state, self.finish = moved(self.state, ev.FINISHED), finish
         greeting = ev.Send(Opened(self._limits, self._model.name, held))
         if self.prefix.length == held and self.finish is None:
             return (greeting,)
@@ -155,14 +156,10 @@ class VerifySession:
             self._echo = (message.echo, now)
         return ()
 
-    def _on_draft(self, draft: Draft, now: float) -> tuple[ev.VerifyAction, ...]:
-        fault = self.inbox.receive(draft, now)
-        return () if fault is None else self._refuse(fault, now)
-
     # --- passes ----------------------------------------------------------------------------
 
     def _on_offer(self, max_rows: int, pass_s: float, now: float) -> tuple[ev.VerifyAction, ...]:
-        if self.state is not ev.VerifyState.READY or not self.attached:
+        if self.state is not ev.READY or not self.attached:
             return ()
         assert max_rows >= 1
         self.deadline = None
@@ -188,28 +185,28 @@ class VerifySession:
             key=self.request.session_id,
             cache_length=first,
             feed=feed,
-            tokens=tuple(node.token for node in nodes),
-            parents=tuple(index.get(node.parent, -1) for node in nodes),
+            tokens=tuple([node.token for node in nodes]),
+            parents=tuple([index.get(node.parent, -1) for node in nodes]),
             sample=sample,
         )
         self._pass = _Pass(request, now, self.inbox.take_queue_s(now) if nodes else 0.0)
-        self.state = moved(self.state, ev.VerifyState.PASSING)
+        self.state = moved(self.state, ev.PASSING)
         return request
 
     def _on_pass_failed(self) -> None:
         self._pass = None
-        if self.state is ev.VerifyState.PASSING:
-            self.state = moved(self.state, ev.VerifyState.READY)
+        if self.state is ev.PASSING:
+            self.state = moved(self.state, ev.READY)
 
     def _on_pass_done(self, targets: tuple[int, ...], now: float) -> tuple[ev.VerifyAction, ...]:
         assert self._pass is not None
         done, self._pass = self._pass, None
-        if self.state is ev.VerifyState.FINISHED:  # cancelled meanwhile
+        if self.state is ev.FINISHED:  # cancelled meanwhile
             return ()
         self._idle_since = now
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
-            self.state = moved(self.state, ev.VerifyState.READY)
+            self.state = moved(self.state, ev.READY)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
         walk = self._rule.walk(done.request.tokens, done.request.parents, targets)
@@ -220,9 +217,9 @@ class VerifySession:
         commit = self._commit(position, tokens, min(len(walk.nodes), len(tokens)), done, now)
         send = (ev.Send(commit),) if self.attached else ()
         if self.finish is not None:
-            self.state = moved(self.state, ev.VerifyState.FINISHED)
+            self.state = moved(self.state, ev.FINISHED)
             return send
-        self.state = moved(self.state, ev.VerifyState.READY)
+        self.state = moved(self.state, ev.READY)
         return ev.Keep(walk.nodes), *send
 
     def _commit(

@@ -52,11 +52,12 @@ def message_bytes(message: Message) -> int:
 
 def _draft_bytes(draft: Draft) -> int:
     size = _number(draft.first_node_id) + _packed(draft.tokens)
-    first, parents = draft.first_node_id, draft.parents
-    rooted = 0 in parents
-    if rooted or parents != tuple(range(first - 1, first - 1 + len(parents))):
-        size += _packed([first + i - parent if parent else 0 for i, parent in enumerate(parents)])
-    if rooted:
+    # A parent travels as the distance back to it, 0 for the root; those of a chain are left out.
+    numbered = enumerate(draft.parents, draft.first_node_id)
+    distances = [node_id - parent if parent else 0 for node_id, parent in numbered]
+    if distances.count(1) < len(distances):
+        size += _packed(distances)
+    if 0 in distances:
         size += _number(draft.base_position)
         size += _FIXED32 if draft.base_hash else 0
     return size
@@ -73,8 +74,11 @@ def _commit_bytes(commit: Commit) -> int:
         commit.echo,
         commit.held_us,
     )
-    size = _packed(commit.tokens) + sum(map(_number, numbers))
-    return size + (2 if commit.finish is not None else 0)
+    size = _packed(commit.tokens) + (2 if commit.finish is not None else 0)
+    for number in numbers:
+        if number:
+            size += 1 + _VARINT[number.bit_length()]
+    return size
 
 
 def _wrapped(size: int) -> int:
@@ -83,7 +87,9 @@ def _wrapped(size: int) -> int:
 
 
 def _packed(values: Iterable[int]) -> int:
-    size = sum([_VARINT[value.bit_length()] for value in values])
+    size = 0
+    for value in values:
+        size += _VARINT[value.bit_length()]
     return 1 + _VARINT[size.bit_length()] + size if size else 0
 
 

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from edgespec.core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelInfo:
     name: str
     vocabulary: str
@@ -19,7 +19,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Candidate:
     """One guess for the next token."""
 
@@ -28,7 +28,7 @@ class Candidate:
     """Under the draft's own distribution; recorded, never sent."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PassRequest:
     """One session's part of a packed forward pass.
 
@@ -51,7 +51,7 @@ class PassRequest:
         return len(self.feed) + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PassResult:
     """``targets[0]`` is the target's own token after the last fed token, ``targets[1 + i]`` the
     one after node ``i`` (given its path). Empty when nothing was sampled."""

@@ -60,11 +60,13 @@ class TimeLaw:
     ) -> float:
         """``chance`` in [0, 1) picks from the spread: 0.5 is the median."""
         more_s = self.context_s * context_length + self.session_s * max(0, sessions - 1)
-        body_s = self._body_s(rows) + more_s
-        place = chance * (len(self.spread) - 1)
+        body_s, spread = self._body_s(rows) + more_s, self.spread
+        if len(spread) == 1:
+            return body_s * spread[0]
+        place = chance * (len(spread) - 1)
         low = int(place)
-        high = min(low + 1, len(self.spread) - 1)
-        return body_s * (self.spread[low] + (place - low) * (self.spread[high] - self.spread[low]))
+        high = min(low + 1, len(spread) - 1)
+        return body_s * (spread[low] + (place - low) * (spread[high] - spread[low]))
 
     def _body_s(self, rows: int) -> float:
         table = self.table

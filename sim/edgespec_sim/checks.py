@@ -65,15 +65,16 @@ def check_tree(tree: SpeculationTree, whose: str) -> None:
     """Parents alive and older, positions one apart, siblings different, nothing unreachable."""
     positions = {ROOT: tree.prefix.length - 1}
     siblings: set[tuple[int, int]] = set()
-    for node in tree:
+    for node in tree.nodes.values():
         require(node.parent in positions, f"{whose}: node {node.id} hangs on a dead parent")
         right = node.id > node.parent and node.position == positions[node.parent] + 1
         require(right, f"{whose}: node {node} is out of place behind {tree.prefix.length} tokens")
         require((node.parent, node.token) not in siblings, f"{whose}: {node} has a twin")
         siblings.add((node.parent, node.token))
         positions[node.id] = node.position
-    reachable = sum(len(tree.children(parent)) for parent in positions)
-    require(reachable == len(tree), f"{whose}: {len(tree)} nodes, {reachable} reachable")
+    reachable = len(tree.roots) + sum(len(node.children) for node in tree.nodes.values())
+    count = len(tree.nodes)
+    require(reachable == count, f"{whose}: {count} nodes, {reachable} reachable")
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ def check_session(session: VerifySession, expected: Expected, limits: Limits) ->
     key, prefix = session.request.session_id, session.prefix
     require(expected.begins_with(prefix.tokens), f"{key}: the verifier committed another text")
     check_tree(session.inbox.tree, f"verifier's {key}")
-    nodes = len(session.inbox.tree)
+    nodes = len(session.inbox.tree.nodes)
     require(nodes <= limits.max_nodes_outstanding, f"{key}: {nodes} nodes outstanding")
     made = len(prefix.output) - len(session.request.committed)
     passes = session.counters.passes
@@ -172,7 +173,7 @@ class CheckedDrafter:
         prefix = self._tree.prefix.tokens
         require(self._tokens[: len(prefix)] == prefix, "the draft's cache lacks the prefix")
         path = self._tokens[len(prefix) :]
-        paths = [self._tree.path(node.id) for node in self._tree]
+        paths = [self._tree.path(node.id) for node in self._tree.nodes.values()]
         require(not path or path in paths, f"the draft's cache holds {path}, which is no path")
         return self._inner.step(keep_length, feed, width)
 

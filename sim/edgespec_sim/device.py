@@ -81,7 +81,8 @@ class SimulatedDevice:
             self._trace(self._tracer, event, actions)
         for action in actions:
             self._do(action)
-        self._schedule_tick()
+        if self.session.deadline is not None:
+            self._schedule_tick()
 
     def _schedule_tick(self) -> None:
         deadline = self.session.deadline

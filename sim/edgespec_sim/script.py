@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from edgespec.core.sampling import SamplingParams
@@ -229,16 +228,13 @@ class ScriptedDrafter:
         if reading.off_at == _NEVER and index < len(script.tokens):
             rank, token = script.ranks[index], script.tokens[index]
         # Neighbours of the right token are wrong and different, and have varints of its length.
-        guesses = [_guess((token + 1 + place) % self._size) for place in range(width)]
-        if 0 <= rank < width:
-            guesses[rank] = _guess(token)
-        return tuple(guesses)
+        size = self._size
+        return tuple(
+            [
+                Candidate(token if at == rank else (token + 1 + at) % size, 0.0)
+                for at in range(width)
+            ]
+        )
 
     def close(self) -> None:
         self._reading = _Reading(1, 1, self._find)
-
-
-@lru_cache(maxsize=1 << 17)
-def _guess(token: int) -> Candidate:
-    """One object a token id: candidates are values, and a simulation asks for millions."""
-    return Candidate(token, 0.0)

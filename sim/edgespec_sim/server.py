@@ -104,7 +104,8 @@ class SimulatedVerifier:
             self._trace(self._tracer, event, actions)
         for action in actions:
             self._do(action)
-        self._schedule_poll()
+        if self.engine.deadline is not None:
+            self._schedule_poll()
 
     def _schedule_poll(self) -> None:
         deadline = self.engine.deadline

@@ -228,7 +228,7 @@ class _World:
                 self.faults += 1
                 deliver(self._forged(message))
                 for session in self.server.engine.sessions.values():
-                    fooled = any(node.id >= _FORGED_ID for node in session.inbox.tree)
+                    fooled = max(session.inbox.tree.nodes, default=0) >= _FORGED_ID
                     require(not fooled, "a draft on another text was taken")
 
         stream.to_verifier = receive
@@ -347,7 +347,8 @@ class _World:
             require(same, f"{whose}: holds another text than it delivered")
             check_tree(mine.tree, whose)
             most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
-            require(len(mine.tree) <= most, f"{whose}: {len(mine.tree)} nodes in the tree")
+            nodes = len(mine.tree.nodes)
+            require(nodes <= most, f"{whose}: {nodes} nodes in the tree")
             session = sessions.get(whose)
             if session is not None:
                 check_session(session, expected, limits)

@@ -250,7 +250,7 @@ def test_a_step_that_a_commit_overtook_is_matched_against_it() -> None:
     session = _streaming(FixedPolicy(9, width=2))
     session.handle(Commit(2, (10, 11)), 0.1)
     session.handle(_guess(10, 40), 0.2)
-    assert len(session.tree) == 0
+    assert len(session.tree.nodes) == 0
     counters = session.counters
     assert (counters.tried, counters.hits) == (1, 1)
     session.handle(Commit(4, (12,)), 0.3)

@@ -108,14 +108,14 @@ def test_no_queue_carries_more_than_its_capacity(
 class FullRateForEach(SharedQueue):
     """Planted fault: every message has the queue to itself."""
 
-    def take(self, start_s: float, end_s: float) -> None:
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
         pass
 
 
 class Forgetful(SharedQueue):
     """Planted fault: only the latest slot counts."""
 
-    def take(self, start_s: float, end_s: float) -> None:
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
         self._busy = [(start_s, end_s)]
 
 
@@ -150,7 +150,7 @@ def test_slots_are_those_of_a_plain_search(asked: list[tuple[int, int, int]]) ->
         if size_bytes:
             assert start_s == expected
             taken.append((start_s, start_s + size_bytes))
-        queue.take(start_s, start_s + size_bytes)
+        queue.take(start_s, start_s + size_bytes, size_bytes)
     assert queue.slot_count <= len(taken)
 
 

@@ -104,7 +104,9 @@ def _play(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> str:
         session: DraftSession, event: draft_events.DraftEvent, now: float
     ) -> tuple[draft_events.DraftAction, ...]:
         actions = draft_handle(session, event, now)
-        state = f"{session.state.value}, {session.prefix.length} held, {len(session.tree)} nodes"
+        state = (
+            f"{session.state.value}, {session.prefix.length} held, {len(session.tree.nodes)} nodes"
+        )
         note("device  ", now, event, actions, state)
         return actions
 
@@ -112,7 +114,7 @@ def _play(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> str:
         session: VerifySession, event: verify_events.VerifyEvent, now: float
     ) -> tuple[verify_events.VerifyAction, ...]:
         actions = verify_handle(session, event, now)
-        nodes = len(session.inbox.tree)
+        nodes = len(session.inbox.tree.nodes)
         state = f"{session.state.value}, {session.prefix.length} held, {nodes} nodes"
         note("verifier", now, event, actions, state)
         return actions

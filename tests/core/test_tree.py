@@ -95,7 +95,7 @@ def _same(tree: SpeculationTree, model: TextModel) -> None:
     prefix = tuple(tree.prefix.tokens)
     assert prefix == model.committed
     assert tree.last_id == model.last_id
-    assert {node.id: (*prefix, *tree.path(node.id)) for node in tree} == model.alive
+    assert {node_id: (*prefix, *tree.path(node_id)) for node_id in tree.nodes} == model.alive
     for node_id, text in model.texts.items():
         place = tree.place(node_id, 0)
         assert place == (len(text) if model.agrees(text) else None)
@@ -110,8 +110,8 @@ def test_siblings_and_their_descendants_die_together() -> None:
     for node_id, parent, token in ((1, 0, 4), (2, 0, 5), (3, 1, 4), (4, 2, 4), (5, 4, 4)):
         assert tree.grow(node_id, parent, token, 2) is Growth.ALIVE
     assert tree.commit((4,)) == 3
-    assert [node.id for node in tree] == [3]
-    assert tree.node(3).parent == ROOT
+    assert list(tree.nodes) == [3]
+    assert tree.nodes[3].parent == ROOT
     assert tree.grow(6, 5, 1, 0) is Growth.STALE
 
 
@@ -122,7 +122,7 @@ def test_a_late_child_of_a_committed_node_is_placed_behind_it() -> None:
     assert tree.grow(2, 1, 5, 0) is Growth.FORWARDED
     assert tree.grow(3, 1, 6, 0) is Growth.STALE
     assert tree.grow(4, 2, 6, 0) is Growth.ALIVE
-    assert tree.node(4).position == 4
+    assert tree.nodes[4].position == 4
 
 
 def test_rank_is_kept_when_the_root_moves() -> None:
@@ -130,7 +130,7 @@ def test_rank_is_kept_when_the_root_moves() -> None:
     tree.grow(1, ROOT, 4, 2)
     tree.grow(2, 1, 5, 0, rank=2)
     tree.commit((4,))
-    assert (tree.node(2).rank, tree.children(ROOT)) == (2, [tree.node(2)])
+    assert (tree.nodes[2].rank, tree.roots) == (2, [tree.nodes[2]])
 
 
 def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

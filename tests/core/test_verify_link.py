@@ -125,7 +125,7 @@ def test_attach_forgets_the_tree_and_its_ids() -> None:
     run_pass(session)
     session.handle(chain(session, 11, 12), 1.0)
     session.handle(Attach(replace(REQUEST, committed=(10,))), 2.0)
-    assert len(session.inbox.tree) == 0
+    assert len(session.inbox.tree.nodes) == 0
     session.handle(chain(session, 11), 2.0)
     assert offer(session).tokens == (11,)
 
@@ -192,7 +192,7 @@ def test_nodes_beyond_the_limit_are_dropped_and_may_come_again() -> None:
     session = new_session(limits=replace(LIMITS, max_nodes_outstanding=2))
     run_pass(session)
     session.handle(chain(session, 11, 12, 13, 14), 1.0)
-    assert (len(session.inbox.tree), session.inbox.overflow) == (2, 2)
+    assert (len(session.inbox.tree.nodes), session.inbox.overflow) == (2, 2)
     run_pass(session)
     session.handle(Draft(3, (2, 3), (13, 14)), 1.0)
     assert offer(session).tokens == (14,)

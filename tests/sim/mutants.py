@@ -161,7 +161,8 @@ def _failed_pass_hangs(session: VerifySession) -> None:
 
 
 def _newest_nodes_first(inbox: DraftInbox, room: int, end: int) -> list[Node]:
-    return [node for node in inbox.tree if node.position < end - 1][-room:] if room > 0 else []
+    nodes = [node for node in inbox.tree.nodes.values() if node.position < end - 1]
+    return nodes[-room:] if room > 0 else []
 
 
 def _nodes_past_the_end(inbox: DraftInbox, room: int, end: int) -> list[Node]:

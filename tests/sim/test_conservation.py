@@ -17,7 +17,7 @@ from edgespec.core.draft_events import Deliver
 from edgespec.core.link_model import LinkModel
 from edgespec.core.messages import Commit, Downlink
 from edgespec.core.shared_queue import SharedQueue
-from edgespec_sim.city.conservation import ConservationError, StreamWatch
+from edgespec_sim.city.conservation import ConservationError, Way
 from edgespec_sim.city.metered_stream import MeteredStream
 from edgespec_sim.city.run import Job, play
 from edgespec_sim.city.user import User
@@ -171,12 +171,12 @@ def test_a_device_that_delivers_other_tokens_is_counted(monkeypatch: pytest.Monk
 
 def test_the_watch_is_on_in_small_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    original = StreamWatch.arrived_up
+    original = Way.arrived
 
-    def arrived(self: StreamWatch, message: object, now_s: float) -> None:
+    def arrived(self: Way, message: object, now_s: float) -> None:
         seen.append(message)
-        original(self, message, now_s)  # type: ignore[arg-type] # a message
+        original(self, message, now_s)
 
-    monkeypatch.setattr(StreamWatch, "arrived_up", arrived)
+    monkeypatch.setattr(Way, "arrived", arrived)
     watched()
     assert len(seen) > 100

@@ -271,7 +271,7 @@ def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
         found = lazy.first_free_s(now_s, now_s, 500), eager.first_free_s(now_s, now_s, 500)
         assert found[0] == pytest.approx(found[1], abs=1e-12)
         for queue in (lazy, eager):
-            queue.take(found[0], found[0] + queue.serialisation_s(found[0], 500))
+            queue.take(found[0], found[0] + queue.serialisation_s(found[0], 500), 500)
 
 
 def test_a_long_pause_costs_a_bounded_number_of_packets() -> None:

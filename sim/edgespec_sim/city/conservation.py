@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from edgespec.core.messages import Commit, Downlink, Uplink
+from edgespec.core.messages import Commit, Downlink
 from edgespec.core.shared_queue import SharedQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
 
@@ -46,9 +46,11 @@ def require(law: bool, now_s: float, what: str) -> None:
 
 
 @dataclass(slots=True)
-class _Way:
-    """One direction of a stream."""
+class Way:
+    """One direction of a stream; ``least_s``: what it takes at least."""
 
+    what: str
+    least_s: float
     under_way: deque[tuple[object, float, int]] = field(default_factory=deque)
     sent_bytes: int = 0
     delivered_bytes: int = 0
@@ -57,7 +59,8 @@ class _Way:
         self.under_way.append((message, now_s, size_bytes))
         self.sent_bytes += size_bytes
 
-    def arrived(self, message: object, now_s: float, least_s: float, what: str) -> None:
+    def arrived(self, message: object, now_s: float) -> None:
+        what, least_s = self.what, self.least_s
         if not self.under_way:
             raise broken(now_s, f"{what}: a message arrived that nobody sent")
         expected, sent_s, size_bytes = self.under_way.popleft()
@@ -69,12 +72,12 @@ class _Way:
             raise broken(now_s, f"{what}: {why}")
         self.delivered_bytes += size_bytes
 
-    def check(self, now_s: float, what: str) -> None:
+    def check(self, now_s: float) -> None:
         under_way = sum(size_bytes for _, _, size_bytes in self.under_way)
         require(
             self.sent_bytes == self.delivered_bytes + under_way,
             now_s,
-            f"{what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered, "
+            f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered, "
             f"{under_way} under way",
         )
 
@@ -84,28 +87,22 @@ class StreamWatch:
     take at least."""
 
     def __init__(self, site: Site, key: str, up_s: float, down_s: float) -> None:
-        self._site, self._key, self._up_s, self._down_s = site, key, up_s, down_s
-        self._up, self._down = _Way(), _Way()
-
-    def sent_up(self, message: Uplink, now_s: float, size_bytes: int) -> None:
-        self._up.sent(message, now_s, size_bytes)
+        self._site, self._key = site, key
+        self.up, self._down = Way(f"{key} up", up_s), Way(f"{key} down", down_s)
 
     def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
         self._down.sent(message, now_s, size_bytes)
         if isinstance(message, Commit):
             self._check_prefix(message, now_s, "sent")
 
-    def arrived_up(self, message: Uplink, now_s: float) -> None:
-        self._up.arrived(message, now_s, self._up_s, f"{self._key} up")
-
     def arrived_down(self, message: Downlink, now_s: float) -> None:
-        self._down.arrived(message, now_s, self._down_s, f"{self._key} down")
+        self._down.arrived(message, now_s)
         if isinstance(message, Commit):
             self._check_prefix(message, now_s, "delivered")
 
     def check(self, now_s: float) -> None:
-        self._up.check(now_s, f"{self._key} up")
-        self._down.check(now_s, f"{self._key} down")
+        self.up.check(now_s)
+        self._down.check(now_s)
 
     def _check_prefix(self, commit: Commit, now_s: float, verb: str) -> None:
         session = self._site.session(self._key)
@@ -128,14 +125,18 @@ class Slots:
         if end_s - start_s < least_s - _SLACK_S:
             why = f"a slot of {end_s - start_s:.9f} s holds what needs {least_s:.9f}"
             raise broken(start_s, f"{why}: {self._what}")
-        index = bisect.bisect(self._slots, (start_s, end_s))
-        before = self._slots[index - 1][1] if index else start_s
-        after = self._slots[index][0] if index < len(self._slots) else end_s
+        slots = self._slots
+        if len(slots) == _REMEMBERED_SLOTS:
+            del slots[: _REMEMBERED_SLOTS // 2]
+        if not slots or slots[-1][1] <= start_s:  # behind all others, as usual
+            slots.append((start_s, end_s))
+            return
+        index = bisect.bisect(slots, (start_s, end_s))
+        before = slots[index - 1][1] if index else start_s
+        after = slots[index][0] if index < len(slots) else end_s
         if before > start_s + _SLACK_S or end_s > after + _SLACK_S:
             raise broken(start_s, f"two {self._what} at the same time")
-        self._slots.insert(index, (start_s, end_s))
-        if len(self._slots) > _REMEMBERED_SLOTS:
-            del self._slots[: _REMEMBERED_SLOTS // 2]
+        slots.insert(index, (start_s, end_s))
 
 
 class AuditedQueue(SharedQueue):
@@ -143,15 +144,11 @@ class AuditedQueue(SharedQueue):
 
     def __init__(self, bits_per_s: float) -> None:
         super().__init__(bits_per_s)
-        self._bits, self._audit, self._rate = 0.0, Slots(), bits_per_s
+        self._audit, self._rate = Slots(), bits_per_s
 
-    def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
-        self._bits = size_bytes * 8.0
-        return super().first_free_s(now_s, ready_s, size_bytes)
-
-    def take(self, start_s: float, end_s: float) -> None:
-        self._audit.add(start_s, end_s, self._bits / self._rate)
-        super().take(start_s, end_s)
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        self._audit.add(start_s, end_s, size_bytes * 8 / self._rate)
+        super().take(start_s, end_s, size_bytes)
 
 
 class AuditedLoadedQueue(LoadedQueue):
@@ -159,11 +156,11 @@ class AuditedLoadedQueue(LoadedQueue):
 
     def __init__(self, bits_per_s: float, share: float, seed: int) -> None:
         super().__init__(bits_per_s, share, seed=seed)
-        self._audit = Slots()
+        self._audit, self._rate = Slots(), bits_per_s
 
-    def take(self, start_s: float, end_s: float) -> None:
-        self._audit.add(start_s, end_s, 0.0)
-        super().take(start_s, end_s)
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        self._audit.add(start_s, end_s, size_bytes * 8 / self._rate)
+        super().take(start_s, end_s, size_bytes)
 
 
 class Conservation:

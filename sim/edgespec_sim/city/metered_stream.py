@@ -40,7 +40,7 @@ class MeteredStream(Stream):
             self.up_bytes += size_bytes
         self.airtime_s += self._airtime(size_bytes)
         if self._watch is not None:
-            self._watch.sent_up(message, self._queue.now, size_bytes)
+            self._watch.up.sent(message, self._queue.now, size_bytes)
         self._up.send(size_bytes, lambda: self._arrive_up(message))
 
     def send_down(self, message: Downlink) -> None:
@@ -53,7 +53,7 @@ class MeteredStream(Stream):
 
     def _arrive_up(self, message: Uplink) -> None:
         if self._watch is not None:
-            self._watch.arrived_up(message, self._queue.now)
+            self._watch.up.arrived(message, self._queue.now)
         if self.open:
             self.to_verifier(message)
 

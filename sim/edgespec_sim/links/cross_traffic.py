@@ -61,9 +61,11 @@ class LoadedQueue(SharedQueue):
             self._next_s = start_s + self._gap_s(start_s)
         while self._next_s <= until_s:
             at_s = self._next_s
-            start_s = super().first_free_s(at_s, at_s, self._packet_bytes)
-            self.take(start_s, start_s + self.serialisation_s(start_s, self._packet_bytes))
-            self.cross_bytes += self._packet_bytes
+            size_bytes = self._packet_bytes
+            start_s = super().first_free_s(at_s, at_s, size_bytes)
+            end_s = start_s + self.serialisation_s(start_s, size_bytes)
+            self.take(start_s, end_s, size_bytes)
+            self.cross_bytes += size_bytes
             self._next_s = at_s + self._gap_s(at_s)
 
     def _gap_s(self, time_s: float) -> float:
