@@ -67,6 +67,8 @@ class Network:
             for name, section in scenario.links.items()
         }
         self._streams = 0
+        self._wired: dict[tuple[str, str], LinkView] = {}
+        """What does not change: asked for by each request, of each verifier."""
         self._current: dict[int, Stream] = {}
         """Of devices whose handovers break streams."""
         self._start_breaks()
@@ -93,20 +95,27 @@ class Network:
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
         """What a device could know: typical round trip, capacities, signal."""
+        view = self._wired.get((group, verifier))
+        if view is None:
+            view = self._wired[group, verifier] = self._wired_view(group, verifier)
+        if self._radio is None:
+            return view
+        signal = self._radio.signal(number, self._stations[verifier])
+        return LinkView(
+            view.rtt_s + self._access_s,
+            min(view.up_bits_per_s, signal.up_bits_per_s),
+            min(view.down_bits_per_s, signal.down_bits_per_s),
+            signal.snr_db,
+        )
+
+    def _wired_view(self, group: str, verifier: str) -> LinkView:
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
         links = [self._links[name] for name in names]
         rtt_s = 2 * self.fixed_s(group, verifier) + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
-        up_bits_per_s, down_bits_per_s, snr_db = up * 1e6, down * 1e6, None
-        if self._radio is not None:
-            signal = self._radio.signal(number, self._stations[verifier])
-            up_bits_per_s = min(up_bits_per_s, signal.up_bits_per_s)
-            down_bits_per_s = min(down_bits_per_s, signal.down_bits_per_s)
-            snr_db = signal.snr_db
-            rtt_s += self._access_s
-        return LinkView(rtt_s, up_bits_per_s, down_bits_per_s, snr_db)
+        return LinkView(rtt_s, up * 1e6, down * 1e6, None)
 
     def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
         """What a small message takes up and down on a good day."""

@@ -7,7 +7,9 @@ the others. Worlds with several shards are played one by one and added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -162,10 +164,11 @@ class World:
         for user in self.users:
             user.start()
         duration_s = self.scenario.duration_s
-        for step in range(1, _MAX_PROGRESS_STEPS + 1):
-            now_s = duration_s * step / _MAX_PROGRESS_STEPS
-            self.meters.events += self.queue.run(now_s)
-            progress(now_s)
+        with _seldom_collected():
+            for step in range(1, _MAX_PROGRESS_STEPS + 1):
+                now_s = duration_s * step / _MAX_PROGRESS_STEPS
+                self.meters.events += self.queue.run(now_s)
+                progress(now_s)
         for user in self.users:
             user.finish()
         if self.conservation is not None:
@@ -194,6 +197,18 @@ class World:
             sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
             queue_s=spread_of(queues_s),
         )
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Finished sessions leave few cycles of references, but a search for them looks at every object
+    and drives the sessions out of the processor's cache: a tenth of the time of 10,000 devices."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def shard_of(scenario: Scenario) -> Scenario:
