@@ -25,9 +25,11 @@ class CommitReader:
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
         self._echo: tuple[int, float] | None = None
+        self._commit_at: float | None = None
 
     def new_stream(self) -> None:
         self._acknowledged, self._echo = self._prefix.length, None
+        self._commit_at = None
 
     def continues(self, commit: Commit) -> bool:
         """Whether it starts at or before the end of what is held, and agrees where it overlaps."""
@@ -92,6 +94,11 @@ class CommitReader:
             counters.queue_s += commit.queue_us / 1e6
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)
+            self.estimates.commit_tokens.add(len(commit.tokens))
+            if self._commit_at is not None:
+                self.estimates.commit_s.add(now - self._commit_at)
+            self._commit_at = now
+            self.estimates.row_s.add(commit.rows, commit.verify_us / 1e6)
         if self._echo is not None and commit.echo == self._echo[0]:
             rtt_s = now - self._echo[1] - commit.held_us / 1e6
             self.estimates.rtt_s.add(max(0.0, rtt_s))

@@ -9,7 +9,8 @@ neither committed nor killed yet.
     fixed     draft gamma tokens, send them, wait: split speculative decoding as published
     pearl     send when nothing is in flight: the first node after a miss goes out at once
               (pre-verify) and drafting goes on behind what was sent (post-verify)
-    windowed  send every step at once, and draft on where a guess is most likely to count
+    windowed  send every step at once, and draft on where a guess is most likely to count, as long
+              as it saves more than its row in a pass costs
 
 The three are settings of one machine, which makes the published schemes honest baselines
 (PEARL: arXiv 2408.11850).
@@ -46,11 +47,21 @@ class DraftView:
     @property
     def round_s(self) -> float:
         """From sending a node to hearing of its pass."""
-        return self.estimates.rtt_s.get(_RTT_S) + self.estimates.pass_s.get(_PASS_S)
+        return self.estimates.rtt_s.get(_RTT_S) + self.pass_s
+
+    @property
+    def pass_s(self) -> float:
+        return self.estimates.pass_s.get(_PASS_S)
 
     @property
     def step_s(self) -> float:
         return max(self.estimates.step_s.get(_STEP_S), 1e-6)
+
+    @property
+    def token_s(self) -> float:
+        """Time for each token, of late."""
+        estimates = self.estimates
+        return max(estimates.commit_s.get(_PASS_S) / estimates.commit_tokens.get(1.0), 1e-6)
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""
@@ -131,6 +142,9 @@ class WindowedPolicy:
     """Steps whose nodes may be outstanding; None: what two rounds can hold."""
     least_chance: float = 0.05
     """Rest rather than draft behind a node less likely than this to be reached."""
+    step_price: float = 0.16
+    """Lowers ``least_chance`` where a pass takes many steps: one behind a node of chance p is worth
+    its energy while p passes take at least so many steps."""
 
     def extend(self, view: DraftView) -> int | None:
         window = self.window or math.ceil(2 * view.round_s / view.step_s) + 4
@@ -139,9 +153,9 @@ class WindowedPolicy:
             return None
         if not tree.roots and tree.prefix.length < view.end:
             return ROOT
-        best, best_chance = ROOT, self.least_chance
         last_rank, last_position = self.width - 1, view.end - 2
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+        best, best_chance = ROOT, self._least_chance(view, sum(rates))
         pending = [(1.0, tree.roots)]
         while pending:
             before, siblings = pending.pop()
@@ -160,3 +174,11 @@ class WindowedPolicy:
 
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0
+
+    def _least_chance(self, view: DraftView, hit_rate: float) -> float:
+        """Below it a step saves less than what it and the rows that it adds to a pass take."""
+        row_s = view.estimates.row_s.get()
+        if row_s is None:
+            return self.least_chance
+        for_step = min(self.least_chance, self.step_price * view.step_s / view.pass_s)
+        return max(for_step, self.width * row_s / (hit_rate * view.token_s))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# A slope is believed from so many samples on, and when x has varied by one or so.
+_LEAST_SAMPLES, _LEAST_VARIANCE = 8, 0.5
+
 
 class MovingAverage:
     """Exponentially weighted mean; ``weight`` is the share of the newest sample.
@@ -27,6 +30,30 @@ class MovingAverage:
         return self._mean if self.count else default
 
 
+class SlopeEstimator:
+    """How y grows with x: least squares over samples that are forgotten as in a moving average."""
+
+    def __init__(self, weight: float = 0.05) -> None:
+        self.weight = weight
+        self.count = 0
+        self._x = self._y = self._variance = self._covariance = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.count += 1
+        share = max(self.weight, 1.0 / self.count)
+        from_x, from_y = x - self._x, y - self._y
+        self._x += share * from_x
+        self._y += share * from_y
+        self._variance = (1.0 - share) * (self._variance + share * from_x * from_x)
+        self._covariance = (1.0 - share) * (self._covariance + share * from_x * from_y)
+
+    def get(self) -> float | None:
+        """None while there are few samples, or x has hardly varied."""
+        if self.count < _LEAST_SAMPLES or self._variance < _LEAST_VARIANCE:
+            return None
+        return self._covariance / self._variance
+
+
 @dataclass(slots=True)
 class AcceptanceEstimator:
     """Share of positions at which the draft's choice of each rank was the target's token.
@@ -43,11 +70,11 @@ class AcceptanceEstimator:
 
     def add(self, rank: int | None) -> None:
         """One position was decided: by the sibling of this rank, or by none."""
-        if not self.hits:
-            self.hits = [0.0] * len(self.prior)
-        self.trials = self.trials * self.memory + 1.0
-        for index in range(len(self.hits)):
-            self.hits[index] = self.hits[index] * self.memory + (index == rank)
+        memory, hits = self.memory, self.hits or [0.0] * len(self.prior)
+        self.trials = self.trials * memory + 1.0
+        self.hits = hits = [hit * memory for hit in hits]
+        if rank is not None and rank < len(hits):
+            hits[rank] += 1.0
 
     def rate(self, rank: int) -> float:
         """Estimated probability that the choice of this rank is the target's token."""
@@ -64,6 +91,11 @@ class DraftEstimates:
     rtt_s: MovingAverage = field(default_factory=MovingAverage)
     step_s: MovingAverage = field(default_factory=MovingAverage)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
+    commit_s: MovingAverage = field(default_factory=MovingAverage)
+    """From one commit to the next, as they arrive."""
+    commit_tokens: MovingAverage = field(default_factory=MovingAverage)
+    row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
+    """What one more draft node adds to a pass."""
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.estimators import AcceptanceEstimator, ArrivalEstimator, MovingAverage
+from edgespec.core.estimators import (
+    AcceptanceEstimator,
+    ArrivalEstimator,
+    MovingAverage,
+    SlopeEstimator,
+)
 
 
 def test_the_first_samples_are_averaged() -> None:
@@ -22,6 +27,32 @@ def test_a_constant_is_its_own_average() -> None:
     for _ in range(50):
         average.add(0.3)
     assert average.get(0.0) == pytest.approx(0.3)
+
+
+def test_a_slope_is_that_of_least_squares() -> None:
+    xs, ys = (0.0, 4.0, 1.0, 6.0, 3.0, 2.0, 5.0, 3.0), (9.0, 1.0, 8.0, 0.0, 2.0, 5.0, 2.0, 4.0)
+    slope = SlopeEstimator()
+    for x, y in zip(xs, ys, strict=True):
+        assert slope.get() is None  # too few
+        slope.add(x, y)
+    mean_x, mean_y = sum(xs) / 8, sum(ys) / 8
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    assert slope.get() == pytest.approx(covariance / sum((x - mean_x) ** 2 for x in xs))
+
+
+def test_a_slope_forgets() -> None:
+    slope = SlopeEstimator(0.2)
+    for index in range(120):
+        x = float(index % 5)
+        slope.add(x, 3.0 * x if index < 40 else 7.0 - x)
+    assert slope.get() == pytest.approx(-1.0, abs=0.01)
+
+
+def test_what_does_not_vary_has_no_slope() -> None:
+    slope = SlopeEstimator()
+    for index in range(50):
+        slope.add(4.0, float(index))
+    assert slope.get() is None
 
 
 def test_acceptance_starts_from_the_prior_and_goes_to_the_share() -> None:

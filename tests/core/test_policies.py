@@ -30,8 +30,10 @@ def _view(
     pass_s: float = 0.02,
     rtt_s: float = 0.04,
     ranks: tuple[int, ...] = (),
+    row_s: float | None = None,
 ) -> DraftView:
-    """Node i + 1 hangs on ``parents[i]``; the first ``in_flight`` nodes have been sent."""
+    """Node i + 1 hangs on ``parents[i]``; the first ``in_flight`` nodes have been sent. Every
+    20 ms two tokens come."""
     tree = SpeculationTree(CommittedPrefix((1, 2)))
     for index, parent in enumerate(parents):
         rank = ranks[index] if ranks else 0
@@ -40,6 +42,11 @@ def _view(
     estimates.step_s.add(step_s)
     estimates.pass_s.add(pass_s)
     estimates.rtt_s.add(rtt_s)
+    estimates.commit_s.add(0.02)
+    estimates.commit_tokens.add(2)
+    if row_s is not None:
+        for rows in range(20):
+            estimates.row_s.add(rows, rows * row_s)
     return DraftView(tree, len(parents) - in_flight, in_flight, room, end, estimates)
 
 
@@ -143,6 +150,23 @@ def test_windowed_rests_rather_than_guess_wildly() -> None:
     chain = tuple(range(3))  # 0.7 ** 3 = 0.34
     assert WindowedPolicy(least_chance=0.3).extend(_view(*chain)) == 3
     assert WindowedPolicy(least_chance=0.4).extend(_view(*chain)) is None
+
+
+def test_windowed_guesses_wildly_while_a_long_pass_runs() -> None:
+    chain = tuple(range(10))  # 0.7 ** 10 = 0.028
+    policy = WindowedPolicy(least_chance=0.05, step_price=0.1)
+    assert policy.extend(_view(*chain, pass_s=0.03, row_s=0.0)) is None  # 0.1 * 0.01 / 0.03
+    assert policy.extend(_view(*chain, pass_s=0.04, row_s=0.0)) == 10
+    assert policy.extend(_view(*chain, pass_s=0.04)) is None  # rows may be dear, for all it knows
+
+
+def test_windowed_spares_the_target_rows_that_do_not_pay() -> None:
+    """A token takes 10 ms; behind a chain of 0.7 ** 3 = 0.34 a step hits with 0.7."""
+    chain = tuple(range(3))
+    assert WindowedPolicy().extend(_view(*chain, row_s=0.0023)) == 3  # 0.23 / 0.7 = 0.33
+    assert WindowedPolicy().extend(_view(*chain, row_s=0.0025)) is None
+    wide = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
+    assert WindowedPolicy(2).extend(wide) is None  # 2 * 0.23 / 0.8 = 0.58
 
 
 # --- all --------------------------------------------------------------------------------------
