@@ -7,7 +7,7 @@ device come back with what it holds.
 
 from __future__ import annotations
 
-from edgespec.core.estimators import ArrivalEstimator, MovingAverage
+from edgespec.core.estimators import AcceptanceEstimator, ArrivalEstimator, MovingAverage
 from edgespec.core.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.prefix import CommittedPrefix
 from edgespec.core.run_ahead import RunAheadView
@@ -24,6 +24,7 @@ class DraftInbox:
         """Nodes dropped because the tree was full."""
         self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
         self._hit_rate = MovingAverage(0.05)
+        self._acceptance = AcceptanceEstimator()
         self._stale = 0
         self._waiting_since: float | None = None
 
@@ -69,13 +70,19 @@ class DraftInbox:
                 self._stale += 1
         return useful
 
-    def verifiable(self, room: int, end: int) -> list[Node]:
+    def verifiable(self, room: int, end: int, least_chance: float = 0.0) -> list[Node]:
         """The oldest alive nodes that can still matter: the target's token after a node must lie
-        before ``end``. Ids are ordered, so every parent comes along."""
+        before ``end``, and its path must be right with ``least_chance``, as far as earlier paths
+        tell. Ids are ordered, and a parent is likelier, so every parent comes along."""
         chosen: list[Node] = []
+        chances, rate = {ROOT: 1.0}, self._acceptance.rate
         for node in self.tree.nodes.values():
             if len(chosen) >= room:
                 break
+            if least_chance > 0.0:
+                chances[node.id] = chance = chances[node.parent] * rate(node.rank)
+                if chance < least_chance:
+                    continue
             if node.position < end - 1:
                 chosen.append(node)
         return chosen
@@ -106,6 +113,13 @@ class DraftInbox:
         no nodes)."""
         if hit is not None:
             self._hit_rate.add(hit)
+        siblings = self.tree.roots
+        for token in tokens:
+            if not siblings:
+                break
+            right = next((node for node in siblings if node.token == token), None)
+            self._acceptance.add(None if right is None else right.rank)
+            siblings = [] if right is None else right.children
         self.tree.commit(tokens)
         if not self.tree.nodes:
             self._waiting_since = None

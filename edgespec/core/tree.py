@@ -90,10 +90,11 @@ class SpeculationTree:
     # --- changing --------------------------------------------------------------------------
 
     def grow(
-        self, node_id: int, parent: int, token: int, base_position: int, rank: int = 0
+        self, node_id: int, parent: int, token: int, base_position: int, rank: int | None = None
     ) -> Growth:
         """Add one guess. ``base_position`` counts only for parent ``ROOT``: the committed length
-        it was drafted on, at most the present one (the caller checks)."""
+        it was drafted on, at most the present one (the caller checks). ``rank`` None: its place
+        among the siblings that are there."""
         if node_id <= self.last_id:
             return STALE
         self.last_id = node_id
@@ -110,6 +111,8 @@ class SpeculationTree:
         for other in siblings:
             if other.token == token:
                 return STALE
+        if rank is None:
+            rank = len(siblings)
         self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [])
         siblings.append(node)
         return ALIVE

@@ -227,12 +227,15 @@ class VerifyEngine:
     def _batch_done(
         self, results: tuple[PassResult, ...], now: float, actions: list[EngineAction]
     ) -> None:
-        batch = self._scheduler.finish(now)
+        batch, tokens = self._scheduler.finish(now), 0
         for (session, request), result in zip(batch.parts, results, strict=True):
             assert request.key == result.key
             self._scheduler.trust(request.key)
             if self.sessions.get(request.key) is session:
+                before = session.prefix.length
                 self._tell(request.key, ev.PassDone(result.targets), now, actions)
+                tokens += session.prefix.length - before
+        self._scheduler.count(tokens)
 
     def _batch_failed(self, failure: BatchFailed, now: float, actions: list[EngineAction]) -> None:
         batch = self._scheduler.finish(now)
@@ -244,5 +247,4 @@ class VerifyEngine:
                 self._scheduler.isolate(request.key)
             else:
                 code = FaultCode.OVERLOADED if failure.full else FaultCode.INTERNAL
-                fault = Fault(code, failure.why, retry_after_s=1.0)
-                self._end(request.key, fault, actions)
+                self._end(request.key, Fault(code, failure.why, retry_after_s=1.0), actions)

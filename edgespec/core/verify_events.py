@@ -29,6 +29,8 @@ class Offer:
     max_rows: int
     pass_s: float
     """How long the pass is expected to take."""
+    least_chance: float = 0.0
+    """Draft nodes less likely to be right do not pay for their row."""
 
 
 @value

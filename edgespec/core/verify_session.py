@@ -100,8 +100,8 @@ class VerifySession:
             case Draft():
                 fault = self.inbox.receive(event, now)
                 return () if fault is None else self._refuse(fault, now)
-            case ev.Offer(max_rows, pass_s):
-                return self._on_offer(max_rows, pass_s, now)
+            case ev.Offer():
+                return self._on_offer(event, now)
             case ev.PassDone(targets):
                 return self._on_pass_done(targets, now)
             case Received():
@@ -158,28 +158,29 @@ class VerifySession:
 
     # --- passes ----------------------------------------------------------------------------
 
-    def _on_offer(self, max_rows: int, pass_s: float, now: float) -> tuple[ev.VerifyAction, ...]:
+    def _on_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
         if self.state is not ev.READY or not self.attached:
             return ()
-        assert max_rows >= 1
+        assert offer.max_rows >= 1
         self.deadline = None
         if self.prefix.length - self._received > self._limits.max_unreceived:
             return ()  # until a ``Received`` comes
         last = self._ending.end - 1  # there a draft cannot help, so none is waited for
         decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
         if decoding and not self.inbox.verifiable(1, self._ending.end):
-            start_at = self._run_ahead.start_at(self.inbox.view(now, self._idle_since, pass_s))
+            view = self.inbox.view(now, self._idle_since, offer.pass_s)
+            start_at = self._run_ahead.start_at(view)
             if start_at > now:
                 self.deadline = start_at
                 return ()
-        return (ev.RunPass(self._start_pass(max_rows, now)),)
+        return (ev.RunPass(self._start_pass(offer, now)),)
 
-    def _start_pass(self, max_rows: int, now: float) -> PassRequest:
+    def _start_pass(self, offer: ev.Offer, now: float) -> PassRequest:
         first, last = self.cache_length, self.prefix.length
-        feed = tuple(self.prefix.tokens[first : min(last, first + max_rows)])
+        feed = tuple(self.prefix.tokens[first : min(last, first + offer.max_rows)])
         sample = first + len(feed) == last
-        room = min(max_rows - len(feed), self._limits.max_nodes_per_pass) if sample else 0
-        nodes = self.inbox.verifiable(room, self._ending.end)
+        room = min(offer.max_rows - len(feed), self._limits.max_nodes_per_pass) if sample else 0
+        nodes = self.inbox.verifiable(room, self._ending.end, offer.least_chance)
         index = {node.id: i for i, node in enumerate(nodes)}
         request = PassRequest(
             key=self.request.session_id,

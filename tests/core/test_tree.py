@@ -133,6 +133,13 @@ def test_rank_is_kept_when_the_root_moves() -> None:
     assert (tree.nodes[2].rank, tree.roots) == (2, [tree.nodes[2]])
 
 
+def test_guesses_rank_as_they_come_unless_told() -> None:
+    tree = _tree()
+    for node_id, rank in ((1, None), (2, None), (3, 7), (4, None)):
+        tree.grow(node_id, ROOT, 10 + node_id, 2, rank)
+    assert [tree.nodes[node_id].rank for node_id in (1, 2, 3, 4)] == [0, 1, 7, 3]
+
+
 def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "MAX_COMMITTED_IDS", 2)
     tree = _tree()

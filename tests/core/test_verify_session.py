@@ -20,8 +20,10 @@ from edgespec.core.verify_events import (
     Offer,
     PassDone,
     PassFailed,
+    RunPass,
     VerifyState,
 )
+from edgespec.core.verify_session import VerifySession
 from tests.core.fixed_text import (
     LIMITS,
     MODEL,
@@ -37,6 +39,42 @@ from tests.core.fixed_text import (
 )
 
 # --- passes -----------------------------------------------------------------------------------
+
+
+def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
+    """Until more is known first choices are right with 0.7 and second ones with 0.1."""
+    session = new_session()
+    run_pass(session)
+    base = session.prefix.hash_at(3)
+    # 0.7, its children 0.49 and 0.07, and 0.1 with a child of 0.07.
+    session.handle(Draft(1, (0, 1, 1, 0, 4), (11, 12, 40, 41, 42), 3, base), 1.0)
+    (action,) = session.handle(Offer(64, 0.02, 0.2), 1.0)
+    assert isinstance(action, RunPass)
+    assert (action.request.tokens, action.request.parents) == ((11, 12), (-1, 0))
+    session.handle(PassFailed(), 1.0)
+    (action,) = session.handle(Offer(64, 0.02, 0.09), 1.0)
+    assert isinstance(action, RunPass)
+    assert action.request.tokens == (11, 12, 41)
+    session.handle(PassFailed(), 1.0)
+    assert offer(session).tokens == (11, 12, 40, 41, 42)
+
+
+def test_the_verifier_learns_which_choice_is_right() -> None:
+    session = new_session(replace(REQUEST, sampling=SamplingParams(max_tokens=10)))
+    run_pass(session)
+    for position in (3, 5, 7):  # the second choice, and the token behind it
+        session.handle(_two_choices(session, 2 * position), 1.0)
+        assert len(offer(session).tokens) == 2
+        session.handle(PassDone((TEXT[position], 49, TEXT[position + 1])), 1.0)
+    session.handle(_two_choices(session, 30), 1.0)
+    (action,) = session.handle(Offer(64, 0.02, 0.25), 1.0)
+    assert isinstance(action, RunPass)
+    assert action.request.tokens == (40, TEXT[9])  # (3 + 0.1 * 12) / 15, little forgotten
+
+
+def _two_choices(session: VerifySession, first: int) -> Draft:
+    length = session.prefix.length
+    return Draft(first, (0, 0), (40, TEXT[length]), length, session.prefix.hash_at(length))
 
 
 def test_the_prompt_and_then_one_token_a_pass() -> None:

@@ -19,7 +19,7 @@ from edgespec.core.draft_session import DraftSession
 from edgespec.core.ending import Ending
 from edgespec.core.messages import Commit, Draft, Fault, FinishReason, Open, Opened
 from edgespec.core.tree import ROOT, Node, SpeculationTree
-from edgespec.core.verify_events import Keep, Send, VerifyAction
+from edgespec.core.verify_events import Keep, Offer, Send, VerifyAction
 from edgespec.core.verify_session import VerifySession
 
 Patches = Callable[[pytest.MonkeyPatch], None]
@@ -149,24 +149,26 @@ def _repeats_empty_steps(
     return actions
 
 
-def _flow_control_off(
-    session: VerifySession, max_rows: int, pass_s: float, now: float
-) -> tuple[VerifyAction, ...]:
+def _flow_control_off(session: VerifySession, offer: Offer, now: float) -> tuple[VerifyAction, ...]:
     session._received = session.prefix.length
-    return _offer(session, max_rows, pass_s, now)
+    return _offer(session, offer, now)
 
 
 def _failed_pass_hangs(session: VerifySession) -> None:
     session._pass = None
 
 
-def _newest_nodes_first(inbox: DraftInbox, room: int, end: int) -> list[Node]:
+def _newest_nodes_first(
+    inbox: DraftInbox, room: int, end: int, least_chance: float = 0.0
+) -> list[Node]:
     nodes = [node for node in inbox.tree.nodes.values() if node.position < end - 1]
     return nodes[-room:] if room > 0 else []
 
 
-def _nodes_past_the_end(inbox: DraftInbox, room: int, end: int) -> list[Node]:
-    return _verifiable(inbox, room, end + 8)
+def _nodes_past_the_end(
+    inbox: DraftInbox, room: int, end: int, least_chance: float = 0.0
+) -> list[Node]:
+    return _verifiable(inbox, room, end + 8, least_chance)
 
 
 def _patch(owner: type, name: str, mutant: Any) -> Patches:

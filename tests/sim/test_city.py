@@ -189,6 +189,22 @@ def test_a_busier_verifier_is_slower() -> None:
     assert tpots_s[1].median > 1.3 * tpots_s[0].median
 
 
+def test_drafts_do_not_crowd_out_a_full_verifier() -> None:
+    """Where rows are dear and many share them, drafting is worth nothing and must cost little."""
+    verifier = VerifierSection(pass_time=CostSection(ms=20.0, row_ms=2.0))
+    crowd = replace(SMALL.devices["laptop"], count=16)
+    arms = (Arm.TARGET_ONLY, Arm.WINDOWED, Arm.EDGESPEC)
+    full = replace(
+        SMALL,
+        duration_s=15.0,
+        verifiers={"server": verifier},
+        devices={"laptop": crowd},
+        arms=arms,
+    )
+    plain, *ours = (arm.all.tokens_per_second for arm in run(full).arms)
+    assert min(ours) > 0.85 * plain
+
+
 def test_layers_on_several_nodes_cost_their_links() -> None:
     stages = StagesSection(nodes=4, link_ms=10.0)
     verifier = VerifierSection(pass_time=CostSection(ms=20.0), stages=stages)

@@ -1,0 +1,58 @@
+"""When a draft node is worth its row. Oracle: the tokens that the row's time brings otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.core.engine_events import EngineLimits
+from edgespec.core.messages import Draft
+from edgespec.core.pass_scheduler import PassScheduler
+from edgespec.core.verify_events import PassDone
+from edgespec.core.verify_session import VerifySession
+from tests.core.fixed_text import TEXT, new_session, run_pass
+
+ROW_S, PASS_S = 0.002, 0.020
+
+
+def passes(row_s: float, count: int = 8) -> PassScheduler:
+    """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token."""
+    scheduler = PassScheduler(EngineLimits())
+    now = 0.0
+    for number in range(count):
+        session = ready()
+        nodes = number % 3
+        if nodes:
+            session.handle(guesses(session, nodes), now)
+        scheduler.enqueue("s")
+        (request,), _ = scheduler.form({"s": session}, now)
+        assert len(request.tokens) == nodes
+        now += PASS_S + row_s * request.row_count
+        scheduler.finish(now)
+        session.handle(PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
+        scheduler.count(1)
+    return scheduler
+
+
+def ready() -> VerifySession:
+    session = new_session()
+    run_pass(session)
+    return session
+
+
+def guesses(session: VerifySession, count: int) -> Draft:
+    tokens = tuple(40 + index for index in range(count))
+    return Draft(1, (0,) * count, tokens, 3, session.prefix.hash_at(3))
+
+
+def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
+    scheduler = passes(ROW_S)
+    otherwise = ROW_S / (PASS_S + 15 / 8 * ROW_S)  # tokens in a row's time
+    assert scheduler.least_chance == pytest.approx(1.5 * otherwise, rel=0.02)
+
+
+def test_rows_that_cost_nothing_are_all_welcome() -> None:
+    assert passes(0.0).least_chance == pytest.approx(0.0, abs=1e-9)
+
+
+def test_nothing_is_left_out_before_rows_have_a_price() -> None:
+    assert passes(ROW_S, count=5).least_chance == 0.0
