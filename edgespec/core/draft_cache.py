@@ -24,7 +24,8 @@ class DraftCache:
 
         At least one token is appended, because its row of logits is what the step is for.
         """
-        self._catch_up(prefix)
+        if self._agreed < prefix.length:
+            self._catch_up(prefix)
         keep, length, cached = self._agreed, prefix.length, self._tokens
         if keep == length:
             drafted = cached[length : length + len(path)]

@@ -147,15 +147,15 @@ class WindowedPolicy:
     its energy while p passes take at least so many steps."""
 
     def extend(self, view: DraftView) -> int | None:
-        window = self.window or math.ceil(2 * view.round_s / view.step_s) + 4
-        tree = view.tree
+        step_s, tree = view.step_s, view.tree
+        window = self.window or math.ceil(2 * view.round_s / step_s) + 4
         if len(tree.nodes) >= window * self.width or view.room < self.width:
             return None
         if not tree.roots and tree.prefix.length < view.end:
             return ROOT
         last_rank, last_position = self.width - 1, view.end - 2
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        best, best_chance = ROOT, self._least_chance(view, sum(rates))
+        best, best_chance = ROOT, self._least_chance(view, step_s, sum(rates))
         pending = [(1.0, tree.roots)]
         while pending:
             before, siblings = pending.pop()
@@ -175,10 +175,10 @@ class WindowedPolicy:
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0
 
-    def _least_chance(self, view: DraftView, hit_rate: float) -> float:
+    def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """Below it a step saves less than what it and the rows that it adds to a pass take."""
         row_s = view.estimates.row_s.get()
         if row_s is None:
             return self.least_chance
-        for_step = min(self.least_chance, self.step_price * view.step_s / view.pass_s)
+        for_step = min(self.least_chance, self.step_price * step_s / view.pass_s)
         return max(for_step, self.width * row_s / (hit_rate * view.token_s))

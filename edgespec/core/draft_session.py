@@ -205,16 +205,18 @@ class DraftSession:
         if self.state is ev.DONE:
             return
         streaming = self.state is ev.STREAMING
-        if streaming and self._outbox.unsent and self._policy.flush(self._view()):
+        unsent = self._outbox.unsent
+        if streaming and unsent and self._policy.flush(self._view(unsent)):
             actions += self._send_drafts()
+            unsent = self._outbox.unsent
         if self._step is not None:
             return
         if self.drafting:
-            parent = self._policy.extend(self._view())
+            parent = self._policy.extend(self._view(unsent))
             if parent is not None and (parent, self.prefix.length) != self._barren:
                 actions.append(self._start_step(parent, now))
                 return
-        if streaming and self._outbox.unsent == len(self.tree.nodes):
+        if streaming and unsent == len(self.tree.nodes):
             actions += self._nothing_to_come()
 
     def _send_drafts(self) -> list[ev.DraftAction]:
@@ -237,7 +239,7 @@ class DraftSession:
         self._step = _Step(parent, base, now, len(feed))
         return ev.StartStep(keep, feed, self._policy.width)
 
-    def _view(self) -> DraftView:
-        alive, unsent = len(self.tree.nodes), self._outbox.unsent
+    def _view(self, unsent: int) -> DraftView:
+        alive = len(self.tree.nodes)
         room = self.limits.max_nodes_outstanding - alive
         return DraftView(self.tree, unsent, alive - unsent, room, self._end, self.estimates)

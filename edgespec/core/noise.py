@@ -51,9 +51,17 @@ def noise_bits(seed: int, position: int, token: int) -> int:
 
 
 def keyed_bits(key: int, position: int, token: int) -> int:
-    """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often."""
-    first = mix(key ^ position * GOLDEN)
-    return mix(mix(token * GOLDEN + first) ^ mix(first + SECOND_KEY))
+    """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often. ``mix`` is
+    written out: a simulated link draws for every message."""
+    first = (key ^ position * GOLDEN) & MASK_32
+    first = ((first ^ first >> 16) * MIX_A) & MASK_32
+    first = ((first ^ first >> 13) * MIX_B) & MASK_32
+    first ^= first >> 16
+    bits = (token * GOLDEN + first) & MASK_32
+    bits = ((bits ^ bits >> 16) * MIX_A) & MASK_32
+    bits = ((bits ^ bits >> 13) * MIX_B) & MASK_32
+    bits ^= bits >> 16
+    return mix(bits ^ mix(first + SECOND_KEY))
 
 
 def gumbel(bits: int) -> float:
