@@ -1,16 +1,19 @@
 """How fast one verifier serves n sessions at a time, measured on small event-driven worlds.
 
-Theory of operation. A world of one verifier and n users who never think holds the number of active
-sessions at n. What each user gets there (time of a whole request, TTFT, TPOT) and how busy the
-verifier is are points of a curve over n; between them the curve is linear. Groups of devices are
-mixed as they are among the active ones of the whole scenario. The mean field (``mean_field.py``)
-is all arithmetic on such curves.
+Theory of operation. A world of one verifier and n users who hardly think holds the number of active
+sessions just below n. What each user gets there (time of a whole request, TTFT, TPOT) and how busy
+the verifier is are points of a curve over the active ones; between them the curve is linear. Groups
+of devices are mixed as they are among the active ones of the whole scenario. The mean field
+(``mean_field.py``) is all arithmetic on such curves.
+
+A moment of thought there has to be: without it a question follows the last commit by the same time
+always, so it meets the passes at the same phase always, and the TTFT is off by a part of a pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +27,8 @@ from edgespec_sim.scenario.sections import DeviceSection, Scenario
 # Some hundred requests: texts differ, so a mean over them is good to 2 % or so.
 SESSION_SECONDS = 240.0
 _LEAST_CYCLES = 5.0
+# Long beside a pass, short beside a request.
+_THINK_S = 0.1
 _QUANTILES = (np.arange(50) + 0.5) / 50
 
 Floats = NDArray[np.float64]
@@ -58,10 +63,8 @@ class ServiceCurve:
     """From 0 on."""
     busy: Floats
     """Share of time in which a pass runs."""
-
-    @property
-    def largest(self) -> int:
-        return int(self.sizes[-1])
+    largest: int
+    """Users of the largest world it was measured on."""
 
     def busy_at(self, active: Floats) -> Floats:
         return np.interp(active, self.sizes, self.busy)
@@ -74,9 +77,28 @@ class _Point:
     counts: Mapping[str, int]
     outcome: WorldOutcome
     duration_s: float
+    tokens: Mapping[str, float]
+    """Of a mean answer."""
 
     def records(self, group: str) -> list[RequestRecord]:
         return [one for one in self.outcome.meters.records if one.group == group]
+
+    def cycle_s(self, group: str) -> float:
+        """Of a whole request."""
+        # Requests cut off by the end count with what they got: the short ones, which are
+        # complete sooner, do not weigh more than they should.
+        delivered = sum(one.tokens for one in self.records(group))
+        asked = delivered / self.tokens[group]
+        return self.duration_s * self.counts[group] / max(1.0, asked) - _THINK_S
+
+    @property
+    def active(self) -> float:
+        """Sessions, on average."""
+        cycles_s = {group: self.cycle_s(group) for group in self.counts}
+        return sum(
+            count * cycles_s[group] / (cycles_s[group] + _THINK_S)
+            for group, count in self.counts.items()
+        )
 
 
 class CurveMeter:
@@ -103,10 +125,11 @@ class CurveMeter:
             size = 1 << doublings
             if size not in self._points:
                 self._points[size] = self._measure(weights, size)
-        sizes = sorted(self._points)
-        busy = [0.0, *(self._busy(weights, self._points[size]) for size in sizes)]
+        points = [self._points[size] for size in sorted(self._points)]
+        active = [0.0, *(_mean_of(weights, one, lambda point: point.active) for one in points)]
+        busy = [0.0, *(_mean_of(weights, one, _busy) for one in points)]
         groups = {group: self._group(group) for group in weights}
-        return ServiceCurve(groups, np.array([0.0, *map(float, sizes)]), np.array(busy))
+        return ServiceCurve(groups, np.array(active), np.array(busy), max(self._points))
 
     def _measure(self, weights: Mapping[str, float], size: int) -> list[_Point]:
         """A mixed world; of one session there is a world for each group."""
@@ -135,32 +158,34 @@ class CurveMeter:
         )
         seed = f"{self._seed}/curve/{total}"
         outcome = World(world, self._arm, seed, self._surrounding).run()
-        return _Point(counts, outcome, duration_s)
-
-    def _busy(self, weights: Mapping[str, float], points: list[_Point]) -> float:
-        shares = [sum(weights[group] for group in point.counts) for point in points]
-        busy = [point.outcome.verifiers[0].utilisation for point in points]
-        return float(np.average(busy, weights=shares))
+        tokens = {group: mean_tokens(scenario.devices[group]) for group in counts}
+        return _Point(counts, outcome, duration_s, tokens)
 
     def _group(self, group: str) -> GroupCurve:
         found = [
-            (size, point)
-            for size, points in sorted(self._points.items())
+            point
+            for _, points in sorted(self._points.items())
             for point in points
             if point.counts.get(group)
         ]
-        tokens = mean_tokens(self._scenario.devices[group])
-        cycle_s, ttft_s, tpot_s = [], [], []
-        for _, point in found:
-            records = point.records(group)
-            # Requests cut off by the end count with what they got: the short ones, which are
-            # complete sooner, do not weigh more than they should.
-            delivered = sum(one.tokens for one in records)
-            cycle_s.append(point.duration_s * point.counts[group] * tokens / max(1, delivered))
-            ttft_s.append(_spread([one.ttft_s for one in records]))
-            tpot_s.append(_spread([one.tpot_s for one in records]))
-        sizes = np.array([float(size) for size, _ in found])
-        return GroupCurve(sizes, np.array(cycle_s), np.stack(ttft_s), np.stack(tpot_s))
+        return GroupCurve(
+            np.array([point.active for point in found]),
+            np.array([point.cycle_s(group) for point in found]),
+            np.stack([_spread([one.ttft_s for one in point.records(group)]) for point in found]),
+            np.stack([_spread([one.tpot_s for one in point.records(group)]) for point in found]),
+        )
+
+
+def _busy(point: _Point) -> float:
+    return point.outcome.verifiers[0].utilisation
+
+
+def _mean_of(
+    weights: Mapping[str, float], points: list[_Point], value: Callable[[_Point], float]
+) -> float:
+    """Over the worlds of one size, each as heavy as its groups."""
+    shares = [sum(weights[group] for group in point.counts) for point in points]
+    return float(np.average([value(point) for point in points], weights=shares))
 
 
 def mean_tokens(section: DeviceSection) -> float:
@@ -181,7 +206,7 @@ def dealt(weights: Mapping[str, float], size: int) -> dict[str, int]:
 
 
 def _restless(section: DeviceSection, count: int, within_s: float) -> DeviceSection:
-    load = replace(section.workload, think_s=0.0, requests=0, start_within_s=within_s / 4)
+    load = replace(section.workload, think_s=_THINK_S, requests=0, start_within_s=within_s / 4)
     return replace(section, count=count, workload=load, battery_j=None)
 
 

@@ -77,7 +77,7 @@ def test_the_start_is_busier_than_the_long_run() -> None:
 def flat_curve(cycle_s: float) -> ServiceCurve:
     sizes, spread = np.array([1.0, 2.0]), np.ones((2, 1))
     group = GroupCurve(sizes, np.full(2, cycle_s), spread, spread)
-    return ServiceCurve({"all": group}, np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 1.0]))
+    return ServiceCurve({"all": group}, np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 1.0]), 2)
 
 
 @pytest.mark.parametrize("count", [4, 30])
