@@ -95,8 +95,9 @@ class PassScheduler:
         return batch
 
     def count(self, tokens: int) -> None:
-        """The pass committed so many, of all its sessions."""
-        self._tokens.add(tokens)
+        """The pass committed so many, of all its sessions; 0: it did not sample."""
+        if tokens:
+            self._tokens.add(tokens)
 
     @property
     def least_chance(self) -> float:
