@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from edgespec.core.noise import GOLDEN, MASK_32, gumbel, mix
+from edgespec.core.protocol.noise import GOLDEN, MASK_32, gumbel, mix
+from edgespec.core.protocol.ranges import bounded
 
 MAX_TOY_VOCABULARY = 4096
 MAX_TOY_ORDER = 16
@@ -46,13 +47,13 @@ class ToyModel:
     noise_seed: int = 0
 
     def __post_init__(self) -> None:
-        _bounded("vocabulary_size", self.vocabulary_size, 2, MAX_TOY_VOCABULARY)
-        _bounded("order", self.order, 0, MAX_TOY_ORDER)
-        _bounded("sharpness", self.sharpness, 0.0, 1e3)
-        _bounded("eos_probability", self.eos_probability, 0.0, 1.0)
-        _bounded("noise_strength", self.noise_strength, 0.0, 1e3)
+        bounded("vocabulary_size", self.vocabulary_size, 2, MAX_TOY_VOCABULARY)
+        bounded("order", self.order, 0, MAX_TOY_ORDER)
+        bounded("sharpness", self.sharpness, 0.0, 1e3)
+        bounded("eos_probability", self.eos_probability, 0.0, 1.0)
+        bounded("noise_strength", self.noise_strength, 0.0, 1e3)
         if self.eos_token is not None:
-            _bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
+            bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
 
     def logits(self, context: Sequence[int]) -> list[float]:
         """``vocabulary_size`` logits of the token after ``context`` (of any length, even 0)."""
@@ -93,8 +94,3 @@ def _context_key(seed: int, tail: tuple[int, ...]) -> int:
 
 def _variate(key: int, token: int) -> float:
     return gumbel(mix(mix(token * GOLDEN + key) ^ key))
-
-
-def _bounded(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also catches NaN
-        raise ValueError(f"{name} is {value}, but must be in [{low}, {high}]")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.core.messages import FinishReason
-from edgespec.core.prefix import CommittedPrefix
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from edgespec.core.noise import GOLDEN, mix
+from edgespec.core.protocol.noise import GOLDEN, mix
 
 _EMPTY_HASH = 0x65646765
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
@@ -43,7 +43,9 @@ def message_bytes(message: Message) -> int:
             texts = message.session_id, message.model, message.vocabulary
             text_bytes = sum(2 + len(text.encode()) for text in texts if text)
             tokens = _packed(message.prompt) + _packed(message.committed)
-            return _wrapped(8 + text_bytes + tokens + _SAMPLING_BYTES)
+            secret = message.session_secret
+            secret_bytes = 2 + len(secret) if secret else 0
+            return _wrapped(8 + text_bytes + secret_bytes + tokens + _SAMPLING_BYTES)
         case Opened(_, model, position):
             return _wrapped(_LIMITS_BYTES + 2 + len(model.encode()) + _number(position))
         case Fault(_, text):

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from edgespec.core.value import value
+from edgespec.core.statically_frozen import statically_frozen
 
 
-@value
+@statically_frozen
 class ModelInfo:
     name: str
     vocabulary: str
@@ -19,7 +19,20 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@value
+@statically_frozen
+class CacheShape:
+    """A target's key-value cache: ``block_count`` blocks of ``block_tokens`` rows each."""
+
+    block_count: int
+    block_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """How many rows fit in all."""
+        return self.block_count * self.block_tokens
+
+
+@statically_frozen
 class Candidate:
     """One guess for the next token."""
 
@@ -28,7 +41,7 @@ class Candidate:
     """Under the draft's own distribution; recorded, never sent."""
 
 
-@value
+@statically_frozen
 class PassRequest:
     """One session's part of a packed forward pass.
 
@@ -45,13 +58,16 @@ class PassRequest:
     parents: tuple[int, ...] = ()
     sample: bool = True
     """False: the feed ends before the committed prefix does (prefill); nothing is sampled."""
+    blocks: tuple[int, ...] = ()
+    """The session's blocks of the key-value cache, in the order of its positions; empty for a
+    target that keeps no such account (``core/verifier/block_ledger.py``)."""
 
     @property
     def row_count(self) -> int:
         return len(self.feed) + len(self.tokens)
 
 
-@value
+@statically_frozen
 class PassResult:
     """``targets[0]`` is the target's own token after the last fed token, ``targets[1 + i]`` the
     one after node ``i`` (given its path). Empty when nothing was sampled."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from edgespec.core.prefix import CommittedPrefix
+from edgespec.core.protocol.prefix import CommittedPrefix
 
 ROOT = 0
 # Committed ids that late drafts may still name. A device hears of a commit within a round trip, so
@@ -64,6 +64,8 @@ class SpeculationTree:
         self.roots: list[Node] = []
         """Children of the root."""
         self.last_id = 0
+        """The highest id that was taken. A stale node takes none: one that found no parent may come
+        again when the parent has, as after a verifier had no room for it."""
         self._committed: dict[int, int] = {}
 
     # --- looking ---------------------------------------------------------------------------
@@ -97,7 +99,6 @@ class SpeculationTree:
         among the siblings that are there."""
         if node_id <= self.last_id:
             return STALE
-        self.last_id = node_id
         before = self.nodes.get(parent)
         if before is not None:
             position, siblings = before.position + 1, before.children
@@ -113,6 +114,7 @@ class SpeculationTree:
                 return STALE
         if rank is None:
             rank = len(siblings)
+        self.last_id = node_id
         self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [])
         siblings.append(node)
         return ALIVE
@@ -121,6 +123,7 @@ class SpeculationTree:
         """Where the target has spoken already."""
         if self.prefix.tokens[position] != token:
             return STALE
+        self.last_id = node_id
         self._remember(node_id, position)
         return FORWARDED
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 from dataclasses import field
 from enum import Enum
 
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.value import value
-from edgespec.core.work import ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.statically_frozen import statically_frozen
 
 PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
+MAX_COMMIT_TOKENS = 4096
+"""Tokens in one Commit. A device that comes back further behind is sent several of them."""
+MAX_SECRET_BYTES = 64
 
 
 class RunAhead(Enum):
-    """May the verifier decode on without a draft? (``core/run_ahead.py``)"""
+    """May the verifier decode on without a draft? (``core/verifier/run_ahead.py``)"""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -27,13 +30,21 @@ class RunAhead(Enum):
 
 
 class FinishReason(Enum):
+    """Why a generation is complete. On the wire ``LENGTH`` stands for ``CONTEXT`` too; the device
+    tells them apart by what it holds."""
+
     STOP = "stop"
+    """A stop id, the end of text, or a stop string."""
     LENGTH = "length"
+    """``max_tokens`` were generated."""
     CANCELLED = "cancelled"
+    CONTEXT = "context"
+    """The context was full before ``max_tokens`` were generated."""
 
 
 class FaultCode(Enum):
-    """Why the verifier ended a stream. ``retryable`` ones are worth a reconnect."""
+    """Why the verifier ended a stream. ``retryable`` ones are worth a reconnect: a bounded number
+    of them (``core/device/link_keeper.py``)."""
 
     RESYNC = "resync"
     INVALID = "invalid"
@@ -46,10 +57,15 @@ class FaultCode(Enum):
 
     @property
     def retryable(self) -> bool:
-        return self in (FaultCode.RESYNC, FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
+        return self in (
+            FaultCode.RESYNC,
+            FaultCode.OVERLOADED,
+            FaultCode.SHUTTING_DOWN,
+            FaultCode.INTERNAL,
+        )
 
 
-@value
+@statically_frozen
 class Limits:
     """Bounds a verifier announces in ``Opened`` and enforces."""
 
@@ -67,7 +83,7 @@ class Limits:
 # --- device -> verifier ---------------------------------------------------------------------
 
 
-@value
+@statically_frozen
 class Open:
     session_id: str
     model: str
@@ -83,9 +99,12 @@ class Open:
     drafting: bool = True
     """False: no draft will come, decode on."""
     version: int = PROTOCOL_VERSION
+    session_secret: bytes = field(default=b"", repr=False)
+    """Drawn by the device for this session: who does not send it again cannot resume, end or
+    replace the session. Kept out of reprs, traces and logs. Empty: the id alone is the proof."""
 
 
-@value
+@statically_frozen
 class Draft:
     """Guesses. Node ``first_node_id + i`` has token ``tokens[i]`` and parent ``parents[i]``.
 
@@ -101,7 +120,7 @@ class Draft:
     base_hash: int = 0
 
 
-@value
+@statically_frozen
 class Received:
     """The device holds all tokens before ``position``. ``echo`` comes back in the next Commit."""
 
@@ -109,7 +128,7 @@ class Received:
     echo: int
 
 
-@value
+@statically_frozen
 class Cancel:
     """The device wants no more tokens."""
 
@@ -117,7 +136,7 @@ class Cancel:
 # --- verifier -> device ---------------------------------------------------------------------
 
 
-@value
+@statically_frozen
 class Opened:
     limits: Limits
     model: str
@@ -125,9 +144,13 @@ class Opened:
     """Committed length at which the stream goes on (that of the device's own tokens)."""
 
 
-@value
+@statically_frozen
 class Commit:
-    """The target's own tokens for positions ``position`` .. ``position + len(tokens) - 1``."""
+    """The target's own tokens for positions ``position`` .. ``position + len(tokens) - 1``.
+
+    At most ``MAX_COMMIT_TOKENS``; one without tokens and without a finish says that the verifier
+    is still at work.
+    """
 
     position: int
     tokens: tuple[int, ...]
@@ -147,7 +170,7 @@ class Commit:
     finish: FinishReason | None = None
 
 
-@value
+@statically_frozen
 class Fault:
     """The verifier ends the stream; ``message`` names the bound and the value."""
 
@@ -164,7 +187,7 @@ Message = Uplink | Downlink
 # --- beside the streams ---------------------------------------------------------------------
 
 
-@value
+@statically_frozen
 class VerifierInfo:
     """What a verifier serves and how busy it is. ``limits`` and the counts are all 0 when it is
     one that does not tell them."""

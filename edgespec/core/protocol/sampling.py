@@ -6,10 +6,11 @@ tokens before it, the parameters and the seed:
     bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
     -> argmax of (logits + Gumbel noise)
 
-Temperature 0 is the greedy case: no truncation, no noise, ties to the lowest id. ``choose`` is the
-scalar specification (lists of floats); the numpy and torch versions follow it and are tested
-against it. Repetition counts prompt and output (Keskar et al. 2019), presence and frequency count
-output only, as in the OpenAI API. Truncation never removes the most likely token.
+A temperature of 0, as any below ``LEAST_TEMPERATURE``, is the greedy case: no truncation, no noise,
+ties to the lowest id. ``choose`` is the scalar specification (lists of floats); the numpy and torch
+versions follow it and are tested against it. Repetition counts prompt and output (Keskar et al.
+2019), presence and frequency count output only, as in the OpenAI API. Truncation never removes the
+most likely token.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from edgespec.core.noise import gumbel, noise_bits
+from edgespec.core.protocol.noise import gumbel, noise_bits
+from edgespec.core.protocol.ranges import bounded
 
 MAX_STOP_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 20
+# Divided by less than this, any two float32 logits that differ are further apart than the noise can
+# bridge, and soon further than float32 reaches.
+LEAST_TEMPERATURE = 1e-6
+# Below this a logit divided by the penalty may leave the range of float32.
+LEAST_REPETITION_PENALTY = 0.01
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -37,7 +44,7 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    """0 is greedy; else logits are divided by it."""
+    """Logits are divided by it; below ``LEAST_TEMPERATURE`` the most likely token is taken."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -57,26 +64,26 @@ class SamplingParams:
     """Go on past the model's own end token (for measurements)."""
 
     def __post_init__(self) -> None:
-        _bounded("temperature", self.temperature, 0.0, 100.0)
-        _bounded("top_k", self.top_k, 0, 1 << 24)
-        _bounded("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _bounded("min_p", self.min_p, 0.0, 1.0)
-        _bounded("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _bounded("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _bounded("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _bounded("seed", self.seed, 0, (1 << 64) - 1)
-        _bounded("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
-        _bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
-        _bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
+        bounded("temperature", self.temperature, 0.0, 100.0)
+        bounded("top_k", self.top_k, 0, 1 << 24)
+        bounded("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        bounded("min_p", self.min_p, 0.0, 1.0)
+        bounded("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
+        bounded("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        bounded("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        bounded("seed", self.seed, 0, (1 << 64) - 1)
+        bounded("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
+        bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
+        bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
         for token, bias in self.logit_bias.items():
-            _bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
+            bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
@@ -156,11 +163,3 @@ def _min_p(scores: list[float], p: float) -> list[float]:
         return scores
     threshold = max(scores) + math.log(p)
     return [s if s >= threshold else -math.inf for s in scores]
-
-
-def _bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not inside:  # also catches NaN
-        raise ValueError(
-            f"{name} is {value}, but must be in {'(' if open_low else '['}{low}, {high}]"
-        )
