@@ -1,0 +1,1 @@
+"""Which verifier a device uses: policies, and the small network that a learned one runs on."""

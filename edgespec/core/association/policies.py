@@ -1,0 +1,222 @@
+"""Association: which verifier does each device use?
+
+Theory of operation. A policy is a pure function of what is known before a session opens: each
+device, each verifier, and the link between each pair. The agent asks it about one device (itself)
+and the verifiers it was given; a planner or the simulator asks it about all of them at once, and
+then a policy may trade one device's place for another's. So a policy that was learned or tuned in
+the simulator is the very object that an agent runs.
+
+    random             any verifier, by a seed
+    strongest-signal   the best radio link (max-SINR in the literature)
+    most-compute       the shortest pass, counting who is there already (max-compute)
+    lowest-delay       the shortest expected time per round: link, queue and pass
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgespec.core.protocol.noise import noise_bits
+
+# A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
+_MESSAGE_BITS = 8 * 120.0
+# Rounding must not make two devices change places for ever.
+_LEAST_GAIN_S = 1e-9
+
+_Score = Callable[[int, int, int], float | tuple[float, float]]
+"""Of (device, verifier, devices placed there so far); the lowest wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    name: str
+    step_s: float
+    """One draft step."""
+    acceptance: float = 0.7
+    """Share of positions at which its first guess is the target's token."""
+    battery_share: float = 1.0
+    """Charge left, 0 to 1; 1 on mains."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierView:
+    name: str
+    pass_s: float
+    """One pass of a lone session."""
+    sessions: int
+    max_sessions: int
+    session_s: float = 0.0
+    """How much longer a pass takes with every further session in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """Between one device and one verifier."""
+
+    rtt_s: float
+    up_bits_per_s: float = math.inf
+    down_bits_per_s: float = math.inf
+    snr_db: float | None = None
+    """Signal to interference and noise; None on links that are not radio."""
+
+
+Links = Sequence[Sequence[LinkView]]
+"""``links[device][verifier]``."""
+
+
+class AssociationPolicy(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        """The index of a verifier for each device, in order. All sequences are non-empty. A full
+        verifier may be named only when all are full."""
+
+
+class RandomAssociation:
+    """Any verifier with room, by a hash of (``seed``, the device's name and its place)."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        def score(device: int, verifier: int, placed: int) -> float:
+            key = zlib.crc32(devices[device].name.encode()) + (device << 32)
+            return noise_bits(self._seed ^ key, verifier, 0)
+
+        return _one_by_one(devices, verifiers, score)
+
+
+class StrongestSignal:
+    """The best signal-to-noise ratio, whatever the load. A cable counts as stronger than any radio
+    link; equal ones are told apart by their round trip."""
+
+    name = "strongest-signal"
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        def score(device: int, verifier: int, placed: int) -> tuple[float, float]:
+            link = links[device][verifier]
+            return (-math.inf if link.snr_db is None else -link.snr_db, link.rtt_s)
+
+        return _one_by_one(devices, verifiers, score)
+
+
+class MostCompute:
+    """The shortest pass with everyone counted who is there, whatever the link."""
+
+    name = "most-compute"
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        def score(device: int, verifier: int, placed: int) -> tuple[float, float]:
+            return (_pass_s(verifiers[verifier], placed), links[device][verifier].rtt_s)
+
+        return _one_by_one(devices, verifiers, score)
+
+
+class LowestDelay:
+    """The shortest round (``round_s``). Among many devices each takes its best place in turn;
+    then single devices move for as long as that shortens the sum of all rounds."""
+
+    name = "lowest-delay"
+
+    def __init__(self, sweeps: int = 4) -> None:
+        self._sweeps = sweeps
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        def score(device: int, verifier: int, placed: int) -> float:
+            return round_s(verifiers[verifier], links[device][verifier], placed)
+
+        chosen = list(_one_by_one(devices, verifiers, score))
+        if len(devices) > 1:
+            placed = [chosen.count(verifier) for verifier in range(len(verifiers))]
+            for _ in range(self._sweeps):
+                if not _move_each_once(chosen, placed, verifiers, links):
+                    break
+        return tuple(chosen)
+
+
+POLICIES: Mapping[str, Callable[[int], AssociationPolicy]] = {
+    RandomAssociation.name: RandomAssociation,
+    StrongestSignal.name: lambda seed: StrongestSignal(),
+    MostCompute.name: lambda seed: MostCompute(),
+    LowestDelay.name: lambda seed: LowestDelay(),
+}
+"""By name; each takes a seed, which only ``random`` looks at."""
+
+
+def association_policy(name: str, seed: int = 0) -> AssociationPolicy:
+    """The policy of that name. Raises ``ValueError`` naming the known ones."""
+    if name not in POLICIES:
+        raise ValueError(f"association is {name!r}, but must be one of {', '.join(POLICIES)}")
+    return POLICIES[name](seed)
+
+
+def round_s(verifier: VerifierView, link: LinkView, placed: int = 0) -> float:
+    """Expected seconds from sending a draft to holding its commit, for one more session beside
+    those there and ``placed`` others: round trip, pass, and both messages on the link."""
+    serialisation_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
+    return link.rtt_s + serialisation_s + _pass_s(verifier, placed)
+
+
+def _pass_s(verifier: VerifierView, placed: int) -> float:
+    return verifier.pass_s + verifier.session_s * (verifier.sessions + placed)
+
+
+def _one_by_one(
+    devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], score: _Score
+) -> tuple[int, ...]:
+    """Each device in turn to the lowest score among the verifiers with room, all if none has any;
+    ties go to the first."""
+    placed = [0] * len(verifiers)
+    chosen: list[int] = []
+    for device in range(len(devices)):
+        free = [v for v, view in enumerate(verifiers) if _has_room(view, placed[v])]
+        candidates = free or range(len(verifiers))
+        best = min(candidates, key=lambda v: score(device, v, placed[v]))
+        placed[best] += 1
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def _move_each_once(
+    chosen: list[int], placed: list[int], verifiers: Sequence[VerifierView], links: Links
+) -> bool:
+    """Move each device whose move shortens the sum of all rounds; whether any moved."""
+    moved = False
+    for device, old in enumerate(chosen):
+        own_s = round_s(verifiers[old], links[device][old], placed[old] - 1)
+        # Those who stay behind have one session less in their passes, those met one more.
+        relief_s = verifiers[old].session_s * (placed[old] - 1)
+        best, least_s = old, own_s + relief_s - _LEAST_GAIN_S
+        for new, view in enumerate(verifiers):
+            if new == old or not _has_room(view, placed[new]):
+                continue
+            cost_s = round_s(view, links[device][new], placed[new]) + view.session_s * placed[new]
+            if cost_s < least_s:
+                best, least_s = new, cost_s
+        if best != old:
+            chosen[device] = best
+            placed[old] -= 1
+            placed[best] += 1
+            moved = True
+    return moved
+
+
+def _has_room(verifier: VerifierView, placed: int) -> bool:
+    return verifier.sessions + placed < verifier.max_sessions
