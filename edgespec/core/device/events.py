@@ -1,0 +1,190 @@
+"""These events can happen to a ``DraftSession``; it answers with these actions, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
+from edgespec.core.protocol.work import Candidate
+from edgespec.core.statically_frozen import statically_frozen
+
+
+class LinkState(Enum):
+    """Where a ``DraftSession`` is; the moves stand in ``core/device/transitions.py``."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    STREAMING = "streaming"
+    BACKING_OFF = "backing_off"
+    DONE = "done"
+
+
+IDLE, CONNECTING, STREAMING, BACKING_OFF, DONE = LinkState
+
+
+class TokenKind(Enum):
+    """How a delivered token came about."""
+
+    ACCEPTED = "accepted"
+    """Drafted here, verified there."""
+    CORRECTED = "corrected"
+    """A draft was sent for this position, and the target said otherwise."""
+    DECODED = "decoded"
+    """The target's own: a bonus after a run of accepted ones, or run-ahead."""
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+@statically_frozen
+class Start:
+    """The generation begins: connect, and draft on the prompt meanwhile."""
+
+
+@statically_frozen
+class Connected:
+    """The stream that ``Connect`` asked for is there."""
+
+
+@statically_frozen
+class LinkDown:
+    """The stream ended or could not be had. ``retryable`` False: no other one would fare better."""
+
+    why: str
+    retryable: bool = True
+
+
+@statically_frozen
+class StepDone:
+    """The draft step is over, and these are its guesses, best first."""
+
+    candidates: tuple[Candidate, ...]
+
+
+@statically_frozen
+class StepFailed:
+    """The drafter cannot go on; the session can."""
+
+    why: str
+
+
+@statically_frozen
+class Stop:
+    """The user has enough, or a stop string was found."""
+
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+@statically_frozen
+class Tick:
+    """The deadline has come."""
+
+
+DraftEvent = (
+    Start | Connected | LinkDown | StepDone | StepFailed | Stop | Tick | Opened | Commit | Fault
+)
+
+
+# --- actions --------------------------------------------------------------------------------
+
+
+@statically_frozen
+class Connect:
+    """Open a stream; answer with ``Connected`` or ``LinkDown``."""
+
+
+@statically_frozen
+class Disconnect:
+    """Let the stream go. Nothing that it still says may reach the session."""
+
+
+@statically_frozen
+class Transmit:
+    """Hand this message to the stream, in order."""
+
+    message: Uplink
+
+
+@statically_frozen
+class StartStep:
+    """Run the drafter (``ports.Drafter.step``) with these arguments; answer with ``StepDone`` or
+    ``StepFailed``."""
+
+    keep_length: int
+    feed: tuple[int, ...]
+    width: int
+
+
+@statically_frozen
+class Deliver:
+    """Committed tokens for the user, once and in order."""
+
+    position: int
+    tokens: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+
+
+@statically_frozen
+class Finish:
+    """The generation is complete."""
+
+    reason: FinishReason
+
+
+@statically_frozen
+class Fail:
+    """The generation cannot be completed; what was delivered stays valid."""
+
+    why: str
+    code: FaultCode | None = None
+
+
+DraftAction = Connect | Disconnect | Transmit | StartStep | Deliver | Finish | Fail
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """What a session has counted so far, over all its streams."""
+
+    steps: int = 0
+    """Draft steps that ended well."""
+    sent: int = 0
+    """Nodes sent, those sent again on a new stream included."""
+    committed: int = 0
+    """Tokens the user was given."""
+    accepted: int = 0
+    """Of them, those drafted here and verified there."""
+    corrected: int = 0
+    """Of them, those that came where a draft was sent and was wrong."""
+    passes: int = 0
+    """The verifier's passes for this session, as far as it told."""
+    rows: int = 0
+    """Draft nodes in those passes."""
+    tried: int = 0
+    """Positions decided while the drafter had a guess there."""
+    hits: int = 0
+    """Of them, those that its first choice won."""
+    stale: int = 0
+    """Nodes the verifier dropped: their parent was dead, unknown or did not agree."""
+    reconnects: int = 0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The acceptance rate: hits / tried."""
+        return self.hits / self.tried if self.tried else 0.0
+
+    @property
+    def wasted(self) -> int:
+        """Nodes sent that did not become tokens by being verified."""
+        return self.sent - self.accepted
+
+    def take_back(self, kinds: Sequence[TokenKind]) -> None:
+        """Tokens of these kinds were committed but not given to the user: they stood behind a stop
+        string, and how many do depends on the drafts."""
+        self.committed -= len(kinds)
+        self.accepted -= kinds.count(TokenKind.ACCEPTED)
+        self.corrected -= kinds.count(TokenKind.CORRECTED)

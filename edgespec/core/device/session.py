@@ -1,0 +1,208 @@
+"""The device's half of one generation, as a pure machine.
+
+Theory of operation. The session owns the committed prefix (what the user has been given: the truth
+on reconnect), the tree of guesses behind it, and the plan of what to draft next. Three things run
+side by side: the link (``LinkKeeper``), at most one draft step (``DraftSteps``), and the stream of
+commits (``CommitReader``). Every event ends in ``_go_on``, which sends what the policy wants sent
+and starts the step it wants started.
+
+    IDLE -> CONNECTING -> STREAMING -> DONE, and BACKING_OFF -> CONNECTING after a broken link
+
+Invariants: only committed tokens are delivered, once, in order and within ``CommitBounds``; a node
+is sent at most once a stream; drafting goes on while the link is down, as far as the policy lets
+it. ``deadline`` is when to send ``Tick``; there is one as long as the session runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from edgespec.core.device import events as ev
+from edgespec.core.device.commit_bounds import CommitBounds
+from edgespec.core.device.commit_reader import CommitReader
+from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.link_keeper import LinkKeeper
+from edgespec.core.device.outbox import DraftOutbox
+from edgespec.core.device.policy import DraftPolicy, DraftView
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Fault,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    RunAhead,
+)
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import SpeculationTree
+
+# Until ``Opened`` tells; a verifier that takes less drops the rest, which is harmless.
+_LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
+
+
+class DraftSession:
+    """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
+    not known."""
+
+    def __init__(
+        self,
+        request: Open,
+        policy: DraftPolicy,
+        reconnect: ReconnectPolicy,
+        draft_context_length: int,
+        jitter_seed: int = 0,
+        vocabulary_size: int = 0,
+    ) -> None:
+        self.request = request
+        self.prefix = CommittedPrefix(request.prompt, request.committed)
+        self.tree = SpeculationTree(self.prefix)
+        self.limits = _LIMITS_BEFORE_OPENED
+        self.drafting = request.drafting
+        self._policy = policy
+        self._bounds = CommitBounds.of(request, vocabulary_size)
+        self._draft_context_length = draft_context_length
+        self._outbox = DraftOutbox(self.tree)
+        self._reader = CommitReader(self.tree, self._outbox)
+        self.counters, self.estimates = self._reader.counters, self._reader.estimates
+        self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
+        self._steps = DraftSteps(self.tree, self._reader)
+        self._said_no_draft_comes = False
+        """Whether the verifier was told so since its last commit."""
+        self._end = min(self._bounds.length - 1, draft_context_length)
+        """Nodes at this position or later cannot matter any more."""
+
+    @property
+    def state(self) -> ev.LinkState:
+        return self.link.state
+
+    @property
+    def deadline(self) -> float | None:
+        return self.link.deadline
+
+    def handle(self, event: ev.DraftEvent, now: float) -> tuple[ev.DraftAction, ...]:
+        state = self.link.state
+        said = isinstance(event, Commit | Opened | Fault)
+        if state is ev.DONE or (said and state is not ev.STREAMING):
+            return ()  # too late, or said on a link that is gone
+        match event:
+            case ev.StepDone():
+                self._steps.done(event, now)
+                actions = []
+            case Commit():
+                actions = self._on_commit(event, now)
+            case Opened():
+                actions = self._on_opened(event, now)
+            case Fault():
+                actions = self.link.refused(event, now)
+            case ev.Start():
+                actions = self.link.connect(now)
+            case ev.Connected():
+                actions = self._on_connected()
+            case ev.LinkDown():
+                actions = self.link.down(event, now)
+            case ev.Tick():
+                actions = self.link.tick(now)
+            case ev.StepFailed():
+                self._steps.failed()
+                self.drafting, actions = False, []
+            case ev.Stop(reason):
+                actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
+                actions += self.link.end(ev.Finish(reason))
+            case _:
+                assert_never(event)
+        self._go_on(actions, now)
+        return tuple(actions)
+
+    # --- what the verifier says ------------------------------------------------------------
+
+    def _on_connected(self) -> list[ev.DraftAction]:
+        self.link.connected()
+        self._outbox.new_stream()
+        self._reader.new_stream()
+        self._said_no_draft_comes = False
+        held = tuple(self.prefix.output)
+        return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
+
+    def _on_opened(self, opened: Opened, now: float) -> list[ev.DraftAction]:
+        self.limits = opened.limits
+        self._reader.max_unreceived = opened.limits.max_unreceived
+        self._outbox.trim(opened.limits.max_nodes_outstanding)
+        self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
+        self._end = min(self._bounds.length - 1, self._draft_context_length)
+        self.link.greeted(now)
+        return []
+
+    def _on_commit(self, commit: Commit, now: float) -> list[ev.DraftAction]:
+        if not self._reader.continues(commit):
+            why = f"commit at {commit.position} does not continue the {self.prefix.length} held"
+            return self.link.abandon(why, now)
+        commit, wrong = self._bounds.fitting(commit)
+        self._said_no_draft_comes = False
+        delivered = self._reader.read(commit, now)
+        actions: list[ev.DraftAction] = []
+        if delivered is None:
+            self.link.heard(now)
+        else:
+            self.link.progressed(now)
+            actions.append(delivered)
+        if wrong is not None:
+            return actions + self.link.end(ev.Fail(wrong))
+        received = self._reader.acknowledge(now, last=commit.finish is not None)
+        if received is not None:
+            actions.append(ev.Transmit(received))
+        if commit.finish is not None:
+            actions += self.link.end(ev.Finish(self._told_apart(commit.finish)))
+        return actions
+
+    def _told_apart(self, finish: FinishReason) -> FinishReason:
+        """The verifier has one word for a full output and a full context; the user gets two."""
+        generated = self.prefix.length - self.prefix.prompt_length
+        full_output = generated >= self.request.sampling.max_tokens
+        if finish is FinishReason.LENGTH and not full_output:
+            return FinishReason.CONTEXT
+        return finish
+
+    # --- drafting --------------------------------------------------------------------------
+
+    def _go_on(self, actions: list[ev.DraftAction], now: float) -> None:
+        """Send what the policy wants sent, start the step it wants started."""
+        state = self.link.state
+        if state is ev.DONE:
+            return
+        streaming = state is ev.STREAMING
+        unsent = self._outbox.unsent
+        if streaming and unsent and self._policy.flush(self._view(unsent)):
+            actions += self._send_drafts()
+            unsent = self._outbox.unsent
+        if self._steps.running:
+            return
+        if self.drafting:
+            parent = self._policy.extend(self._view(unsent))
+            if parent is not None and self._steps.is_worth_asking(parent):
+                actions.append(self._steps.start(parent, self._policy.width, now))
+                return
+        if streaming and unsent == len(self.tree.nodes):
+            actions += self._leave_nothing_open()
+
+    def _send_drafts(self) -> list[ev.DraftAction]:
+        drafts = self._outbox.take(self.limits.max_nodes_outstanding)
+        self.counters.sent += sum([len(draft.tokens) for draft in drafts])
+        return [ev.Transmit(draft) for draft in drafts]
+
+    def _leave_nothing_open(self) -> list[ev.DraftAction]:
+        """No step runs and no node is in flight: send what is left, or say that nothing comes, so
+        that a verifier which waits for drafts decodes on."""
+        if self._outbox.unsent:
+            return self._send_drafts()
+        if self._said_no_draft_comes or self.request.run_ahead is not RunAhead.NEVER:
+            return []
+        self._said_no_draft_comes = True
+        return [ev.Transmit(self._outbox.nothing())]
+
+    def _view(self, unsent: int) -> DraftView:
+        alive = len(self.tree.nodes)
+        room = self.limits.max_nodes_outstanding - alive
+        return DraftView(self.tree, unsent, alive - unsent, room, self._end, self.estimates)
