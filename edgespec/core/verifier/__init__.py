@@ -1,0 +1,1 @@
+"""The verifier's half: sessions, the passes they share, and what a pass may cost."""

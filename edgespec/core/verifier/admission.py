@@ -1,0 +1,56 @@
+"""Whether a verifier takes an ``Open``; if not, the fault says which bound and what value."""
+
+from __future__ import annotations
+
+from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
+from edgespec.core.protocol.work import ModelInfo
+
+
+def refuse_open(
+    request: Open, model: ModelInfo, limits: Limits, rules: frozenset[str]
+) -> Fault | None:
+    """None when the request is fine."""
+    if request.version != PROTOCOL_VERSION:
+        why = f"protocol version {request.version} is not {PROTOCOL_VERSION}"
+        return Fault(FaultCode.INVALID, why)
+    if request.rule not in rules:
+        why = f"unknown acceptance rule {request.rule!r}; known: {', '.join(sorted(rules))}"
+        return Fault(FaultCode.INVALID, why)
+    if request.model and request.model != model.name:
+        why = f"unknown model {request.model!r}; this verifier serves {model.name!r}"
+        return Fault(FaultCode.UNKNOWN_MODEL, why)
+    if request.vocabulary and request.vocabulary != model.vocabulary:
+        why = (
+            f"the draft's vocabulary {request.vocabulary} is not that of {model.name!r}, "
+            f"{model.vocabulary}: both models must share one tokenizer"
+        )
+        return Fault(FaultCode.VOCABULARY_MISMATCH, why)
+    return _refuse_tokens(request, model, limits)
+
+
+def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits) -> Fault | None:
+    if not request.session_id:
+        return Fault(FaultCode.INVALID, "session id is empty")
+    if not request.prompt:
+        return Fault(FaultCode.INVALID, "prompt is empty; it must have at least 1 token")
+    length = len(request.prompt) + len(request.committed)
+    if length >= limits.context_length and not request.committed:
+        why = (
+            f"prompt of {length} tokens does not leave room for output in the context of "
+            f"{limits.context_length}"
+        )
+        return Fault(FaultCode.CONTEXT_TOO_LONG, why)
+    if length > limits.context_length:
+        why = f"{length} tokens held, but the context is {limits.context_length}"
+        return Fault(FaultCode.CONTEXT_TOO_LONG, why)
+    if len(request.committed) > request.sampling.max_tokens:
+        why = (
+            f"{len(request.committed)} generated tokens held, more than max_tokens "
+            f"{request.sampling.max_tokens}"
+        )
+        return Fault(FaultCode.INVALID, why)
+    size = model.vocabulary_size
+    bad = next((t for t in (*request.prompt, *request.committed) if not 0 <= t < size), None)
+    if bad is not None:
+        return Fault(FaultCode.INVALID, f"token {bad} is outside the vocabulary of {size}")
+    return None

@@ -1,0 +1,193 @@
+"""What can happen to a ``VerifyEngine``, what it asks of its driver, and the bounds it keeps.
+
+Streams are named by a number the driver chooses; sequences in the target's cache by session id.
+"""
+
+from __future__ import annotations
+
+from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
+from edgespec.core.statically_frozen import statically_frozen
+
+
+@statically_frozen
+class EngineLimits:
+    max_sessions: int = 64
+    max_rows_per_pass: int = 1024
+    """Rows of one packed pass: fed tokens and nodes of all its sessions."""
+    max_rows_per_session: int = 512
+    """Of these, one session's; a longer prompt is fed in several passes."""
+    max_sessions_per_peer: int = 0
+    """Of the sessions, those of one peer (a device's address); 0: as many as there are."""
+    cache: CacheShape | None = None
+    """The target's key-value cache; None: it has room for whatever is admitted."""
+    stall_s: float = 20.0
+    """A device that acknowledges nothing for so long, though it should, counts as gone."""
+    silence_s: float = 10.0
+    """A device that was told nothing for so long hears that its session is alive."""
+    stuck_pass_s: float = 600.0
+    """A pass that takes longer never ends: the target hangs."""
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+@statically_frozen
+class StreamOpened:
+    """A stream's first message."""
+
+    stream: int
+    request: Open
+    peer: str = ""
+    """Whom the session counts for: the device's address."""
+
+
+@statically_frozen
+class StreamMessage:
+    """Any later message of a stream."""
+
+    stream: int
+    message: Draft | Received | Cancel
+
+
+@statically_frozen
+class StreamLost:
+    """The device let go, or the link broke."""
+
+    stream: int
+
+
+@statically_frozen
+class BatchDone:
+    results: tuple[PassResult, ...]
+    """In the order of the batch's requests, less those whose sequence failed before the pass."""
+
+
+@statically_frozen
+class BatchFailed:
+    """Nothing was cached or sampled. ``full``: the target had no room for the pass. ``culprit``:
+    the one session that it failed for, where the target knows."""
+
+    why: str
+    full: bool = False
+    culprit: str = ""
+
+
+@statically_frozen
+class SequenceFailed:
+    """The target could not open the sequence, or could not keep its nodes. ``full``: it had no
+    room to open it. Said before the ``BatchDone`` of the pass that the sequence misses."""
+
+    key: str
+    why: str
+    full: bool = False
+
+
+@statically_frozen
+class ProbeDone:
+    """How ``RunProbe`` ended: ``why`` says what failed, None that the target works."""
+
+    why: str | None = None
+
+
+@statically_frozen
+class Poll:
+    """The deadline has come."""
+
+
+EngineEvent = (
+    StreamOpened
+    | StreamMessage
+    | StreamLost
+    | BatchDone
+    | BatchFailed
+    | SequenceFailed
+    | ProbeDone
+    | Poll
+)
+
+
+# --- actions: to be carried out in order ----------------------------------------------------
+
+
+@statically_frozen
+class SendTo:
+    """Hand this message to the stream, in order."""
+
+    stream: int
+    message: Downlink
+
+
+@statically_frozen
+class CloseStream:
+    """End the stream after what was sent on it; no ``StreamLost`` need follow."""
+
+    stream: int
+
+
+@statically_frozen
+class OpenSequence:
+    """Reserve a sequence in the target (``ports.TargetModel.open``)."""
+
+    key: str
+    prompt_length: int
+    sampling: SamplingParams
+
+
+@statically_frozen
+class CloseSequence:
+    """Free it again."""
+
+    key: str
+
+
+@statically_frozen
+class KeepNodes:
+    """Which nodes of its last pass stay cached (``ports.TargetModel.keep``)."""
+
+    key: str
+    nodes: tuple[int, ...]
+
+
+@statically_frozen
+class RunBatch:
+    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
+
+    requests: tuple[PassRequest, ...]
+
+
+@statically_frozen
+class RunProbe:
+    """Find out whether the target works at all: open a sequence, run this one request, close it;
+    answer with ``ProbeDone``."""
+
+    request: PassRequest
+
+
+@statically_frozen
+class ReportFailure:
+    """Write down for the operator what went wrong with one session; it has been ended."""
+
+    key: str
+    details: str
+
+
+@statically_frozen
+class GiveUp:
+    """The target is broken: say so to health checks and end the process with a failure."""
+
+    why: str
+
+
+EngineAction = (
+    SendTo
+    | CloseStream
+    | OpenSequence
+    | CloseSequence
+    | KeepNodes
+    | RunBatch
+    | RunProbe
+    | ReportFailure
+    | GiveUp
+)

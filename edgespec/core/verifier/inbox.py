@@ -1,0 +1,132 @@
+"""The inbox takes in the drafts of one session: it checks them, grows the tree and times them.
+
+Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent is
+dropped and counted, a draft on tokens the verifier does not have is a ``Fault`` that makes the
+device come back with what it holds.
+"""
+
+from __future__ import annotations
+
+from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
+from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, Node, SpeculationTree
+from edgespec.core.verifier.arrivals import ArrivalEstimator
+from edgespec.core.verifier.run_ahead import RunAheadView
+
+
+class DraftInbox:
+    def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, limits: Limits) -> None:
+        self.tree = SpeculationTree(prefix)
+        self.arrivals = ArrivalEstimator()
+        self.no_draft_coming = False
+        """The device said that no draft is coming, so there is nothing to wait for."""
+        self.overflow = 0
+        """Nodes dropped because the tree was full."""
+        self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
+        self._hit_rate = MovingAverage(0.05)
+        self._acceptance = AcceptanceEstimator()
+        self._stale = 0
+        self._waiting_since: float | None = None
+
+    def reset(self, drafting: bool) -> None:
+        """A new stream: ids start over and nothing is outstanding."""
+        self.tree.clear()
+        self.no_draft_coming, self._waiting_since = not drafting, None
+
+    def receive(self, draft: Draft, now: float) -> Fault | None:
+        """Grow the tree by ``draft``; a fault when it cannot have been meant for this prefix."""
+        if not draft.tokens:
+            self.no_draft_coming = True
+            return None
+        size = self._vocabulary_size
+        if min(draft.tokens) < 0 or max(draft.tokens) >= size:
+            bad = next(token for token in draft.tokens if not 0 <= token < size)
+            why = f"draft token {bad} is outside the vocabulary of {size}"
+            return Fault(FaultCode.INVALID, why)
+        if ROOT in draft.parents:
+            base, length = draft.base_position, self._prefix.length
+            if base > length:
+                why = f"draft on position {base}, but only {length} are committed"
+                return Fault(FaultCode.RESYNC, why)
+            if self._prefix.hash_at(base) != draft.base_hash:
+                why = f"the first {base} tokens differ here from those the draft stands on"
+                return Fault(FaultCode.RESYNC, why)
+        self.no_draft_coming = False
+        if self._grow(draft):
+            self.arrivals.on_useful_draft(now)
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return None
+
+    def _grow(self, draft: Draft) -> bool:
+        useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
+        for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+            if len(tree.nodes) >= most:
+                self.overflow += len(draft.tokens) - index
+                break
+            growth = tree.grow(draft.first_node_id + index, parent, token, draft.base_position)
+            if growth is ALIVE:
+                useful = True
+            elif growth is STALE:
+                self._stale += 1
+        return useful
+
+    def verifiable(self, room: int, end: int, least_chance: float = 0.0) -> list[Node]:
+        """The nodes that the next pass should look at, at most ``room``, oldest first.
+
+        A node can matter only if the target's token after it lies before ``end``. It is worth its
+        row only if it is right with at least ``least_chance``: the chance of its path is the
+        product of the acceptance rates of the ranks on it, so two first choices at a rate of 0.8
+        have 0.8 * 0.8 = 0.64. A parent is older and likelier than its children, so every node that
+        is chosen has its parent chosen too.
+        """
+        chosen: list[Node] = []
+        chances, rate = {ROOT: 1.0}, self._acceptance.rate
+        for node in self.tree.nodes.values():
+            if len(chosen) >= room:
+                break
+            if least_chance > 0.0:
+                chances[node.id] = chance = chances[node.parent] * rate(node.rank)
+                if chance < least_chance:
+                    continue
+            if node.position < end - 1:
+                chosen.append(node)
+        return chosen
+
+    def take_queue_s(self, now: float) -> float:
+        """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
+        since, self._waiting_since = self._waiting_since, None
+        return 0.0 if since is None else now - since
+
+    def take_stale(self) -> int:
+        """Nodes dropped as stale on arrival since the last call."""
+        stale, self._stale = self._stale, 0
+        return stale
+
+    def view(self, now: float, idle_since: float, pass_s: float) -> RunAheadView:
+        """What a run-ahead policy may know when no node is waiting."""
+        return RunAheadView(
+            now,
+            idle_since,
+            pass_s,
+            self.arrivals.expected_at(),
+            self.no_draft_coming,
+            self._hit_rate.get(0.0),
+        )
+
+    def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
+        """A pass committed ``tokens``; ``hit``: whether the first was a node of it (None: it had
+        no nodes)."""
+        if hit is not None:
+            self._hit_rate.add(hit)
+        siblings = self.tree.roots
+        for token in tokens:
+            if not siblings:
+                break
+            right = next((node for node in siblings if node.token == token), None)
+            self._acceptance.add(None if right is None else right.rank)
+            siblings = [] if right is None else right.children
+        self.tree.commit(tokens)
+        if not self.tree.nodes:
+            self._waiting_since = None
+            self.arrivals.on_miss(now)

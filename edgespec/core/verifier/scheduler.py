@@ -1,0 +1,181 @@
+"""Which sessions share the next packed pass.
+
+Theory of operation. Sessions that might use a pass wait in line, longest waiting first. When no
+pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, so that a
+long prompt cannot hold up the others, and no more than the cache has room for
+(``cache_keeper.py``). Those that decline leave the line until something happens to them; those for
+whom there is no room in the cache keep their place. After a pass that failed, its sessions are
+tried one at a time.
+
+While some session decodes, prompts share the few rows that ``prefill_budget.py`` leaves them. They
+take turns in who comes first: the one that has waited longest, so that none waits for ever, and the
+one with the fewest rows left, so that a short prompt does not wait for long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from edgespec.core.protocol.estimators import GUESSED_PASS_S, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.prefill_budget import PrefillBudget
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import Offer
+
+# Best of 1, 1.5, 2 and 3 on the floor of 200 laptops (docs/measurements.md).
+_MARGIN = 1.5
+
+AskSession = Callable[[str, Offer, float], PassRequest | None]
+"""Make a session an offer; None when it declines."""
+
+
+@statically_frozen
+class Batch:
+    """A pass that is running: each session with its part."""
+
+    started_at: float
+    parts: tuple[tuple[VerifySession, PassRequest], ...]
+
+
+class PassScheduler:
+    def __init__(self, limits: EngineLimits, keeper: CacheKeeper, ask: AskSession) -> None:
+        self.running: Batch | None = None
+        self.passes = 0
+        self._limits, self._keeper, self._ask = limits, keeper, ask
+        self._waiting: dict[str, None] = {}
+        self._alone: set[str] = set()
+        """Sessions whose last pass failed in company."""
+        self._pass_s = MovingAverage()
+        self._row_s = SlopeEstimator()
+        self._tokens = MovingAverage()
+        self._prefill = PrefillBudget()
+
+    @property
+    def pass_s(self) -> float | None:
+        """Moving average of the passes that sampled; None before the first."""
+        return self._pass_s.get(0.0) if self._pass_s.count else None
+
+    def enqueue(self, key: str) -> None:
+        self._waiting.setdefault(key)
+
+    def forget(self, key: str) -> None:
+        self._waiting.pop(key, None)
+        self._alone.discard(key)
+
+    def form(
+        self, sessions: Mapping[str, VerifySession], now: float
+    ) -> tuple[tuple[PassRequest, ...], list[str]]:
+        """Offer room in a pass that starts now: its requests, none if no session wants one, and
+        the keys that were asked."""
+        assert self.running is None
+        asked: list[str] = []
+        room = self._limits.max_rows_per_pass
+        parts: dict[str, tuple[VerifySession, PassRequest]] = {}
+        pass_s, least_chance = self._pass_s.get(GUESSED_PASS_S), self.least_chance
+        line, prompts, prompt_room = self._line(sessions)
+        for place, key in enumerate(line):
+            alone = key in self._alone
+            if room <= 0 or (alone and parts):
+                break
+            session = sessions[key]
+            most = min(room, self._limits.max_rows_per_session)
+            if key in prompts:
+                most = min(most, prompt_room)
+                if most == 0:
+                    continue
+            if session.wants_pass:
+                most = self._keeper.rows_for(key, most, parts, len(line) - place - 1, now)
+                if most == 0:
+                    continue
+            asked.append(key)
+            del self._waiting[key]
+            request = self._ask(key, Offer(most, pass_s, least_chance), now)
+            if request is not None:
+                request = self._with_blocks(request)
+                parts[key] = session, request
+                room -= request.row_count
+                if key in prompts:
+                    prompt_room -= len(request.feed)
+            if alone and parts:
+                break
+        for key in self._keeper.evicted:
+            self.enqueue(key)
+        self._keeper.evicted.clear()
+        if parts:
+            self.running = Batch(now, tuple(parts.values()))
+        return tuple(request for _, request in parts.values()), asked
+
+    def _line(
+        self, sessions: Mapping[str, VerifySession]
+    ) -> tuple[list[str], Mapping[str, int], int]:
+        """Who is asked in what order; which of them have to share rows for prompts, with the rows
+        that each still has to feed; and how many rows those may have together."""
+        line = list(self._waiting)
+        missing = {key: _missing(sessions[key]) for key in line}
+        prompts = {key: rows for key, rows in missing.items() if rows > 1}
+        if not prompts or self._alone or not any(map(_decodes, sessions.values())):
+            return line, {}, 0
+        if self.passes % 2:
+            shortest = iter(sorted(prompts, key=prompts.__getitem__))
+            line = [next(shortest) if key in prompts else key for key in line]
+        return line, prompts, self._prefill.rows
+
+    def _with_blocks(self, request: PassRequest) -> PassRequest:
+        table = self._keeper.reserve(request.key, request.cache_length + request.row_count)
+        return replace(request, blocks=table) if table else request
+
+    def finish(self, now: float) -> Batch:
+        """The pass is over, well or badly."""
+        assert self.running is not None
+        batch, self.running = self.running, None
+        self.passes += 1
+        if any(request.sample for _, request in batch.parts):
+            self._pass_s.add(now - batch.started_at)
+            rows = sum(request.row_count for _, request in batch.parts)
+            self._row_s.add(rows, now - batch.started_at)
+            prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
+            self._prefill.note(prompt_rows, now - batch.started_at)
+        return batch
+
+    def count(self, tokens: int) -> None:
+        """The pass committed so many, of all its sessions; 0: it did not sample."""
+        if tokens:
+            self._tokens.add(tokens)
+
+    @property
+    def least_chance(self) -> float:
+        """A draft node less likely to be right than this does not pay for its row.
+
+        A row makes the pass ``row_s`` longer, and in that time the verifier commits ``row_s *
+        tokens / pass_s`` tokens otherwise (goodput as in SmartSpec, arXiv 2406.14066). A node has
+        to bring more than that, by ``_MARGIN``, since what is left out now is there for the next
+        pass. Worked example: rows of 0.5 ms in passes of 20 ms that commit 8 tokens give
+        1.5 * 0.5 * 8 / 20 = 0.3. It is 0 while the time of a row is not known.
+        """
+        row_s = self._row_s.get()
+        pass_s = self._pass_s.get(0.0)
+        if row_s is None or pass_s <= 0.0:
+            return 0.0
+        return _MARGIN * max(0.0, row_s) * self._tokens.get(0.0) / pass_s
+
+    def run_alone(self, key: str) -> None:
+        """The session gets its next pass to itself, so that a failure is its own."""
+        self._alone.add(key)
+
+    def run_with_others(self, key: str) -> None:
+        """The session's last pass went well: it may share passes again."""
+        self._alone.discard(key)
+
+
+def _missing(session: VerifySession) -> int:
+    """Committed tokens that a session which wants a pass has to feed; 0 if it wants none."""
+    return session.prefix.length - session.cache_length if session.wants_pass else 0
+
+
+def _decodes(session: VerifySession) -> bool:
+    """Whether the session's text moves on by the next pass."""
+    return _missing(session) == 1

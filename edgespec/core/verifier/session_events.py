@@ -1,0 +1,142 @@
+"""What can happen to a ``VerifySession``, what it can ask for, and what it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.statically_frozen import statically_frozen
+
+
+@statically_frozen
+class Attach:
+    """A stream of this session opened (the first, or one after a broken link)."""
+
+    request: Open
+
+
+@statically_frozen
+class Detach:
+    """Its stream is gone."""
+
+
+@statically_frozen
+class Offer:
+    """There is room for ``max_rows`` rows in a pass that would start now."""
+
+    max_rows: int
+    pass_s: float
+    """How long the pass is expected to take."""
+    least_chance: float = 0.0
+    """Draft nodes less likely to be right do not pay for their row."""
+
+
+@statically_frozen
+class PassDone:
+    targets: tuple[int, ...]
+    """As in ``PassResult``."""
+
+
+@statically_frozen
+class PassFailed:
+    """The pass could not be run; nothing was cached or sampled."""
+
+
+@statically_frozen
+class Evicted:
+    """The target's cache holds nothing of the session any more; only between passes."""
+
+
+@statically_frozen
+class Stalled:
+    """The device has not acknowledged for too long: ``waited_s`` seconds."""
+
+    waited_s: float
+
+
+@statically_frozen
+class SayAlive:
+    """The device has heard nothing for a while, because its session waits for room."""
+
+
+VerifyEvent = (
+    Attach
+    | Detach
+    | Offer
+    | PassDone
+    | PassFailed
+    | Evicted
+    | Stalled
+    | SayAlive
+    | Draft
+    | Received
+    | Cancel
+)
+
+
+@statically_frozen
+class Send:
+    """Hand this message to the session's stream."""
+
+    message: Downlink
+
+
+@statically_frozen
+class RunPass:
+    """Take part in the pass that starts now; answers an ``Offer``."""
+
+    request: PassRequest
+
+
+@statically_frozen
+class Keep:
+    """These nodes of the finished pass became committed; its other nodes can be freed."""
+
+    nodes: tuple[int, ...]
+
+
+@statically_frozen
+class Hangup:
+    """End the stream; the session stays for its lease."""
+
+
+VerifyAction = Send | RunPass | Keep | Hangup
+
+
+class VerifyState(Enum):
+    READY = "ready"
+    PASSING = "passing"
+    FINISHED = "finished"
+
+
+READY, PASSING, FINISHED = VerifyState
+
+
+@dataclass(slots=True)
+class VerifyCounters:
+    """Over the session: ``passes`` that sampled, ``rows`` of draft nodes they verified, nodes
+    ``accepted``, dropped on arrival as ``stale``."""
+
+    passes: int = 0
+    rows: int = 0
+    accepted: int = 0
+    stale: int = 0
+
+    def count(self, rows: int, accepted: int, stale: int) -> None:
+        """Add one pass that sampled."""
+        self.passes += 1
+        self.rows += rows
+        self.accepted += accepted
+        self.stale += stale
+
+
+@statically_frozen
+class RunningPass:
+    """A session's part of the pass that is running."""
+
+    request: PassRequest
+    started_at: float
+    queue_s: float
+    """How long the oldest of its nodes had waited."""

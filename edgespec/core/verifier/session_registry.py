@@ -1,0 +1,172 @@
+"""The sessions of one verifier: how they open, who may resume them, what they are told, how they
+end.
+
+Theory of operation. Every session has a key (its id on the wire), at most one stream, and a
+sequence in the target from its opening until it is finished. What a session asks for is translated
+into the engine's actions and collected in ``actions``; keys of sessions to which something happened
+are collected in ``touched``, for the engine to look after.
+
+A session whose machine raises is ended alone: its device hears a fault that is worth a reconnect,
+the operator gets the details, and nobody else notices. ``contain`` False lets the exception out
+instead, for tests.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import assert_never
+
+from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
+from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier import session_events as ev
+from edgespec.core.verifier.acceptance import AcceptanceRule
+from edgespec.core.verifier.admission import refuse_open
+from edgespec.core.verifier.resume import same_device, same_generation
+from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_slots import DISPLACED, SessionSlots
+from edgespec.core.verifier.stream_table import StreamTable
+
+RunAheadFactory = Callable[[RunAhead], RunAheadPolicy]
+
+
+class SessionRegistry:
+    def __init__(
+        self,
+        model: ModelInfo,
+        limits: Limits,
+        engine_limits: ee.EngineLimits,
+        rules: Mapping[str, AcceptanceRule],
+        run_ahead: RunAheadFactory,
+        *,
+        contain: bool,
+    ) -> None:
+        self.sessions: dict[str, VerifySession] = {}
+        """By key, in the order of opening."""
+        self.actions: list[ee.EngineAction] = []
+        self.touched: dict[str, None] = {}
+        self.streams = StreamTable()
+        self._model, self._limits, self._rules = model, limits, rules
+        self._run_ahead, self._contain = run_ahead, contain
+        self._slots = SessionSlots(engine_limits, self.sessions)
+        self._cached: set[str] = set()
+        """Sessions for which the target holds a sequence."""
+
+    # --- streams ---------------------------------------------------------------------------
+
+    def open(self, event: ee.StreamOpened, now: float) -> None:
+        """A stream's first message: a new session, a resumed one, or a refusal."""
+        stream, request, key = event.stream, event.request, event.request.session_id
+        known = self.sessions.get(key)
+        fault = refuse_open(request, self._model, self._limits, frozenset(self._rules))
+        if fault is None and known is not None:
+            fault = self._refuse_known(known, request)
+        if fault is None and key not in self.sessions:
+            fault = self._new(request, event.peer, now)
+        if fault is not None:
+            self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
+            return
+        if (old := self.streams.part(key)) is not None:
+            self.actions.append(ee.CloseStream(old))
+        self.streams.join(stream, key)
+        self.tell(key, ev.Attach(request), now)
+
+    def _refuse_known(self, known: VerifySession, request: Open) -> Fault | None:
+        """Why the session is not for this device, or None. What its own device does not continue
+        is ended, and the request opens it anew."""
+        mine, key = known.request, request.session_id
+        proven = same_device(mine, request)
+        if proven and same_generation(mine, request, known.prefix):
+            return None
+        if not proven or not request.session_secret:
+            return Fault(FaultCode.INVALID, "the session id is in use by another generation")
+        self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
+        return None
+
+    def _new(self, request: Open, peer: str, now: float) -> Fault | None:
+        displaced = self._slots.displaced_by(peer, now)
+        if isinstance(displaced, Fault):
+            return displaced
+        if displaced is not None:
+            self.end(displaced, DISPLACED)
+        key = request.session_id
+        rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
+        self.sessions[key] = VerifySession(request, self._model, self._limits, rule, run_ahead, now)
+        self._slots.take(key, peer)
+        self._cached.add(key)
+        self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling))
+        return None
+
+    def message(self, event: ee.StreamMessage, now: float) -> None:
+        """A later message; one of a stream that has no session any more is dropped."""
+        if (key := self.streams.key(event.stream)) is not None:
+            self.tell(key, event.message, now)
+
+    def lost(self, stream: int, now: float) -> None:
+        """The stream is gone; its session stays for the lease."""
+        if (key := self.streams.key(stream)) is not None:
+            self.streams.part(key)
+            self.tell(key, ev.Detach(), now)
+
+    # --- sessions --------------------------------------------------------------------------
+
+    def tell(self, key: str, event: ev.VerifyEvent, now: float) -> None:
+        """Hand an event to a session and translate what it asks for."""
+        self.touched.setdefault(key)
+        for action in self._handle(key, event, now):
+            match action:
+                case ev.Send(message):
+                    if (stream := self.streams.stream(key)) is not None:
+                        self.actions.append(ee.SendTo(stream, message))
+                case ev.Keep(nodes):
+                    self.actions.append(ee.KeepNodes(key, nodes))
+                case ev.Hangup():
+                    self._hang_up(key)
+                case ev.RunPass():
+                    raise AssertionError("a pass only follows an offer")
+                case _:
+                    assert_never(action)
+
+    def ask(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
+        """What the session wants of a pass that starts now; None if it declines."""
+        request = None
+        for action in self._handle(key, offer, now):
+            assert isinstance(action, ev.RunPass)
+            request = action.request
+        return request
+
+    def end(self, key: str, fault: Fault | None) -> None:
+        """Forget a session; its stream hears ``fault`` and ends."""
+        if self.sessions.pop(key, None) is None:
+            return
+        self.touched.setdefault(key)
+        self._slots.free(key)
+        if fault is not None and (stream := self.streams.stream(key)) is not None:
+            self.actions.append(ee.SendTo(stream, fault))
+        self._hang_up(key)
+        self.close_sequence(key)
+
+    def close_sequence(self, key: str) -> None:
+        """The target need not hold the session's sequence any more."""
+        if key in self._cached:
+            self._cached.discard(key)
+            self.actions.append(ee.CloseSequence(key))
+
+    def _handle(self, key: str, event: ev.VerifyEvent, now: float) -> tuple[ev.VerifyAction, ...]:
+        if (session := self.sessions.get(key)) is None:
+            return ()  # ended by what came before
+        try:
+            return session.handle(event, now)
+        except Exception:
+            if not self._contain:
+                raise
+            self.actions.append(ee.ReportFailure(key, traceback.format_exc()))
+            fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
+            self.end(key, fault)
+            return ()
+
+    def _hang_up(self, key: str) -> None:
+        if (stream := self.streams.part(key)) is not None:
+            self.actions.append(ee.CloseStream(stream))
