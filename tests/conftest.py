@@ -28,6 +28,9 @@ def _scrub() -> None:
             del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Of models this small, and of tests side by side: threads that wait for one another only spin,
+    # on a busy machine until the time is up.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
 _scrub()

@@ -30,7 +30,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The name it is imported by: ``edgespec.core.tree``, ``edgespec_sim.world``."""
+        """The name it is imported by: ``edgespec.core.protocol.tree``, ``edgespec_sim.world``."""
         dotted = self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         return dotted.removeprefix("sim.") if dotted.startswith("sim.edgespec_") else dotted
 

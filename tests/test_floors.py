@@ -1,8 +1,9 @@
 """Which part may import which, over the syntax tree: the architecture, as a test.
 
 Oracle: every import in the product is looked up in ``FLOORS``, imports inside functions and under
-``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). Planted imports must be
-found. That the heavy libraries are loaded late is asked of a fresh interpreter.
+``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). The same imports form a graph
+without circles. Planted imports must be found. That the heavy libraries are loaded late is asked of
+a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -74,16 +76,34 @@ COMPOSED = tuple(
     for name in "core ports telemetry config drafters targets transport models agent verifier "
     "export_cache".split()
 )
+# The rooms of the core: what both ends share, and what each has for itself.
+FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
+ROOMS = (
+    Floor(PROTOCOL, (FROZEN,), IMPURE, stdlib_only=True),
+    Floor(f"{CORE}.device", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
+    Floor(f"{CORE}.verifier", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
+    Floor(f"{CORE}.network", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
+    Floor(f"{CORE}.association", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
+)
+# The arms of a comparison are settings of the core's policies; reports and the simulator name them.
+ARMS = "edgespec.benchmark.arms"
 # The first floor that holds a module is its floor. The toys come before their packages: they are
 # the simulator's models, so they keep its rules.
 FLOORS = (
+    *ROOMS,
     Floor(CORE, (), IMPURE, stdlib_only=True),
     Floor(PORTS, (CORE,), IMPURE, stdlib_only=True),
     Floor(TELEMETRY, (CORE,), HEAVY),
     Floor(CONFIG, (CORE,), HEAVY),
     Floor("edgespec.drafters.token_cache", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
-    Floor("edgespec.targets.toy", (CORE, PORTS), HEAVY | IMPURE),
+    Floor("edgespec.targets.toy_memory", (CORE, PORTS), HEAVY | IMPURE),
+    Floor("edgespec.targets.request_checks", (CORE, PORTS), HEAVY | IMPURE),
+    Floor(
+        "edgespec.targets.toy",
+        (CORE, PORTS, "edgespec.targets.request_checks", "edgespec.targets.toy_memory"),
+        HEAVY | IMPURE,
+    ),
     # A device has no torch, not even to export a draft.
     Floor("edgespec.drafters", (CORE, PORTS), frozenset({"grpc", "torch", "transformers"})),
     Floor("edgespec.targets", (CORE, PORTS), frozenset({"grpc", "onnx", "onnxruntime"})),
@@ -91,7 +111,8 @@ FLOORS = (
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
     Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
-    Floor("edgespec.report", (CORE, TELEMETRY), HEAVY | {"asyncio", "numpy"}),
+    Floor("edgespec.report", (CORE, TELEMETRY, ARMS), HEAVY | {"asyncio", "numpy"}),
+    Floor(ARMS, (CORE,), HEAVY | IMPURE, stdlib_only=True),
     # Measures agents it is handed; links, models and processes are the command line's.
     Floor(
         "edgespec.benchmark",
@@ -105,12 +126,12 @@ FLOORS = (
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(
         "edgespec_sim",
-        (CORE, PORTS, TELEMETRY, CONFIG, "edgespec.drafters.toy", "edgespec.targets.toy"),
+        (CORE, PORTS, TELEMETRY, CONFIG, ARMS, "edgespec.drafters.toy", "edgespec.targets.toy"),
         HEAVY | REAL_WORLD,
     ),
     # Training alone needs torch; a trained policy runs in numpy, or in plain Python.
     Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
-    Floor("edgespec_uara", (CORE, "edgespec_sim"), HEAVY),
+    Floor("edgespec_uara", (CORE, ARMS, "edgespec_sim"), HEAVY),
     Floor("edgespec.__main__", ("edgespec.cli",), HEAVY),
     # What is left: edgespec/__init__.py, which everyone loads.
     Floor("edgespec", (CORE, PORTS, "edgespec.api"), HEAVY),
@@ -137,6 +158,10 @@ def test_every_import_stays_on_its_floor() -> None:
         ("edgespec/core/x.py", "import numpy"),
         ("edgespec/core/x.py", "from edgespec.ports import Drafter"),
         ("edgespec/core/x.py", "from edgespec import config"),
+        ("edgespec/core/device/x.py", "from edgespec.core.verifier.engine import VerifyEngine"),
+        ("edgespec/core/verifier/x.py", "from edgespec.core.device.policy import MAX_GAMMA"),
+        ("edgespec/core/protocol/x.py", "from edgespec.core.device import session"),
+        ("edgespec/core/network/x.py", "import random"),
         *(("edgespec/core/x.py", f"import {name}") for name in sorted(IMPURE)),
         ("edgespec/ports.py", "import numpy"),
         ("edgespec/ports.py", "from edgespec import agent"),
@@ -180,7 +205,7 @@ def test_a_planted_import_is_found(path: str, line: str) -> None:
     [
         ("edgespec/core/x.py", "import math"),
         ("edgespec/core/x.py", "from edgespec.core import tree"),
-        ("edgespec/ports.py", "from edgespec.core.messages import Uplink"),
+        ("edgespec/ports.py", "from edgespec.core.protocol.messages import Uplink"),
         ("edgespec/drafters/onnx.py", "import onnxruntime"),
         ("edgespec/targets/torch.py", "import torch"),
         ("edgespec/transport/grpc_client.py", "import grpc"),
@@ -196,6 +221,56 @@ def test_a_planted_import_is_found(path: str, line: str) -> None:
 )
 def test_a_permitted_import_passes(path: str, line: str) -> None:
     assert violations(parse(path, line + "\n")) == []
+
+
+def dependencies(module: Module, known: Collection[str]) -> set[str]:
+    """The modules in ``known`` that a module imports. ``from a import b`` is an import of ``a.b``
+    where that is a module, and of ``a`` where ``b`` is something in it."""
+    found = list(imports(module))
+    modules_found = set()
+    for one in found:
+        # ``from a import b`` is reported as ``a`` and as ``a.b``; the longer name tells which.
+        if any(other.line == one.line and other.name.startswith(one.name + ".") for other in found):
+            continue
+        name = one.name
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        modules_found.add(name)
+    return modules_found - {"", module.name}
+
+
+def import_circle(some: Collection[Module]) -> list[str]:
+    """One circle of imports among these modules, its first module again at the end; else empty."""
+    known = {module.name for module in some}
+    try:
+        TopologicalSorter({m.name: sorted(dependencies(m, known)) for m in some}).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    product = [m for m in modules() if any(within(m.name, package) for package in PACKAGES)]
+    assert len(product) > 100
+    assert import_circle(product) == [], "move what both need into a file of its own"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from edgespec.b import B",
+        "from edgespec import b",
+        "import edgespec.b",
+        "if TYPE_CHECKING:\n    from edgespec.b import B",
+        "def f():\n    from edgespec import b",
+    ],
+)
+def test_a_planted_circle_is_found(line: str) -> None:
+    top = parse("edgespec/__init__.py", "from edgespec.a import A\n")
+    a = parse("edgespec/a.py", f"{line}\n")
+    b = parse("edgespec/b.py", "from edgespec.a import A\n")
+    assert import_circle([top, a, b]) == ["edgespec.a", "edgespec.b", "edgespec.a"]
+    assert import_circle([top, b]) == []
 
 
 def test_every_product_module_has_a_floor() -> None:

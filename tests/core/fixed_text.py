@@ -3,17 +3,19 @@ is ``TEXT[p]``, so every answer can be written down."""
 
 from __future__ import annotations
 
-from edgespec.core.acceptance import ExactRule
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Commit,
     Draft,
     Fault,
     Limits,
     Open,
 )
-from edgespec.core.run_ahead import run_ahead_policy
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.verify_events import (
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.verifier.acceptance import ExactRule
+from edgespec.core.verifier.run_ahead import run_ahead_policy
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import (
     Attach,
     Hangup,
     Offer,
@@ -22,8 +24,6 @@ from edgespec.core.verify_events import (
     Send,
     VerifyAction,
 )
-from edgespec.core.verify_session import VerifySession
-from edgespec.core.work import ModelInfo, PassRequest
 
 PROMPT = (1, 1)
 TEXT = (*PROMPT, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.admission import refuse_open
-from edgespec.core.messages import EXACT_RULE, FaultCode, Limits, Open
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.work import ModelInfo
+from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.verifier.admission import refuse_open
 
 MODEL = ModelInfo("big", "words-1", 100, 64)
 LIMITS = Limits(context_length=8)

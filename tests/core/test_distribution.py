@@ -1,8 +1,9 @@
 """Sampled texts, drawn through both sessions with a drafter, follow the target's own law.
 
 Oracle: the exact joint law of the first two and three tokens, multiplied out of the target's
-conditional probabilities, and Pearson's chi-square against it. Good, random and hostile drafters
-must pass; a rule with the classic mistake (siblings accepted independently) must not.
+conditional probabilities, and Pearson's chi-square against it; and the texts themselves, one token
+after the other by the scalar specification. Good, random and hostile drafters must pass; a rule
+with the classic mistake (siblings accepted independently) must not.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from functools import cache
 
 import pytest
 
-from edgespec.core.acceptance import AcceptanceRule, ExactRule, Walk
-from edgespec.core.draft_events import DraftCounters, Finish
-from edgespec.core.draft_policy import WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import EXACT_RULE, Limits, Open, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams, warp
+from edgespec.core.device.events import DraftCounters, Finish
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule, Walk
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.ports import Drafter
@@ -38,9 +39,10 @@ from edgespec_sim.stream import FixedDelay, Stream
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
 PROMPT = (1, 2)
 LENGTH = 4
-TEXTS = 2500
+TEXTS, MANY_TEXTS = 600, 2500
 # A standard normal variate exceeds this with a chance of 3e-5.
 CRITICAL = 4.0
+SIZES = [TEXTS, pytest.param(MANY_TEXTS, marks=pytest.mark.slow)]
 Text = tuple[int, ...]
 DrafterOf = Callable[[int], Drafter]
 
@@ -110,8 +112,10 @@ class Sample:
 
 
 @cache
-def _sample(drafter_of: DrafterOf, width: int, rule: AcceptanceRule, top_p: float) -> Sample:
-    drawn = [_draw(seed, top_p, drafter_of(seed), width, rule) for seed in range(TEXTS)]
+def _sample(
+    drafter_of: DrafterOf, width: int, rule: AcceptanceRule, top_p: float, size: int = TEXTS
+) -> Sample:
+    drawn = [_draw(seed, top_p, drafter_of(seed), width, rule) for seed in range(size)]
     return Sample(
         texts=tuple(text for text, _ in drawn),
         verified=sum(counters.rows for _, counters in drawn),
@@ -121,6 +125,16 @@ def _sample(drafter_of: DrafterOf, width: int, rule: AcceptanceRule, top_p: floa
     )
 
 
+def _direct(seed: int, top_p: float) -> Text:
+    """The text of this seed without sessions, drafts or links."""
+    tokens = list(PROMPT)
+    for position in range(len(PROMPT), len(PROMPT) + LENGTH):
+        output = tokens[len(PROMPT) :]
+        tokens.append(choose(LAW.logits(tokens), _params(top_p, seed), position, PROMPT, output))
+    return tuple(tokens[len(PROMPT) :])
+
+
+@cache
 def _law(length: int, top_p: float) -> dict[Text, float]:
     """The exact probability of every beginning of this length."""
     params = _params(top_p, 0)
@@ -152,29 +166,28 @@ def _excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
     return float(((statistic / degrees) ** (1 / 3) - (1.0 - spread)) / math.sqrt(spread))
 
 
-@pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize(
     ("drafter_of", "width"), [(good, 1), (blind, 2), (hostile, 1)], ids=["good", "blind", "hostile"]
 )
 def test_the_joint_law_is_the_targets(
-    drafter_of: DrafterOf, width: int, top_p: float, length: int
+    drafter_of: DrafterOf, width: int, top_p: float, size: int
 ) -> None:
-    sample = _sample(drafter_of, width, ExactRule(), top_p)
-    assert sample.verified > TEXTS
-    assert abs(_excess([text[:length] for text in sample.texts], _law(length, top_p))) < CRITICAL
+    sample = _sample(drafter_of, width, ExactRule(), top_p, size)
+    assert sample.verified > size
+    assert list(sample.texts) == [_direct(seed, top_p) for seed in range(size)]
+    for length in (2, 3, 4):
+        beginnings = [text[:length] for text in sample.texts]
+        assert abs(_excess(beginnings, _law(length, top_p))) < CRITICAL, length
 
 
-@pytest.mark.parametrize("length", [2, 3])
-def test_a_biased_rule_is_noticed(length: int) -> None:
-    texts = _sample(blind, 2, IndependentSiblings(), 1.0).texts
-    assert _excess([text[:length] for text in texts], _law(length, 1.0)) > 2 * CRITICAL
-
-
-def test_the_same_seed_is_the_same_text_whoever_drafts() -> None:
-    everyone = [(good, 1), (blind, 2), (hostile, 1)]
-    texts = {_sample(of, width, ExactRule(), 1.0).texts for of, width in everyone}
-    assert len(texts) == 1
+@pytest.mark.parametrize("size", SIZES)
+def test_a_biased_rule_is_noticed(size: int) -> None:
+    """By the law alone: no seed is compared with its own text."""
+    texts = _sample(blind, 2, IndependentSiblings(), 1.0, size).texts
+    for length in (2, 3):
+        assert _excess([text[:length] for text in texts], _law(length, 1.0)) > 2 * CRITICAL
 
 
 def test_acceptance_is_earned() -> None:

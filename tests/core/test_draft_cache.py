@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.draft_cache import DraftCache
-from edgespec.core.prefix import CommittedPrefix
+from edgespec.core.device.cache import DraftCache
+from edgespec.core.protocol.prefix import CommittedPrefix
 
 _short = st.lists(st.integers(0, 1), max_size=4)
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.estimators import (
-    AcceptanceEstimator,
-    ArrivalEstimator,
-    MovingAverage,
-    SlopeEstimator,
-)
+from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
+from edgespec.core.verifier.arrivals import ArrivalEstimator
 
 
 def test_the_first_samples_are_averaged() -> None:

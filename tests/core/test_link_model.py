@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.link_model import (
+from edgespec.core.network.link_model import (
     MIN_RETRANSMIT_S,
     DelaySchedule,
     JitterLaw,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Draft
-from edgespec.core.pass_scheduler import PassScheduler
-from edgespec.core.verify_events import PassDone
-from edgespec.core.verify_session import VerifySession
+from edgespec.core.protocol.messages import Draft
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.scheduler import PassScheduler
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
 from tests.core.fixed_text import TEXT, new_session, run_pass
 
 ROW_S, PASS_S = 0.002, 0.020
@@ -16,15 +18,22 @@ ROW_S, PASS_S = 0.002, 0.020
 
 def passes(row_s: float, count: int = 8) -> PassScheduler:
     """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token."""
-    scheduler = PassScheduler(EngineLimits())
     now = 0.0
+    sessions: dict[str, VerifySession] = {}
+
+    def ask(key: str, offer: Offer, at: float) -> PassRequest | None:
+        (run,) = sessions[key].handle(offer, at)
+        assert isinstance(run, RunPass)
+        return run.request
+
+    scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
     for number in range(count):
-        session = ready()
+        sessions["s"] = session = ready()
         nodes = number % 3
         if nodes:
             session.handle(guesses(session, nodes), now)
         scheduler.enqueue("s")
-        (request,), _ = scheduler.form({"s": session}, now)
+        (request,), _ = scheduler.form(sessions, now)
         assert len(request.tokens) == nodes
         now += PASS_S + row_s * request.row_count
         scheduler.finish(now)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.draft_policy import (
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.policy import (
     MAX_GAMMA,
     DraftPolicy,
     DraftView,
@@ -16,9 +17,8 @@ from edgespec.core.draft_policy import (
     WindowedPolicy,
     best_gamma,
 )
-from edgespec.core.estimators import DraftEstimates
-from edgespec.core.prefix import CommittedPrefix
-from edgespec.core.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import ROOT, SpeculationTree
 
 
 def _view(

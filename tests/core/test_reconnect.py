@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields, replace
+
 import pytest
 
-from edgespec.core.reconnect import Reconnect, ReconnectPolicy
+from edgespec.core.device.reconnect import LEAST_S, Reconnect, ReconnectPolicy
 
 POLICY = ReconnectPolicy(
     first_s=0.1, longest_s=1.0, give_up_first_s=5.0, give_up_s=20.0, answer_s=1.0
@@ -34,23 +37,66 @@ def test_devices_do_not_come_back_together() -> None:
     assert len({Reconnect(POLICY, seed).failed(0.0) for seed in range(50)}) == 50
 
 
+def test_devices_that_were_told_the_same_time_do_not_come_back_together() -> None:
+    told = [Reconnect(POLICY, seed).failed(0.0, retry_after_s=3.0) for seed in range(200)]
+    times = [at for at in told if at is not None]
+    assert len(set(times)) == 200
+    assert 3.0 <= min(times) < 3.05
+    assert 3.45 < max(times) <= 3.5
+
+
 def test_it_is_more_patient_once_it_had_a_stream() -> None:
     reconnect = Reconnect(POLICY, 1)
-    reconnect.succeeded()
+    reconnect.greeted()
     assert 19.0 <= sum(_attempts(reconnect, 100.0)) <= 20.0
 
 
-def test_success_starts_over() -> None:
+def test_a_token_starts_over_and_a_greeting_does_not() -> None:
     reconnect = Reconnect(POLICY, 1)
     first = reconnect.failed(0.0)
     for now in (1.0, 2.0, 3.0):
         reconnect.failed(now)
-    reconnect.succeeded()
-    again = reconnect.failed(50.0)
     assert first is not None
+    reconnect.greeted()
+    later = reconnect.failed(40.0)
+    assert later is not None
+    assert later >= 40.5
+    reconnect.progressed()
+    again = reconnect.failed(50.0)
     assert again == pytest.approx(50.0 + first)
 
 
 def test_the_verifier_may_ask_for_more_time() -> None:
-    assert Reconnect(POLICY, 1).failed(0.0, retry_after_s=3.0) == 3.0
     assert Reconnect(POLICY, 1).failed(0.0, retry_after_s=6.0) is None
+    assert Reconnect(POLICY, 1).failed(0.0, retry_after_s=math.nan) == Reconnect(POLICY, 1).failed(
+        0.0
+    )
+
+
+def test_thousands_of_attempts_do_not_overflow() -> None:
+    patient = replace(POLICY, first_s=LEAST_S, longest_s=1e3, give_up_first_s=1e7)
+    reconnect, now = Reconnect(patient, 1), 0.0
+    for _ in range(5000):
+        at = reconnect.failed(now)
+        assert at is not None
+        assert at - now <= 1e3
+        now = at
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ReconnectPolicy)])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_cannot_be_is_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} is {value}, but must be in \["):
+        replace(POLICY, **{field: value})  # type: ignore[arg-type] # a count among the times
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_s": 2.0}, "first_s is 2.0, but must be at most longest_s, which is 1.0"),
+        ({"silence_s": 301.0}, "silence_s is 301.0, but must be at most progress_s"),
+    ],
+)
+def test_times_are_in_order(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(POLICY, **change)  # type: ignore[arg-type] # as above

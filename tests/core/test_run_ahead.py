@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.messages import RunAhead
-from edgespec.core.run_ahead import (
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.verifier.run_ahead import (
     AlwaysRunAhead,
     AutoRunAhead,
     NeverRunAhead,
@@ -19,10 +19,10 @@ def _view(
     idle_since: float = 9.0,
     pass_s: float = 0.1,
     expected_at: float | None = None,
-    told_to_go: bool = False,
+    no_draft_coming: bool = False,
     hit_rate: float = 1.0,
 ) -> RunAheadView:
-    return RunAheadView(now, idle_since, pass_s, expected_at, told_to_go, hit_rate)
+    return RunAheadView(now, idle_since, pass_s, expected_at, no_draft_coming, hit_rate)
 
 
 def test_each_kind_has_its_policy() -> None:
@@ -40,12 +40,12 @@ def test_always_is_now() -> None:
 
 def test_never_waits_for_its_patience_only() -> None:
     assert NeverRunAhead(2.0).start_at(_view()) == 11.0
-    assert NeverRunAhead(2.0).start_at(_view(told_to_go=True)) <= 10.0
+    assert NeverRunAhead(2.0).start_at(_view(no_draft_coming=True)) <= 10.0
 
 
 @pytest.mark.parametrize("kind", list(RunAhead))
-def test_nobody_waits_when_told_to_go(kind: RunAhead) -> None:
-    view = _view(idle_since=10.0, expected_at=10.01, told_to_go=True)
+def test_nobody_waits_when_no_draft_coming(kind: RunAhead) -> None:
+    view = _view(idle_since=10.0, expected_at=10.01, no_draft_coming=True)
     assert run_ahead_policy(kind).start_at(view) <= view.now
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.sampling import SamplingParams, choose, warp
+from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -34,6 +34,7 @@ def _probabilities(scores: list[float]) -> list[float]:
         ("top_p", 1.5, "top_p is 1.5"),
         ("min_p", 1.1, "min_p is 1.1"),
         ("repetition_penalty", 0.0, "repetition_penalty is 0.0"),
+        ("repetition_penalty", 0.009, r"repetition_penalty is 0.009, but must be in \[0.01, 100"),
         ("presence_penalty", 101.0, "presence_penalty is 101.0"),
         ("frequency_penalty", -101.0, "frequency_penalty is -101.0"),
         ("seed", 1 << 64, "seed is 18446744073709551616"),
@@ -51,6 +52,15 @@ def test_a_parameter_out_of_bounds_is_named(field: str, value: object, message: 
 def test_greedy_takes_the_lowest_id_of_a_tie_and_no_noise() -> None:
     assert choose([1.0, 3.0, 3.0, 2.0], SamplingParams(seed=9), 5) == 1
     assert choose([1.0, 3.0, 3.0, 2.0], SamplingParams(seed=10, top_k=1, top_p=0.1), 6) == 1
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9.9e-7])
+def test_a_temperature_below_the_least_is_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.5, seed=4)
+    assert params.greedy
+    assert not SamplingParams(temperature=1e-6).greedy
+    for logits in ([1.0, 3.0, 3.0, 2.0], [1e30, 2e30, 2e30, 0.0]):
+        assert [choose(logits, params, position) for position in range(9)] == [1] * 9
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:

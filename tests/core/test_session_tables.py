@@ -7,20 +7,24 @@ any other move is an assertion.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 
 import pytest
 
-from edgespec.core import draft_session, transitions, verify_session
-from edgespec.core.draft_events import Connected, DraftEvent, LinkDown, LinkState, Start, Stop
-from edgespec.core.draft_policy import WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.messages import Cancel, Fault, FaultCode, Open
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES, State, moved
-from edgespec.core.verify_events import Offer, VerifyState
+from edgespec.core.device import link_keeper
+from edgespec.core.device.events import Connected, DraftEvent, LinkDown, LinkState, Start, Stop
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.device.transitions import DRAFT_MOVES
+from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.transitions import State, transition
+from edgespec.core.verifier import session as verify_session
+from edgespec.core.verifier.session_events import Offer, VerifyState
+from edgespec.core.verifier.transitions import VERIFY_MOVES
 from tests.core.fixed_text import REQUEST, new_session, run_pass
 from tests.sim.random_worlds import play
 
@@ -32,12 +36,12 @@ Move = tuple[Enum, Enum]
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
     moves: set[Move] = set()
 
-    def watched(source: State, target: State) -> State:
+    def watched(table: Mapping[tuple[State, State], str], source: State, target: State) -> State:
         moves.add((source, target))
-        return transitions.moved(source, target)
+        return transition(table, source, target)
 
-    monkeypatch.setattr(draft_session, "moved", watched)
-    monkeypatch.setattr(verify_session, "moved", watched)
+    monkeypatch.setattr(link_keeper, "transition", watched)
+    monkeypatch.setattr(verify_session, "transition", watched)
     return moves
 
 
@@ -71,14 +75,18 @@ def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
     assert changes == {*DRAFT_MOVES, *VERIFY_MOVES}
 
 
-@pytest.mark.parametrize("states", [LinkState, VerifyState])
-def test_every_other_move_is_an_assertion(states: type[State]) -> None:
+@pytest.mark.parametrize(
+    ("states", "moves"), [(LinkState, DRAFT_MOVES), (VerifyState, VERIFY_MOVES)]
+)
+def test_every_other_move_is_an_assertion(
+    states: type[Enum], moves: Mapping[tuple[Enum, Enum], str]
+) -> None:
     for source, target in itertools.product(list(states), repeat=2):
-        if source is target or (source, target) in {*DRAFT_MOVES, *VERIFY_MOVES}:
-            assert moved(source, target) is target
+        if source is target or (source, target) in moves:
+            assert transition(moves, source, target) is target
         else:
             with pytest.raises(AssertionError, match="->"):
-                moved(source, target)
+                transition(moves, source, target)
 
 
 @pytest.mark.parametrize("end", [LinkState.DONE, VerifyState.FINISHED])

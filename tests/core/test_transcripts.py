@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core import draft_events, verify_events
-from edgespec.core.draft_policy import DraftPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.messages import RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device import events as draft_events
+from edgespec.core.device.policy import DraftPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_session import VerifySession
-from edgespec_sim.worlds import WorldOptions, run_world
+from edgespec.core.verifier import session_events as verify_events
+from edgespec.core.verifier.session import VerifySession
+from edgespec_sim.world_options import WorldOptions
+from edgespec_sim.worlds import run_world
 
 FOLDER = Path(__file__).parent / "transcripts"
 REWRITE = bool(os.environ.get("REWRITE_TRANSCRIPTS"))

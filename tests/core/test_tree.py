@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core import tree as tree_module
-from edgespec.core.prefix import CommittedPrefix
-from edgespec.core.tree import ROOT, Growth, SpeculationTree
+from edgespec.core.protocol import tree as tree_module
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import ROOT, Growth, SpeculationTree
 from edgespec_sim.checks import check_tree
 
 PROMPT = (7, 7)
@@ -37,14 +37,13 @@ class TextModel:
     def grow(self, node_id: int, parent: int, token: int, base: int) -> Growth:
         if node_id <= self.last_id:
             return Growth.STALE
-        self.last_id = node_id
         before = self.committed[:base] if parent == ROOT else self.texts.get(parent)
         if before is None or not self.agrees((*before, token)):
             return Growth.STALE
         text = (*before, token)
         if text in self.alive.values():
             return Growth.STALE
-        self.texts[node_id] = text
+        self.texts[node_id], self.last_id = text, node_id
         return Growth.ALIVE if len(text) > len(self.committed) else Growth.FORWARDED
 
     def commit(self, tokens: Text) -> int:
@@ -113,6 +112,17 @@ def test_siblings_and_their_descendants_die_together() -> None:
     assert list(tree.nodes) == [3]
     assert tree.nodes[3].parent == ROOT
     assert tree.grow(6, 5, 1, 0) is Growth.STALE
+
+
+def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
+    """A verifier had no room for node 2, so node 3 found no parent; the device sends both again
+    when there is room. Once node 3 had used its id up, node 2 was a repeat, for ever."""
+    tree = _tree()
+    assert tree.grow(1, 0, 4, 2) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.STALE
+    assert tree.grow(2, 1, 6, 0) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.STALE
 
 
 def test_a_late_child_of_a_committed_node_is_placed_behind_it() -> None:

@@ -1,4 +1,4 @@
-"""All sessions of a verifier: streams, packed passes, failures. Oracle: the fixed text again."""
+"""All sessions of a verifier: streams and packed passes. Oracle: the fixed text again."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.engine_events import (
-    BatchDone,
-    BatchFailed,
-    CloseSequence,
-    CloseStream,
-    EngineAction,
-    EngineLimits,
-    OpenSequence,
-    Poll,
-    RunBatch,
-    SendTo,
-    SequenceRefused,
-    StreamLost,
-    StreamMessage,
-    StreamOpened,
-)
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
@@ -33,41 +17,30 @@ from edgespec.core.messages import (
     Received,
     RunAhead,
 )
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.verify_engine import VerifyEngine
-from edgespec.core.work import PassRequest, PassResult
-from tests.core.fixed_text import LIMITS, MODEL, PROMPT, REQUEST, TEXT, targets_of
-
-RUNNING = replace(REQUEST, run_ahead=RunAhead.ALWAYS)
-
-
-def _engine(limits: EngineLimits | None = None) -> VerifyEngine:
-    return VerifyEngine(MODEL, LIMITS, limits or EngineLimits())
-
-
-def _named(key: str, request: Open = RUNNING) -> Open:
-    return replace(request, session_id=key)
-
-
-def _batch(actions: tuple[EngineAction, ...]) -> tuple[PassRequest, ...]:
-    (batch,) = [action for action in actions if isinstance(action, RunBatch)]
-    return batch.requests
-
-
-def _done(requests: tuple[PassRequest, ...]) -> BatchDone:
-    return BatchDone(tuple(PassResult(r.key, targets_of(r) if r.sample else ()) for r in requests))
-
-
-def _faults(actions: tuple[EngineAction, ...]) -> list[tuple[int, FaultCode]]:
-    return [
-        (action.stream, action.message.code)
-        for action in actions
-        if isinstance(action, SendTo) and isinstance(action.message, Fault)
-    ]
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.engine_events import (
+    BatchFailed,
+    CloseSequence,
+    CloseStream,
+    EngineAction,
+    EngineLimits,
+    OpenSequence,
+    Poll,
+    ProbeDone,
+    RunBatch,
+    SendTo,
+    SequenceFailed,
+    StreamLost,
+    StreamMessage,
+    StreamOpened,
+)
+from tests.core.engine_scenes import RUNNING, batch, done, faults, named, new_engine
+from tests.core.fixed_text import LIMITS, PROMPT, REQUEST, TEXT
 
 
 def test_a_stream_opens_a_session_and_starts_its_pass() -> None:
-    actions = _engine().handle(StreamOpened(1, RUNNING), 0.0)
+    actions = new_engine().handle(StreamOpened(1, RUNNING), 0.0)
     assert actions == (
         OpenSequence("s", 2, RUNNING.sampling),
         SendTo(1, Opened(LIMITS, "big", 2)),
@@ -84,9 +57,9 @@ def test_a_stream_opens_a_session_and_starts_its_pass() -> None:
     ],
 )
 def test_a_refused_stream_leaves_no_trace(bad: Open, code: FaultCode) -> None:
-    engine = _engine()
+    engine = new_engine()
     actions = engine.handle(StreamOpened(1, bad), 0.0)
-    assert _faults(actions) == [(1, code)]
+    assert faults(actions) == [(1, code)]
     assert actions[1:] == (CloseStream(1),)
     assert not engine.sessions
     assert engine.handle(StreamMessage(1, Cancel()), 0.0) == ()
@@ -94,81 +67,75 @@ def test_a_refused_stream_leaves_no_trace(bad: Open, code: FaultCode) -> None:
 
 
 def test_only_so_many_sessions() -> None:
-    engine = _engine(EngineLimits(max_sessions=1))
-    engine.handle(StreamOpened(1, _named("a")), 0.0)
-    (send, _) = engine.handle(StreamOpened(2, _named("b")), 0.0)
+    engine = new_engine(EngineLimits(max_sessions=1))
+    engine.handle(StreamOpened(1, named("a")), 0.0)
+    (send, _) = engine.handle(StreamOpened(2, named("b")), 0.0)
     assert isinstance(send, SendTo)
     assert isinstance(send.message, Fault)
     assert "all 1 sessions are taken" in send.message.message
     assert send.message.code.retryable
     engine.handle(StreamLost(1), 1.0)
-    assert _faults(engine.handle(StreamOpened(3, _named("a")), 2.0)) == []
+    assert faults(engine.handle(StreamOpened(3, named("a")), 2.0)) == []
 
 
 def test_no_room_for_a_sequence_is_worth_another_try() -> None:
-    engine = _engine()
+    engine = new_engine()
     engine.handle(StreamOpened(1, RUNNING), 0.0)
-    actions = engine.handle(SequenceRefused("s", "16 sequences open, limit 16"), 0.0)
-    assert _faults(actions) == [(1, FaultCode.OVERLOADED)]
+    actions = engine.handle(SequenceFailed("s", "16 sequences open, limit 16", full=True), 0.0)
+    assert faults(actions) == [(1, FaultCode.OVERLOADED)]
     assert CloseStream(1) in actions
     assert not engine.sessions
 
 
 def test_sessions_share_a_pass_and_new_ones_wait_for_the_next() -> None:
-    engine = _engine()
-    first = _batch(engine.handle(StreamOpened(1, _named("a")), 0.0))
-    assert engine.handle(StreamOpened(2, _named("b")), 0.0)[2:] == ()
+    engine = new_engine()
+    first = batch(engine.handle(StreamOpened(1, named("a")), 0.0))
+    assert engine.handle(StreamOpened(2, named("b")), 0.0)[2:] == ()
     assert engine.running
-    second = _batch(engine.handle(_done(first), 0.1))
+    second = batch(engine.handle(done(first), 0.1))
     assert {request.key for request in second} == {"a", "b"}
 
 
 def test_a_pass_has_only_so_many_rows() -> None:
-    engine = _engine(EngineLimits(max_rows_per_pass=5, max_rows_per_session=3))
-    running = _batch(
-        engine.handle(StreamOpened(1, _named("a", replace(RUNNING, prompt=(1,) * 9))), 0.0)
+    engine = new_engine(EngineLimits(max_rows_per_pass=5, max_rows_per_session=3))
+    running = batch(
+        engine.handle(StreamOpened(1, named("a", replace(RUNNING, prompt=(1,) * 9))), 0.0)
     )
-    engine.handle(StreamOpened(2, _named("b", replace(RUNNING, prompt=(1,) * 9))), 0.0)
+    engine.handle(StreamOpened(2, named("b", replace(RUNNING, prompt=(1,) * 9))), 0.0)
     assert [request.row_count for request in running] == [3]
-    following = _batch(engine.handle(_done(running), 0.1))
+    following = batch(engine.handle(done(running), 0.1))
     assert sorted(request.row_count for request in following) == [2, 3]
 
 
 def test_a_failed_pass_is_tried_again_one_by_one_and_ends_only_the_culprit() -> None:
-    engine = _engine()
-    requests = _batch(engine.handle(StreamOpened(1, _named("a")), 0.0))
-    engine.handle(StreamOpened(2, _named("bad")), 0.0)
-    engine.handle(StreamOpened(3, _named("c")), 0.0)
-    requests = _batch(engine.handle(_done(requests), 0.1))
+    engine = new_engine()
+    requests = batch(engine.handle(StreamOpened(1, named("a")), 0.0))
+    engine.handle(StreamOpened(2, named("bad")), 0.0)
+    engine.handle(StreamOpened(3, named("c")), 0.0)
+    requests = batch(engine.handle(done(requests), 0.1))
     assert len(requests) == 3
     actions = engine.handle(BatchFailed("bad row"), 0.2)
     ended: list[tuple[int, FaultCode]] = []
     for step in range(6):
-        requests = _batch(actions)
+        requests = batch(actions)
         if len(requests) > 1:
             break
         assert ended or len(requests) == 1
-        failed = requests[0].key == "bad"
-        event = BatchFailed("bad row") if failed else _done(requests)
-        actions = engine.handle(event, 0.3 + step)
-        ended += _faults(actions)
+        if requests[0].key == "bad":
+            engine.handle(BatchFailed("bad row"), 0.3 + step)
+            actions = engine.handle(ProbeDone(), 0.3 + step)
+        else:
+            actions = engine.handle(done(requests), 0.3 + step)
+        ended += faults(actions)
     assert ended == [(2, FaultCode.INTERNAL)]
     assert set(engine.sessions) == {"a", "c"}
     assert {request.key for request in requests} == {"a", "c"}
 
 
-def test_a_session_that_failed_alone_is_ended() -> None:
-    engine = _engine()
-    engine.handle(StreamOpened(1, RUNNING), 0.0)
-    actions = engine.handle(BatchFailed("no memory"), 0.1)
-    assert _faults(actions) == [(1, FaultCode.INTERNAL)]
-    assert actions[1:] == (CloseStream(1), CloseSequence("s"))
-
-
 def test_a_second_stream_takes_the_session_over() -> None:
-    engine = _engine()
-    running = _batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
-    engine.handle(_done(running), 0.1)
+    engine = new_engine()
+    running = batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
+    engine.handle(done(running), 0.1)
     actions = engine.handle(StreamOpened(2, replace(RUNNING, committed=(10,))), 0.2)
     assert actions[0] == CloseStream(1)
     assert not any(isinstance(action, OpenSequence) for action in actions)
@@ -177,34 +144,19 @@ def test_a_second_stream_takes_the_session_over() -> None:
     assert engine.sessions["s"].attached
 
 
-def test_a_session_id_with_another_prompt_is_another_session() -> None:
-    engine = _engine()
-    running = _batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
-    actions = engine.handle(StreamOpened(2, replace(RUNNING, prompt=(5, 5, 5))), 0.1)
-    assert _faults(actions) == [(1, FaultCode.INVALID)]
-    assert actions[1:4] == (
-        CloseStream(1),
-        CloseSequence("s"),
-        OpenSequence("s", 3, RUNNING.sampling),
-    )
-    actions = engine.handle(_done(running), 0.2)
-    assert _batch(actions) == (PassRequest("s", 0, (5, 5, 5)),)
-    assert engine.sessions["s"].prefix.output == []
-
-
 def test_a_lease_ends_when_nobody_comes_back() -> None:
-    engine = _engine()
-    running = _batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
+    engine = new_engine()
+    running = batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
     engine.handle(StreamLost(1), 1.0)
-    engine.handle(_done(running), 1.1)
-    assert engine.deadline == 11.0
+    engine.handle(done(running), 1.1)
     assert engine.handle(Poll(), 10.9) == ()
+    assert engine.deadline == 11.0
     assert engine.handle(Poll(), 11.0) == (CloseSequence("s"),)
     assert not engine.sessions
 
 
 def test_a_resumed_session_outlives_its_old_lease() -> None:
-    engine = _engine()
+    engine = new_engine()
     engine.handle(StreamOpened(1, RUNNING), 0.0)
     engine.handle(StreamLost(1), 1.0)
     engine.handle(StreamOpened(2, RUNNING), 5.0)
@@ -213,10 +165,10 @@ def test_a_resumed_session_outlives_its_old_lease() -> None:
 
 
 def test_a_finished_session_frees_its_cache_and_waits_for_the_last_word() -> None:
-    engine = _engine()
+    engine = new_engine()
     request = replace(RUNNING, sampling=SamplingParams(max_tokens=1))
-    running = _batch(engine.handle(StreamOpened(1, request), 0.0))
-    actions = engine.handle(_done(running), 0.1)
+    running = batch(engine.handle(StreamOpened(1, request), 0.0))
+    actions = engine.handle(done(running), 0.1)
     assert CloseSequence("s") in actions
     assert "s" in engine.sessions
     assert engine.handle(StreamMessage(1, Received(3, 0)), 0.2) == (CloseStream(1),)
@@ -224,41 +176,44 @@ def test_a_finished_session_frees_its_cache_and_waits_for_the_last_word() -> Non
 
 
 def test_cancelled_during_a_pass() -> None:
-    engine = _engine()
-    running = _batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
+    engine = new_engine()
+    running = batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
     actions = engine.handle(StreamMessage(1, Cancel()), 0.1)
     assert actions == (CloseStream(1), CloseSequence("s"))
-    assert engine.handle(_done(running), 0.2) == ()
+    assert engine.handle(done(running), 0.2) == ()
 
 
 def test_a_resync_ends_the_stream_but_not_the_session() -> None:
-    engine = _engine()
+    engine = new_engine()
     engine.handle(StreamOpened(1, RUNNING), 0.0)
     actions = engine.handle(StreamMessage(1, Draft(1, (0,), (10,), 9, 0)), 0.1)
-    assert _faults(actions) == [(1, FaultCode.RESYNC)]
+    assert faults(actions) == [(1, FaultCode.RESYNC)]
     assert CloseStream(1) in actions
     actions = engine.handle(StreamOpened(2, RUNNING), 0.2)
     assert actions == (SendTo(2, Opened(LIMITS, "big", 2)),)
 
 
 def test_a_waiting_session_is_asked_again_at_its_deadline() -> None:
-    engine = _engine()
+    engine = new_engine()
     waiting = replace(REQUEST, run_ahead=RunAhead.NEVER)
-    running = _batch(engine.handle(StreamOpened(1, waiting), 0.0))
-    actions = engine.handle(_done(running), 1.0)
+    running = batch(engine.handle(StreamOpened(1, waiting), 0.0))
+    actions = engine.handle(done(running), 1.0)
     assert not any(isinstance(action, RunBatch) for action in actions)
+    assert engine.deadline is not None
+    assert engine.deadline <= 3.0
+    assert engine.handle(Poll(), 2.9) == ()
     assert engine.deadline == 3.0
-    assert _batch(engine.handle(Poll(), 3.0)) == (PassRequest("s", 2, (10,)),)
+    assert batch(engine.handle(Poll(), 3.0)) == (PassRequest("s", 2, (10,)),)
 
 
 def test_every_token_of_many_sessions_arrives_in_order() -> None:
-    engine = _engine(EngineLimits(max_rows_per_pass=4))
+    engine = new_engine(EngineLimits(max_rows_per_pass=4))
     actions: list[EngineAction] = []
     for stream in range(5):
-        actions += engine.handle(StreamOpened(stream, _named(f"s{stream}")), 0.0)
+        actions += engine.handle(StreamOpened(stream, named(f"s{stream}")), 0.0)
     streams: dict[int, list[int]] = {stream: [] for stream in range(5)}
     while batches := [action for action in actions if isinstance(action, RunBatch)]:
-        actions = list(engine.handle(_done(batches[0].requests), 1.0))
+        actions = list(engine.handle(done(batches[0].requests), 1.0))
         for action in actions:
             if isinstance(action, SendTo) and isinstance(action.message, Commit):
                 streams[action.stream] += action.message.tokens

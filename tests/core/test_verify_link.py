@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Commit,
     Draft,
     FaultCode,
@@ -19,8 +19,9 @@ from edgespec.core.messages import (
     Received,
     RunAhead,
 )
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.verify_events import (
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.resume import same_generation
+from edgespec.core.verifier.session_events import (
     Attach,
     Detach,
     Keep,
@@ -71,8 +72,8 @@ def test_resume_sends_what_the_device_lacks(held: int) -> None:
     session = new_session(replace(REQUEST, run_ahead=RunAhead.ALWAYS))
     for _ in range(3):
         run_pass(session)
-    again = replace(REQUEST, committed=TEXT[2 : 2 + held])
-    assert session.resumes(again)
+    again = replace(session.request, committed=TEXT[2 : 2 + held])
+    assert same_generation(session.request, again, session.prefix)
     actions = session.handle(Attach(again), 2.0)
     assert actions[0] == Send(Opened(LIMITS, "big", 2 + held))
     missing = (Send(Commit(2 + held, TEXT[2 + held : 5])),) if held < 3 else ()
@@ -112,12 +113,14 @@ def test_a_new_session_may_be_at_its_end_already(
         replace(REQUEST, sampling=SamplingParams(max_tokens=9, seed=1)),
         replace(REQUEST, committed=(11,)),
         replace(REQUEST, committed=(10, 11)),
+        replace(REQUEST, rule="lossy"),
+        replace(REQUEST, run_ahead=RunAhead.NEVER),
     ],
 )
 def test_another_text_is_no_resume(other: Open) -> None:
     session = new_session()
     run_pass(session)
-    assert not session.resumes(other)
+    assert not same_generation(session.request, other, session.prefix)
 
 
 def test_attach_forgets_the_tree_and_its_ids() -> None:
@@ -166,7 +169,7 @@ def test_resync_when_the_base_is_ahead_or_the_hash_differs() -> None:
     assert "first 2 tokens differ" in other.message
     received = fault_in(new_session().handle(Received(3, 0), 1.0))
     assert received.code is FaultCode.RESYNC
-    assert "position 3 is beyond the committed length 2" in received.message
+    assert "position 3 is beyond the 2 known" in received.message
 
 
 @pytest.mark.parametrize("token", [-1, 50])

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Draft,
     FinishReason,
     Received,
     RunAhead,
 )
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.verify_events import (
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import (
     Keep,
     Offer,
     PassDone,
@@ -23,7 +24,6 @@ from edgespec.core.verify_events import (
     RunPass,
     VerifyState,
 )
-from edgespec.core.verify_session import VerifySession
 from tests.core.fixed_text import (
     LIMITS,
     MODEL,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
@@ -19,8 +19,8 @@ from edgespec.core.messages import (
     Opened,
     Received,
 )
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.wire_size import message_bytes
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.transport.codec import payload_bytes
 
 
@@ -77,3 +77,11 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
 def test_what_travels_once_is_close(message: Message) -> None:
     size = payload_bytes(message)
     assert abs(message_bytes(message) - size) <= max(32, 0.02 * size)
+
+
+def test_a_session_secret_is_counted() -> None:
+    plain = Open("session", "", "", (1, 2, 3))
+    secret = Open("session", "", "", (1, 2, 3), session_secret=b"x" * 32)
+    assert message_bytes(secret) - message_bytes(plain) == payload_bytes(secret) - payload_bytes(
+        plain
+    )

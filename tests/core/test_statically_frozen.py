@@ -3,8 +3,8 @@ needed, so the second test fails in ``make types`` when values are no longer fro
 
 from __future__ import annotations
 
-from edgespec.core.messages import Received
-from edgespec.core.work import Candidate
+from edgespec.core.protocol.messages import Received
+from edgespec.core.protocol.work import Candidate
 
 
 def test_values_are_equal_by_their_fields_and_have_nothing_else() -> None:

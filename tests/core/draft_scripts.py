@@ -1,0 +1,66 @@
+"""A device's session for tests, and short words for its events and actions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgespec.core.device.events import (
+    Connected,
+    DraftAction,
+    Start,
+    StepDone,
+    TokenKind,
+    Transmit,
+)
+from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import (
+    Limits,
+    Open,
+    Opened,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import Candidate
+
+PROMPT = (1, 1)
+REQUEST = Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=20))
+GREETING = Opened(Limits(), "big", 2)
+ACCEPTED, CORRECTED, DECODED = TokenKind.ACCEPTED, TokenKind.CORRECTED, TokenKind.DECODED
+
+
+RECONNECT = ReconnectPolicy(
+    first_s=1.0,
+    longest_s=1.0,
+    give_up_first_s=5.0,
+    give_up_s=60.0,
+    answer_s=10.0,
+    silence_s=30.0,
+    progress_s=100.0,
+    max_streams_without_token=8,
+)
+
+
+def new_session(
+    policy: DraftPolicy | None = None, request: Open = REQUEST, draft_context_length: int = 1000
+) -> DraftSession:
+    policy = policy or WindowedPolicy()
+    return DraftSession(request, policy, RECONNECT, draft_context_length, vocabulary_size=1000)
+
+
+def streaming(
+    policy: DraftPolicy | None = None, request: Open = REQUEST, limits: Limits | None = None
+) -> DraftSession:
+    session = new_session(policy, request)
+    session.handle(Start(), 0.0)
+    session.handle(Connected(), 0.0)
+    session.handle(replace(GREETING, limits=limits or Limits()), 0.0)
+    return session
+
+
+def guess(*tokens: int) -> StepDone:
+    return StepDone(tuple(Candidate(token, -1.0) for token in tokens))
+
+
+def messages(actions: tuple[DraftAction, ...]) -> list[object]:
+    return [action.message for action in actions if isinstance(action, Transmit)]
