@@ -1,13 +1,15 @@
 """Messages to protobuf bytes and back, within bounds.
 
-Theory of operation. ``encode_*`` and ``decode_*`` are total: they give a result or raise
-``ProtocolViolation``, whatever the bytes or the message. Counts are checked before anything is
-copied, token ids against the vocabulary. What another version may add (unknown fields) is ignored;
-what would change the meaning (unknown enum values, rules, versions) is refused by name.
+Theory of operation. ``encode_*`` and ``decode_*`` are total: they return a result or raise
+``ProtocolViolation``, whatever the bytes or the message. The size of a message is checked before it
+is parsed, the counts in it before anything is copied to Python, token ids against the vocabulary.
+What another version may add (unknown fields) is ignored; what would change the meaning (unknown
+enum values, rules, versions) is refused by name.
 
-Not carried: ``SamplingParams.stop`` (strings end the text on the device), and the base of a draft
-on which no node hangs. Parents go as ``node id - parent id``, a small varint, 0 for the base; when
-all of them are 1 they are left out. See ``protos/edgespec/v1/speculation.proto``.
+Two things do not travel: ``SamplingParams.stop`` (the device ends its text at these strings) and
+the base of a draft on which no node hangs. A parent is sent as ``node id - parent id``, a small
+varint, and as 0 for the base; when all of them are 1 they are left out. See
+``protos/edgespec/v1/speculation.proto``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Final, assert_never
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Commit,
@@ -67,6 +69,8 @@ _FAULT: Final = {
     8: FaultCode.INTERNAL,
 }
 _FINISH_NAME: Final = {m: pb.FinishReason.Name(n) for n, m in _FINISH.items()}
+# The wire has one word for both; the device tells them apart.
+_FINISH_NAME[FinishReason.CONTEXT] = _FINISH_NAME[FinishReason.LENGTH]
 _FAULT_NAME: Final = {m: pb.FaultCode.Name(n) for n, m in _FAULT.items()}
 
 
@@ -93,8 +97,9 @@ def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes
 
 def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    _check_size(payload, limits)
     wire = pb.DeviceMessage()
-    _parse(wire, payload, limits)
+    _parse(wire, payload)
     match wire.WhichOneof("kind"):
         case "draft":
             return _decode_draft(wire.draft, limits)
@@ -123,8 +128,9 @@ def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> b
 
 def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Downlink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
+    _check_size(payload, limits)
     wire = pb.VerifierMessage()
-    _parse(wire, payload, limits)
+    _parse(wire, payload)
     match wire.WhichOneof("kind"):
         case "commit":
             return _decode_commit(wire.commit, limits)
@@ -157,8 +163,9 @@ def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> byte
 
 def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> VerifierInfo:
     """Raises ``ProtocolViolation`` for malformed bytes and for a reply over a bound."""
+    _check_size(payload, limits)
     wire = pb.InfoReply()
-    _parse(wire, payload, limits)
+    _parse(wire, payload)
     return VerifierInfo(
         model=_decode_model(wire.model, limits),
         limits=_decode_limits(wire.limits),
@@ -356,12 +363,15 @@ def _check_model(model: ModelInfo | pb.ModelInfo, limits: WireLimits) -> None:
 
 def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
     payload = wire.SerializeToString()
-    check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    _check_size(payload, limits)
     return payload
 
 
-def _parse(wire: ProtobufMessage, payload: bytes, limits: WireLimits) -> None:
+def _check_size(payload: bytes, limits: WireLimits) -> None:
     check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+
+
+def _parse(wire: ProtobufMessage, payload: bytes) -> None:
     try:
         wire.ParseFromString(payload)
     except DecodeError as error:

@@ -16,11 +16,11 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.core.messages import Downlink, Fault, Uplink, VerifierInfo
+from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
 from edgespec.ports import ByteMeter, DeviceStream, LinkError
 from edgespec.transport.codec import SERVICE, decode_downlink, decode_info, encode_uplink
 from edgespec.transport.grpc_options import Keepalive, client_options
-from edgespec.transport.unbroken import Unbroken
+from edgespec.transport.shielded_call import ShieldedCall
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 # Statuses that a second attempt would meet again.
@@ -35,6 +35,7 @@ _FINAL: Final = frozenset(
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
+_TOO_LARGE: Final = "message larger than max"
 
 # What the library raises when the call is gone; the exact one varies with the moment.
 _GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, ConnectionError)
@@ -161,8 +162,8 @@ class GrpcDeviceStream:
         self._limits = limits
         self._meter = meter
         self._on_close = closed
-        self._reading: Unbroken[Any] = Unbroken()
-        self._writing: Unbroken[None] = Unbroken()
+        self._reading: ShieldedCall[Any] = ShieldedCall()
+        self._writing: ShieldedCall[None] = ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault: Fault | None = None
@@ -254,4 +255,6 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
     if code is grpc.StatusCode.OK:
         return LinkError(f"verifier at {address} ended the stream")
     text = f"verifier at {address}: {code.name}: {details or 'no details'}"
-    return LinkError(text, retryable=code not in _FINAL)
+    # The library's own refusal of a message has the status of a verifier that is merely busy.
+    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (details or "")
+    return LinkError(text, retryable=code not in _FINAL and not too_large)

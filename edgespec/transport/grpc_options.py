@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.transport.wire_limits import WINDOW_BYTES, WireLimits
 
 Options = list[tuple[str, int]]
 
-# Unread data of one stream that the peer may have under way: a bound, not a tuning target.
-# A prompt of 64 k tokens still goes out in one window.
-_WINDOW_BYTES = 1 << 18
-# Between attempts of a channel whose peer is gone; the library's default grows to two minutes.
+# Between attempts of a channel whose peer is gone; the library's default grows to two minutes. Less
+# than the waits of a session, or its attempts would be refused without a look at the peer.
 _FIRST_RECONNECT_S = 0.1
-_LAST_RECONNECT_S = 2.0
+_LAST_RECONNECT_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +70,5 @@ def _common(limits: WireLimits, keepalive: Keepalive) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         # A fixed window; probing would let it grow with the link's speed.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ]

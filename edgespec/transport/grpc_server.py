@@ -1,25 +1,45 @@
 """The verifier's end of the wire over gRPC: the daemon's listener.
 
-Each stream a device opens is handed to ``serve`` as a ``VerifierStream``. A device that breaks the
-protocol gets a Fault and INVALID_ARGUMENT on that stream; all others go on. Beside the service
-stand gRPC's own health (per service, NOT_SERVING while draining) and reflection.
+Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
+``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
+whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
+that stream; all others go on. Beside the service stand gRPC's own health (per service, NOT_SERVING
+while draining) and reflection.
+
+What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
+often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
+how many it has under way in all, with those that wait for their turn or for their refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from edgespec.core.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.verifier.stream_budget import (
+    INFO_LIMITS,
+    OPEN_LIMITS,
+    CallBudget,
+    CallLimits,
+    UplinkBudget,
+    UplinkLimits,
+)
 from edgespec.ports import ByteMeter, LinkError, ServeStream
-from edgespec.transport.codec import SERVICE, encode_info
+from edgespec.transport.call_line import CallLine, SideServices
+from edgespec.transport.codec import SERVICE
 from edgespec.transport.grpc_options import Keepalive, server_options
-from edgespec.transport.grpc_stream import GrpcVerifierStream
+from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
+from edgespec.transport.info_answers import InfoAnswers
+from edgespec.transport.peer_address import peer_address
+from edgespec.transport.stream_slots import StreamSlots
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 _LOG = logging.getLogger(__name__)
@@ -27,6 +47,10 @@ _LOG = logging.getLogger(__name__)
 _MAX_DETAILS = 512
 # For the last faults to leave before the connections are cut.
 _LAST_WORDS_S = 0.5
+# A peer that is refused for opening too often cannot try again before it has heard of it.
+_REFUSAL_DELAY_S = 0.5
+# Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
+_SPARE_CALLS = 64
 
 _STATUS = {
     FaultCode.RESYNC: grpc.StatusCode.ABORTED,
@@ -39,12 +63,16 @@ _STATUS = {
     FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 
+_SHUTTING_DOWN = Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
+
 
 class GrpcServer:
     """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path").
 
-    ``serve`` is called once per stream, at most ``max_streams`` at a time; ``info`` answers what is
-    served and how busy it is. ``credentials`` None is plaintext.
+    ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
+    ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
+    ``credentials`` None is plaintext. ``stalled_s`` is how long a device may leave a message
+    unread.
     """
 
     def __init__(
@@ -58,9 +86,12 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         meter: ByteMeter | None = None,
         max_streams: int = 1024,
+        peer_share: float = 0.75,
+        uplink: UplinkLimits | None = None,
+        opens: CallLimits = OPEN_LIMITS,
+        infos: CallLimits = INFO_LIMITS,
+        stalled_s: float = STALLED_S,
     ) -> None:
-        if max_streams < 1:
-            raise ValueError(f"max_streams is {max_streams}, but must be at least 1")
         self._address = address
         self._serve = serve
         self._info = info
@@ -68,8 +99,14 @@ class GrpcServer:
         self._keepalive = keepalive or Keepalive()
         self._credentials = credentials
         self._meter = meter
-        self._max_streams = max_streams
+        self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
+        self._stalled_s = stalled_s
+        self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
+        self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
+        self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
+        self._in_line: set[GrpcVerifierStream] = set()
+        self._calls: Counter[str] = Counter()
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -85,7 +122,15 @@ class GrpcServer:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        server = grpc.aio.server(options=server_options(self._limits, self._keepalive))
+        clock = asyncio.get_running_loop().time
+        self._uplink = UplinkBudget(self._uplink_limits or UplinkLimits(), clock())
+        self._opens = CallBudget(self._open_limits, clock())
+        questions = CallLine(self._info_limits, clock)
+        self._infos = InfoAnswers(self._info, self._limits, questions)
+        server = grpc.aio.server(
+            options=server_options(self._limits, self._keepalive),
+            interceptors=(SideServices(SERVICE, questions),),
+        )
         server.add_generic_rpc_handlers((self._handlers(),))
         health_aio: Any = health.aio
         self._health = health_aio.HealthServicer()
@@ -106,11 +151,16 @@ class GrpcServer:
             return
         server, self._server = self._server, None
         self._draining = True
-        await self._health.enter_graceful_shutdown()
+        # One that watches the health and does not read would hold this up for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._health.enter_graceful_shutdown()
+        for stream in tuple(self._in_line):
+            stream.hang_up(_SHUTTING_DOWN)
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
-            stream.hang_up(Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down"))
+            stream.hang_up(_SHUTTING_DOWN)
         await server.stop(_LAST_WORDS_S)
         left = tuple(self._streams.values())
         for task in left:
@@ -136,40 +186,81 @@ class GrpcServer:
             SERVICE,
             {
                 "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
-                "Info": grpc.unary_unary_rpc_method_handler(self._answer_info),
+                "Info": grpc.unary_unary_rpc_method_handler(self._infos.answer),
             },
         )
 
-    async def _answer_info(self, _request: bytes, _context: Any) -> bytes:
-        return encode_info(self._info(), self._limits)
-
     async def _speculate(self, _requests: Any, context: Any) -> None:
         """One stream, from its headers to its status."""
-        await context.send_initial_metadata(())
-        stream = GrpcVerifierStream(context, self._limits, self._meter)
-        if refusal := self._refusal():
-            stream.hang_up(refusal)
-        else:
-            task = asyncio.create_task(self._run(stream))
-            self._streams[stream] = task
-            task.add_done_callback(lambda _: self._streams.pop(stream, None))
+        # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
+        address = str(context.peer())
+        peer = peer_address(address)
+        if self._calls[peer] >= self._max_peer_calls:
+            text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
+            await context.abort(_STATUS[FaultCode.OVERLOADED], f"{text}{self._max_peer_calls}")
+        self._calls[peer] += 1
         try:
-            fault = await stream.over()
+            await context.send_initial_metadata(())
+            stream = GrpcVerifierStream(
+                context,
+                address,
+                self._limits,
+                self._uplink.open(asyncio.get_running_loop().time()),
+                meter=self._meter,
+                on_open=self._slots.opened,
+                stalled_s=self._stalled_s,
+            )
+            await self._from_line_to_status(stream, context)
+        finally:
+            self._calls[peer] -= 1
+            if not self._calls[peer]:
+                del self._calls[peer]
+
+    async def _from_line_to_status(self, stream: GrpcVerifierStream, context: Any) -> None:
+        try:
+            if refusal := await self._refusal(stream):
+                stream.hang_up(refusal)
+            elif not await stream.over(0.0):
+                task = asyncio.create_task(self._run(stream))
+                self._streams[stream] = task
+                task.add_done_callback(lambda _: self._streams.pop(stream, None))
+            await stream.over()
+            self._slots.leave(stream)
+            fault = stream.verdict
             if fault is not None:
                 await stream.say_last(fault)
         except asyncio.CancelledError:  # the device is gone, or the server stops
             stream.lost()
             raise
+        finally:
+            self._slots.leave(stream)
         if fault is not None:
             await context.abort(_STATUS[fault.code], fault.message[:_MAX_DETAILS])
 
-    def _refusal(self) -> Fault | None:
+    async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
+        """Wait for the stream's turn and take a slot for it; why there is none, or None."""
+        most_s = self._open_limits.max_wait_s
+        wait_s = self._opens.turn(stream.peer, asyncio.get_running_loop().time())
+        if wait_s > most_s:
+            await stream.over(_REFUSAL_DELAY_S)
+            text = (
+                f"{stream.peer} opens streams too often: the wait would be {wait_s:.1f} s, "
+                f"the limit is {most_s:g} s"
+            )
+            return Fault(FaultCode.OVERLOADED, text, retry_after_s=1.0)
+        if wait_s > 0.0 and not self._draining:
+            self._in_line.add(stream)
+            try:
+                await stream.over(wait_s)
+            finally:
+                self._in_line.discard(stream)
         if self._draining:
-            return Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
-        if len(self._streams) >= self._max_streams:
-            text = f"{len(self._streams)} streams are open, the limit is {self._max_streams}"
-            return Fault(FaultCode.OVERLOADED, text)
-        return None
+            return _SHUTTING_DOWN
+        entry = self._slots.enter(stream, stream.peer)
+        if entry.evicted is not None:
+            text = "no Open has come on this stream, and its place is needed for another"
+            entry.evicted.hang_up(Fault(FaultCode.OVERLOADED, text, retry_after_s=1.0))
+        return None if entry.refusal is None else Fault(FaultCode.OVERLOADED, entry.refusal)
 
     async def _run(self, stream: GrpcVerifierStream) -> None:
         """Serve one stream; whatever goes wrong ends this one only."""
@@ -177,14 +268,14 @@ class GrpcServer:
         try:
             await self._serve(stream)
         except LinkError as error:
-            _LOG.info("stream of %s: %s", stream.peer, error)
+            _LOG.info("stream of %s: %s", stream.address, error)
         except ProtocolViolation as violation:
             _LOG.error(
-                "stream of %s: a message here broke the protocol: %s", stream.peer, violation
+                "stream of %s: a message here broke the protocol: %s", stream.address, violation
             )
             fault = Fault(FaultCode.INTERNAL, f"the verifier broke the protocol: {violation}")
         except Exception as error:
-            _LOG.exception("stream of %s failed", stream.peer)
+            _LOG.exception("stream of %s failed", stream.address)
             fault = Fault(FaultCode.INTERNAL, f"the verifier failed: {type(error).__name__}")
         finally:
             stream.hang_up(fault)

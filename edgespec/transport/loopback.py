@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from edgespec.core.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
+from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
 from edgespec.ports import ByteMeter, DeviceStream, LinkError, ServeStream
 from edgespec.transport.codec import (
     decode_downlink,
@@ -170,12 +170,14 @@ class _DeviceEnd:
         return message
 
     async def close(self) -> None:
-        """What was sent before still arrives."""
+        """Let go of the stream; what was sent before still arrives."""
         self._link.up.end("the device closed the stream")
         self._link.down.end("the stream was closed here", retryable=False, drop=True)
 
 
 class _VerifierEnd:
+    peer = "loopback"
+
     def __init__(self, link: _Link, codec: _Codec) -> None:
         self._link = link
         self._codec = codec
@@ -191,7 +193,7 @@ class _VerifierEnd:
             return self._codec.unpack_up(item)
         except ProtocolViolation as violation:
             text = str(violation)
-            await _speak(self, Fault(FaultCode.INVALID, text))
+            await _speak(self, Fault(violation.code, text))
             raise LinkError(text, retryable=False) from None
 
     async def close(self) -> None:
@@ -199,7 +201,7 @@ class _VerifierEnd:
 
 
 async def _speak(stream: _VerifierEnd, fault: Fault) -> None:
-    """Send a last fault; a device that left does not hear it."""
+    """Send a last fault. A device that left does not hear it."""
     try:
         await stream.send(fault)
     except LinkError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from edgespec.core.messages import Commit, Draft, Fault, Message, Opened
+from edgespec.core.protocol.messages import Commit, Draft, Fault, Message, Opened
 
 # gRPC's message prefix and the header of the HTTP/2 DATA frame that carries it. What is below
 # (TLS records, TCP, IP) depends on how messages coalesce and is not estimated.

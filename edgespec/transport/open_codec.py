@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from edgespec.core.messages import EXACT_RULE, PROTOCOL_VERSION, Open, RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    MAX_SECRET_BYTES,
+    PROTOCOL_VERSION,
+    Open,
+    RunAhead,
+)
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.pb import speculation_pb2 as pb
 from edgespec.transport.wire_limits import (
     ProtocolViolation,
     WireLimits,
+    check_context,
     check_count,
     check_member,
     check_number,
@@ -37,6 +44,7 @@ def encode_open(message: Open, limits: WireLimits) -> pb.Open:
         run_ahead=_RUN_AHEAD_NAME[message.run_ahead],
         rule="" if message.rule == EXACT_RULE else message.rule,
         drafting=message.drafting,
+        session_secret=message.session_secret,
     )
 
 
@@ -54,6 +62,7 @@ def decode_open(wire: pb.Open, limits: WireLimits) -> Open:
         rule=wire.rule or EXACT_RULE,
         drafting=wire.drafting,
         version=wire.version,
+        session_secret=wire.session_secret,
     )
 
 
@@ -70,6 +79,8 @@ def _check_open(
     if (message.rule or EXACT_RULE) not in limits.rules:
         known = ", ".join(limits.rules)
         raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {known}")
+    check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
+    check_context(prompt_length + committed_length, limits)
     check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
     check_count("Open.committed", committed_length, limits.max_resumed_tokens)
 

@@ -14,8 +14,8 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
-from edgespec.core.link_model import LinkModel
-from edgespec.core.messages import Downlink, Uplink, VerifierInfo
+from edgespec.core.network.link_model import LinkModel
+from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
 from edgespec.ports import ByteMeter, DeviceStream, LinkError, Transport
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.pacer import Pacer, ThreadPacer

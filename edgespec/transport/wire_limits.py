@@ -7,31 +7,46 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from edgespec.core.messages import EXACT_RULE
-from edgespec.core.sampling import MAX_BIASES, MAX_STOP_IDS
+from edgespec.core.protocol.messages import EXACT_RULE, MAX_COMMIT_TOKENS, FaultCode
+from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS
 
 MAX_UINT32 = (1 << 32) - 1
 MAX_UINT64 = (1 << 64) - 1
+WINDOW_BYTES = 1 << 18
+"""Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
+# Of a token id below 2^28, and of what an Open holds besides tokens: names, biases, stop ids.
+_TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
 
 _E = TypeVar("_E", bound=Enum)
 
 
 class ProtocolViolation(ValueError):
-    """A message that breaks the protocol; the text names the field, the value and the bound."""
+    """A message breaks the protocol; the text names the field, the value and the bound."""
+
+    code = FaultCode.INVALID
+    """What the peer is told when it sent the message."""
+
+
+class ContextExceeded(ProtocolViolation):
+    """An Open holds more tokens than the context that is served."""
+
+    code = FaultCode.CONTEXT_TOO_LONG
 
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What one end sends and accepts. Both directions of the codec enforce it."""
+    """The bounds of what one end sends and accepts. Both directions of the codec enforce them."""
 
     max_message_bytes: int = 1 << 20
     max_prompt_tokens: int = 32768
     max_resumed_tokens: int = 32768
     """Committed tokens in an Open."""
+    context_length: int = 65536
+    """Tokens in an Open: prompt and committed together."""
     max_draft_nodes: int = 256
     """Nodes in one Draft."""
-    max_commit_tokens: int = 4096
-    """Tokens in one Commit; a resuming device may have several seconds of them to catch up."""
+    max_commit_tokens: int = MAX_COMMIT_TOKENS
+    """Tokens in one Commit."""
     max_stop_ids: int = MAX_STOP_IDS
     max_biases: int = MAX_BIASES
     max_session_id_bytes: int = 128
@@ -53,6 +68,22 @@ class WireLimits:
         if not self.rules:
             raise ValueError(f"rules is empty, but must name at least one, such as {EXACT_RULE!r}")
 
+    @classmethod
+    def for_context(cls, context_length: int) -> WireLimits:
+        """The limits of an end that handles no more than ``context_length`` tokens a session.
+
+        A message may have the bytes of the longest Open that fits. It may also have those of one
+        flow-control window, which a peer can make us hold anyway: so an Open that is somewhat too
+        long is refused by its count of tokens, in words about tokens. For a context of 1,024 that
+        is 262,144 bytes, for one of 131,072 it is 4 * 131,072 + 65,536 = 589,824.
+        """
+        return cls(
+            max_message_bytes=max(WINDOW_BYTES, _TOKEN_BYTES * context_length + _OPEN_BYTES),
+            max_prompt_tokens=context_length,
+            max_resumed_tokens=context_length,
+            context_length=context_length,
+        )
+
 
 def check_number(field: str, value: int, low: int, high: int) -> int:
     """``value`` itself. Raises ``ProtocolViolation`` outside [low, high]."""
@@ -62,11 +93,22 @@ def check_number(field: str, value: int, low: int, high: int) -> int:
 
 
 def check_count(field: str, count: int, high: int, low: int = 0) -> None:
+    """Raises ``ProtocolViolation`` for fewer than ``low`` or more than ``high`` entries."""
     if not low <= count <= high:
         raise ProtocolViolation(f"{field} has {count} entries, but must have {low} to {high}")
 
 
+def check_context(count: int, limits: WireLimits) -> None:
+    """Raises ``ContextExceeded`` when an Open with ``count`` tokens cannot fit the context."""
+    if count > limits.context_length:
+        raise ContextExceeded(
+            f"Open has {count} tokens (prompt and committed), "
+            f"but the context is {limits.context_length}"
+        )
+
+
 def check_text(field: str, text: str, max_bytes: int) -> str:
+    """``text`` itself. Raises ``ProtocolViolation`` for one that is too long or not printable."""
     size = len(text.encode(errors="surrogatepass"))
     if size > max_bytes:
         raise ProtocolViolation(f"{field} has {size} bytes, but must have at most {max_bytes}")

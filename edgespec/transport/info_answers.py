@@ -1,0 +1,30 @@
+"""Answers to ``Info``: what is served and how busy it is, for many callers at little cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.transport.call_line import CallLine
+from edgespec.transport.codec import encode_info
+from edgespec.transport.wire_limits import WireLimits
+
+
+class InfoAnswers:
+    """Answers each caller in its turn. The reply is encoded again only when it would differ."""
+
+    def __init__(
+        self, info: Callable[[], VerifierInfo], limits: WireLimits, line: CallLine
+    ) -> None:
+        self._info, self._limits, self._line = info, limits, line
+        self._told: VerifierInfo | None = None
+        self._answer = b""
+
+    async def answer(self, _request: bytes, context: Any) -> bytes:
+        """The encoded reply to one call."""
+        await self._line.turn(context)
+        info = self._info()
+        if info != self._told:
+            self._told, self._answer = info, encode_info(info, self._limits)
+        return self._answer
