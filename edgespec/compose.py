@@ -7,6 +7,7 @@ function that needs them; one that is missing is a ``SetupError`` with the line 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,11 +25,18 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.messages import Limits
+from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    DraftPolicy,
+    FixedPolicy,
+    PearlPolicy,
+    WindowedPolicy,
+)
+from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -41,12 +49,13 @@ if TYPE_CHECKING:
 
 BUNDLED, TOY, NONE, RANDOM = "bundled", "toy", "none", "random"
 TOY_CONTEXT_LENGTH = 4096
+_TOY_BLOCK_TOKENS = 16
 TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
 # Right in about four of five contexts, as a good draft is.
 _TOY_DRAFT_NOISE = 0.25
-# One message may hold the longest prompt that is any use (a context of 256 k tokens).
-_MAX_PROMPT_TOKENS = 1 << 18
-_MAX_MESSAGE_BYTES = 4 << 20
+# What a device sends is bounded by the verifier's context, which it learns later: the longest that
+# can be configured.
+_MAX_CONTEXT_LENGTH = 1 << 20
 
 Say = Callable[[str], None]
 
@@ -87,8 +96,7 @@ def load_target(config: VerifierConfig) -> TargetModel:
 def target_mode(target: TargetModel) -> str:
     """How the target computes, in words, for the ready line."""
     inner = getattr(target, "inner", target)
-    canonical = getattr(inner, "canonical", None)
-    words = ["toy"] if canonical is None else ["canonical" if canonical else "plain"]
+    words = [str(getattr(inner, "mode", "toy"))]
     if inner is not target:
         words.append("emulated pass time")
     return ", ".join(words)
@@ -103,22 +111,26 @@ def build_verifier(
         from edgespec.transport.wire_limits import WireLimits
     target = target or load_target(config)
     bounds = config.limits
+    context_length = target.info.context_length
+    if target.cache is not None:  # the longest text has to fit by itself
+        context_length = min(context_length, target.cache.tokens)
     limits = Limits(
-        context_length=target.info.context_length,
+        context_length=context_length,
         max_nodes_outstanding=bounds.max_nodes_outstanding,
         max_nodes_per_pass=bounds.max_nodes_per_pass,
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
     engine_limits = EngineLimits(
-        bounds.max_sessions, bounds.max_rows_per_pass, bounds.max_rows_per_session
+        max_sessions=bounds.max_sessions,
+        max_rows_per_pass=bounds.max_rows_per_pass,
+        max_rows_per_session=bounds.max_rows_per_session,
+        max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
+        cache=target.cache,
+        stall_s=bounds.stall_s,
     )
     verifier = Verifier(target, limits, engine_limits, tracer=tracer)
-    wire = WireLimits(
-        max_prompt_tokens=_MAX_PROMPT_TOKENS,
-        max_resumed_tokens=_MAX_PROMPT_TOKENS,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
-    )
+    wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
         config.address,
@@ -126,6 +138,7 @@ def build_verifier(
         lambda: verifier.info,
         limits=wire,
         max_streams=bounds.max_sessions + 64,
+        peer_share=bounds.peer_share,
     )
     return verifier, server
 
@@ -138,6 +151,16 @@ def model_name(config: VerifierConfig) -> str:
     return path.resolve().name if path.is_dir() else config.model
 
 
+def prefer_reproducible_products() -> None:
+    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows.
+
+    That is a promise of Intel's library (conditional numerical reproducibility, strict), which
+    makes canonical mode cheaper; canonical mode tries what holds and does not rely on it. It has
+    an effect only before this process's first matrix product. A value that is set is left alone.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
 def _toy_target(config: VerifierConfig) -> TargetModel:
     from edgespec.targets.toy import ToyTarget
 
@@ -147,6 +170,9 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         vocabulary=_toy_info().vocabulary,
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
+        cache=CacheShape(
+            -(-config.limits.max_cached_tokens // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS
+        ),
     )
 
 
@@ -154,6 +180,8 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = resolve_model(config.model, Role.TARGET)
     check_folder(folder, Role.TARGET)
     info = model_info(folder)
+    if config.canonical is not False:
+        prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
         from edgespec.targets.torch_target import TorchTarget
     try:
@@ -227,11 +255,7 @@ def connect(address: str, link: LinkSection | None = None) -> Transport:
         from edgespec.transport.grpc_client import GrpcTransport
         from edgespec.transport.shaped import ShapedTransport
         from edgespec.transport.wire_limits import WireLimits
-    wire = WireLimits(
-        max_prompt_tokens=_MAX_PROMPT_TOKENS,
-        max_resumed_tokens=_MAX_PROMPT_TOKENS,
-        max_message_bytes=_MAX_MESSAGE_BYTES,
-    )
+    wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
     transport = GrpcTransport(with_port(address), limits=wire)
     if link is None or not link.shaped:
         return transport
@@ -253,7 +277,7 @@ def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
 def build_policy(
     name: PolicyName | str = PolicyName.WINDOWED,
     gamma: int | None = None,
-    width: int = 2,
+    width: int = DEFAULT_WIDTH,
     window: int | None = None,
 ) -> DraftPolicy:
     """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
@@ -338,6 +362,7 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
 def _draft_folder(draft: DraftSection, say: Say) -> Path:
     folder = resolve_model(draft.model, Role.DRAFT)
     if (folder / DRAFT_MANIFEST).is_file():
+        model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
         return folder
     from edgespec.export_cache import exported
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from edgespec.core.messages import Downlink, Message, Uplink, VerifierInfo
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.work import Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
 
 __all__ = [
     "ByteMeter",
+    "CacheShape",
+    "Cancelled",
     "Candidate",
     "CapacityError",
     "Clock",
@@ -23,16 +25,34 @@ __all__ = [
     "Drafter",
     "LinkError",
     "ModelInfo",
+    "ModelOutputError",
     "PassRequest",
     "PassResult",
     "ServeStream",
+    "StepCancelledError",
     "TargetModel",
     "Transport",
     "VerifierStream",
+    "never_cancelled",
 ]
 
 
 # --- drafting -------------------------------------------------------------------------------
+
+PREFILL_CHUNK = 64
+"""A drafter looks at ``cancelled`` at least once per so many fed tokens."""
+
+Cancelled = Callable[[], bool]
+"""Asked by a draft step, in its thread, whether anybody still wants its result."""
+
+
+def never_cancelled() -> bool:
+    """The step is wanted."""
+    return False
+
+
+class StepCancelledError(RuntimeError):
+    """A draft step ended early because it was cancelled; it has no result."""
 
 
 class Drafter(Protocol):
@@ -47,10 +67,19 @@ class Drafter(Protocol):
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Empty the cache and start a sequence whose first ``prompt_length`` tokens are prompt."""
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
         """Truncate the cache to ``keep_length`` tokens, append ``feed`` (at least one token), and
         return the ``width`` best guesses, best first, for position ``keep_length + len(feed)``,
         by the draft's own law with the shared noise of ``sampling.seed`` at that position.
+
+        A long feed asks ``cancelled`` before every ``PREFILL_CHUNK`` tokens and then raises
+        ``StepCancelledError``; what is cached behind ``keep_length`` tokens is lost.
         """
 
     def close(self) -> None: ...
@@ -69,11 +98,19 @@ class TargetModel(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    @property
+    def cache(self) -> CacheShape | None:
+        """Its key-value cache, whose blocks the engine gives out (``PassRequest.blocks``); None
+        for a target that always has room."""
+
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more."""
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        """One pass over all requests, in order, sampling with each session's parameters."""
+        """One pass over all requests, in order, sampling with each session's parameters.
+
+        Raises ``ValueError`` for a request that does not fit what is cached, ``CapacityError``,
+        and ``ModelOutputError``, which names the session that cannot go on."""
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """After a pass: the indices of its nodes, root to leaf, that became committed. The cache
@@ -85,6 +122,14 @@ class TargetModel(Protocol):
 
 class CapacityError(RuntimeError):
     """No room for one more session or token; the message names the bound and the value."""
+
+
+class ModelOutputError(ValueError):
+    """A model's output for one session is unusable (not a number); ``key`` names the session."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key!r}: {reason}")
+        self.key = key
 
 
 # --- links ----------------------------------------------------------------------------------
@@ -113,7 +158,16 @@ class DeviceStream(Protocol):
 
 
 class VerifierStream(Protocol):
-    """The verifier's end of one generation's stream."""
+    """The verifier's end of one generation's stream.
+
+    ``receive`` raises ``LinkError`` also when the device only sends no more; what is sent to it
+    then still arrives.
+    """
+
+    @property
+    def peer(self) -> str:
+        """What fairness counts by: the device's address without its port, ``unix`` for a unix
+        socket, ``loopback`` within one process."""
 
     async def send(self, message: Downlink) -> None: ...
 

@@ -90,6 +90,7 @@ def check_folder(folder: Path, role: Role) -> None:
 def model_info(folder: Path) -> ModelInfo:
     """What the folder says: of a draft folder its manifest, else config and tokenizer.
 
+    The tokenizer of a draft folder must still be the one that the draft was exported with.
     Raises ``ModelFolderError`` or ``VocabularyError``, naming the file.
     """
     if (folder / DRAFT_MANIFEST).is_file():
@@ -186,6 +187,13 @@ def _info_of_draft(path: Path) -> ModelInfo:
         model = ModelInfo(**(data or {}))
     except TypeError as error:
         raise ModelFolderError(f"{path}: model: {error}") from error
+    tokenizer = path.parent / "tokenizer.json"
+    found = vocabulary_fingerprint(tokenizer)
+    if found != model.vocabulary:
+        raise ModelFolderError(
+            f"{tokenizer}: its vocabulary is {found}, but the draft was exported with"
+            f" {model.vocabulary}; export it again"
+        )
     return ModelInfo(
         name=model.name,
         vocabulary=model.vocabulary,

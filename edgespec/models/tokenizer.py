@@ -8,6 +8,7 @@ was pushed so far and ``flush`` give the same text however the tokens were group
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
 MAX_HELD_TOKENS = 16
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 MAX_MESSAGES = 4096
 
 
@@ -134,13 +136,10 @@ class TextStream:
         held = len(self._tokens) - self._emitted
         text = self._decode()
         if text.endswith(REPLACEMENT):
-            if held <= MAX_HELD_TOKENS:
-                return ""
-            # Not an unfinished character but bytes that never become one. Nothing behind may be
-            # joined with them, because their text is final now.
-            new = text[len(self._emitted_text) :]
-            self._restart([])
-            return new
+            run = self._held_bytes()
+            if run:
+                return "" if _begins_character(run) else self._emit_broken_bytes(run)
+            return "" if held <= MAX_HELD_TOKENS else self._emit_broken_text(text)
         new = text[len(self._emitted_text) :]
         if new:
             self._restart(self._tokens[self._emitted :])
@@ -148,15 +147,61 @@ class TextStream:
             self._restart(self._tokens[: self._emitted])
         return new
 
+    def _held_bytes(self) -> bytes:
+        """What is held, where each byte is a token of its own (byte fallback); else nothing."""
+        found = [
+            _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token)))
+            for token in self._tokens[self._emitted :]
+        ]
+        return bytes(int(name[1], 16) for name in found if name) if all(found) else b""
+
+    def _emit_broken_bytes(self, run: bytes) -> str:
+        """``run`` will never be one character. The library would show no character of a run in
+        which one byte is broken, so the broken ones are let go here; what may begin a character
+        stays held."""
+        tail = next((n for n in range(len(run) - 1, 0, -1) if _begins_character(run[-n:])), 0)
+        self._let_go_but(tail)
+        return run[: len(run) - tail].decode("utf-8", errors="replace")
+
+    def _emit_broken_text(self, text: str) -> str:
+        """What is held are bytes that never become a character. Their text is final now, but for
+        the last few, which may begin one: they stay held if they can be decoded apart."""
+        for tail in (3, 2, 1, *range(4, MAX_HELD_TOKENS)):
+            before = self._text(self._tokens[:-tail])
+            if before + self._text(self._tokens[-tail:]) == text:
+                break
+        else:
+            before, tail = text, 0
+        new = before[len(self._emitted_text) :]
+        self._let_go_but(tail)
+        return new
+
+    def _let_go_but(self, tail: int) -> None:
+        """Of what is held, only the last ``tail`` tokens still are."""
+        last = self._tokens[len(self._tokens) - tail :]
+        self._tokens = self._tokens[: self._emitted] + last
+
     def _restart(self, context: list[int]) -> None:
         self._tokens = context
         self._emitted = len(context)
         self._emitted_text = self._decode()
 
     def _decode(self) -> str:
-        if not self._tokens:
+        return self._text(self._tokens)
+
+    def _text(self, tokens: list[int]) -> str:
+        if not tokens:
             return ""
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _begins_character(encoded: bytes) -> bool:
+    """Whether more bytes could make this one UTF-8 character."""
+    try:
+        encoded.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start == 0 and error.reason == "unexpected end of data"
+    return False
 
 
 def _render(source: str, **variables: object) -> str:

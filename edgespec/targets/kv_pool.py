@@ -1,16 +1,19 @@
-"""Keys and values of all sequences, in blocks of one pool, and the account of who holds what.
+"""Keys and values of all sequences, in blocks of one pool.
 
-Theory of operation. The pool has ``block_size`` slots a block; a sequence owns a list of blocks,
-and position p lives in slot ``blocks[p // block_size] * block_size + p % block_size``. During a
-pass the tree's nodes lie behind the fed tokens, in the order of the request; ``keep`` copies the
-kept ones to their positions and forgets the rest. Nothing else moves, so truncation is a number.
-Block 0 belongs to nobody and stays zero: masked keys point at it, and zero times zero weight is
-zero, whereas stale memory may hold NaN.
+Theory of operation. The pool has ``BLOCK_SIZE`` slots a block; a sequence's table lists its blocks,
+and position p lives in slot ``blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE``. Tables come
+with the requests of each pass: the engine's ledger decides who holds which block
+(``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
+lie behind the fed tokens, in the order of the request; ``keep`` copies the kept ones to their
+positions and forgets the rest. Nothing else moves, so truncation is a number. Block 0 belongs to
+nobody and stays zero: masked keys point at it, and zero times zero weight is zero, whereas stale
+memory may hold NaN.
 
-Invariants. A block is free or owned by one sequence. ``length`` tokens of a sequence are
-committed and their keys are in the pool; ``pending`` nodes of the last pass lie behind them until
-``keep`` or the next ``reserve``. A sequence never falls below the blocks its prompt needs, so an
-opened prompt always fits.
+Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
+keeps a ledger of its own for them.
+
+Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
+of its last pass lie behind them until ``keep`` or the next ``reserve``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.ports import CapacityError, PassRequest
 
 BLOCK_SIZE = 16
@@ -36,9 +41,8 @@ class CachedSequence:
 
     prompt_length: int
     sampling: SamplingParams
-    blocks: list[int]
-    reserved_blocks: int
-    """For the prompt; held from open to close."""
+    blocks: tuple[int, ...] = ()
+    """Its table in the last pass."""
     tokens: list[int] = field(default_factory=list)
     """Committed tokens whose keys are cached."""
     nodes: tuple[int, ...] = ()
@@ -74,34 +78,28 @@ class KvPool:
         self.block_count = -(-max_tokens // BLOCK_SIZE)
         slot_count = (self.block_count + 1) * BLOCK_SIZE
         self.data = torch.zeros((2, layer_count, slot_count, row_width), dtype=dtype, device=device)
-        self._free = list(range(self.block_count, 0, -1))
+        self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self._sequences: dict[str, CachedSequence] = {}
 
     @property
     def free_tokens(self) -> int:
-        return len(self._free) * BLOCK_SIZE
+        """Room, in tokens (whole blocks), that requests without tables have left."""
+        return self._own.free_count * BLOCK_SIZE
 
     @property
     def session_count(self) -> int:
         return len(self._sequences)
 
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        """Reserve the blocks of a prompt. Raises ``CapacityError``, ``ValueError`` (key in use)."""
+        """Start a sequence; it holds no block before its first pass. Raises ``ValueError`` when
+        the key is in use."""
         if key in self._sequences:
             raise ValueError(f"sequence {key!r} is already open")
-        count = _blocks(prompt_length)
-        if count > len(self._free):
-            raise CapacityError(
-                f"a prompt of {prompt_length} tokens does not fit: {self.free_tokens} of "
-                f"{self.block_count * BLOCK_SIZE} cached tokens (max_cached_tokens) are free"
-            )
-        blocks = [self._free.pop() for _ in range(count)]
-        self._sequences[key] = CachedSequence(prompt_length, sampling, blocks, count)
+        self._sequences[key] = CachedSequence(prompt_length, sampling)
 
     def close(self, key: str) -> None:
-        sequence = self._sequences.pop(key, None)
-        if sequence is not None:
-            self._free.extend(reversed(sequence.blocks))
+        if self._sequences.pop(key, None) is not None:
+            self._own.release(key)
 
     def sequence(self, key: str) -> CachedSequence:
         """Raises ``ValueError`` for a key that is not open."""
@@ -110,30 +108,35 @@ class KvPool:
         return self._sequences[key]
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
-        """By how many tokens (in blocks) the free room is too small for ``batch``; 0 if it fits."""
-        return max(0, self._wanted(batch) - len(self._free)) * BLOCK_SIZE
+        """By how many tokens (in blocks) the free room is too small for the requests of ``batch``
+        that bring no table; 0 if it fits."""
+        wanted = sum(
+            self._own.missing(request.key, request.cache_length + request.row_count)
+            for request in batch
+            if not request.blocks
+        )
+        return max(0, wanted - self._own.free_count) * BLOCK_SIZE
 
     def reserve(self, batch: Sequence[PassRequest]) -> None:
-        """Truncate every sequence to its ``cache_length`` and give it blocks for all its rows.
+        """Truncate every sequence to its ``cache_length`` and take over its table.
 
-        All or nothing: raises ``CapacityError`` before anything has changed.
+        All or nothing: raises before anything has changed, ``ValueError`` for a table that is too
+        short or names a block that is not there, ``CapacityError`` when requests without tables
+        find no room.
         """
+        for request in batch:
+            self._check_table(request)
         missing = self.missing_tokens(batch)
         if missing:
             raise CapacityError(
                 f"the pass needs {missing} more cached tokens than the {self.free_tokens} free of "
                 f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
             )
-        for request in batch:  # free first, so that one's surplus can be another's gain
+        for request in batch:
             sequence = self.sequence(request.key)
             del sequence.tokens[request.cache_length :]
             sequence.nodes = sequence.parents = ()
-            self._trim(sequence, request.cache_length + request.row_count)
-        for request in batch:
-            sequence = self.sequence(request.key)
-            count = _blocks(request.cache_length + request.row_count)
-            while len(sequence.blocks) < count:
-                sequence.blocks.append(self._free.pop())
+            sequence.blocks = request.blocks or self._own_table(request)
 
     def commit(self, request: PassRequest) -> None:
         """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
@@ -160,22 +163,21 @@ class KvPool:
             self.data[:, :, goal] = self.data[:, :, source]
         sequence.tokens.extend(sequence.nodes[node] for node in nodes)
         sequence.nodes = sequence.parents = ()
-        self._trim(sequence, sequence.length)
+        self._own.trim(key, sequence.length)
 
-    def _wanted(self, batch: Sequence[PassRequest]) -> int:
-        wanted = 0
-        for request in batch:
-            sequence = self.sequence(request.key)
-            count = _blocks(request.cache_length + request.row_count)
-            wanted += max(count, sequence.reserved_blocks) - len(sequence.blocks)
-        return wanted
+    def _check_table(self, request: PassRequest) -> None:
+        if not request.blocks:
+            return
+        room = len(request.blocks) * BLOCK_SIZE
+        rows = request.cache_length + request.row_count
+        if rows > room:
+            raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
+        low, high = min(request.blocks), max(request.blocks)
+        if low < 1 or high > self.block_count:
+            raise ValueError(f"{request.key!r}: blocks {low} to {high}, limit {self.block_count}")
 
-    def _trim(self, sequence: CachedSequence, length: int) -> None:
-        keep = max(_blocks(length), sequence.reserved_blocks)
-        surplus = sequence.blocks[keep:]
-        del sequence.blocks[keep:]
-        self._free.extend(reversed(surplus))
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
+    def _own_table(self, request: PassRequest) -> tuple[int, ...]:
+        length = request.cache_length + request.row_count
+        self._own.trim(request.key, length)
+        self._own.reserve(request.key, length)
+        return self._own.table(request.key)

@@ -66,6 +66,7 @@ def load_model(
         attn_implementation=packed_attention.IMPLEMENTATION,
     )
     model = model.to(where).eval()
+    _check_weights(path, model)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
@@ -78,6 +79,16 @@ def load_model(
         dtype=model.dtype,
         device=where,
     )
+
+
+def _check_weights(path: str, model: Any) -> None:
+    """Raises ``UnsupportedModelError`` naming the first tensor that holds NaN or infinity."""
+    for name, tensor in model.named_parameters():
+        low, high = torch.aminmax(tensor.detach())  # both are NaN where any element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise UnsupportedModelError(
+                f"{path}: the checkpoint is damaged: tensor {name} holds NaN or infinite values"
+            )
 
 
 def check_supported(config: Any, context_length: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The shared Gumbel noise of ``core/noise.py`` for whole rows of a vocabulary, in torch.
+"""The shared Gumbel noise of ``core/protocol/noise.py`` for whole rows of a vocabulary, in torch.
 
 Integers are those of the scalar specification bit for bit: 32-bit arithmetic done in int64, with
 a mask after every product and sum (a product of two 32-bit numbers may wrap around 64 bits; its
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from edgespec.core.noise import GOLDEN, MASK_32, MIX_A, MIX_B, position_keys
+from edgespec.core.protocol.noise import GOLDEN, MASK_32, MIX_A, MIX_B, position_keys
 
 
 def noise_bits(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import ModelInfo, PassRequest, PassResult, TargetModel
 
 # A coarse sleep may oversleep by a scheduler tick, so the last stretch is slept in small steps.
@@ -51,6 +52,10 @@ class PacedTarget:
     @property
     def info(self) -> ModelInfo:
         return self.inner.info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self.inner.cache
 
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         self.inner.open(key, prompt_length, sampling)

@@ -8,9 +8,8 @@ of ``KEY_TILE`` keys, indexed by position, and the row's own key apart,
 
     out = (sum_tiles exp(S_tile - m) V_tile + exp(s_own - m) v_own) / (sums of the exps).
 
-Tiles are added one after the other, a tile's product has one shape for a given row count, and
-masked keys add exact zeros. Row results of such products do not depend on the row count from 8 up
-(one thread; checked at start-up by ``self_test.py``, not assumed).
+Tiles are added one after the other, and masked keys add exact zeros. A group has one of the row
+counts of which ``canonical_mode.py`` found that they give the same bits, so no other shape occurs.
 
 exp is taken as exp2 of scores that carry a factor log2(e): on CPUs it is several times faster and,
 unlike exp, no slower where the result is zero. Only the own key's weight uses exp: its few
@@ -63,7 +62,7 @@ def packed_attention(
     out = torch.zeros((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     for group in plan.groups:
         if isinstance(group, CanonicalGroup):
-            part = _canonical(query, key, value, keys, values, group, scale)
+            part = canonical_attention(query, key, value, keys, values, group, scale)
             out[group.rows[: group.count]] = part
         else:
             out[group.rows.view(-1)[group.real]] = _plain(query, keys, values, group, scale)
@@ -79,7 +78,7 @@ def _as_rows(states: torch.Tensor, count: int) -> torch.Tensor:
     return states[0, :, :count].transpose(0, 1).reshape(count, -1)
 
 
-def _canonical(
+def canonical_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,7 +87,11 @@ def _canonical(
     group: CanonicalGroup,
     scale: float,
 ) -> torch.Tensor:
-    """[group.count, heads, head_dim] in the type of ``query``."""
+    """Attention of one group: [group.count, heads, head_dim] in the type of ``query``.
+
+    ``query`` [1, heads, rows, head_dim], ``key`` and ``value`` with the key-value heads, are those
+    of the whole pass; ``keys`` and ``values`` [slots, key-value heads * head_dim] are the pool's.
+    """
     heads, head_dim, kv_heads = query.shape[1], query.shape[3], key.shape[1]
     rows, share = len(group.rows), heads // kv_heads
     # Query heads of one key head are stacked as rows: fewer, larger products, no repeated keys.

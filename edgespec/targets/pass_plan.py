@@ -1,17 +1,18 @@
 """One packed pass: which row is which token, where its key goes, and which keys it sees.
 
 Theory of operation. Rows are the sessions' fed tokens and nodes, one session after the other,
-padded at the end to a multiple of ``ROW_MULTIPLE`` in canonical mode. For attention the rows are
-cut into groups.
+padded at the end to a multiple of ``RowTiles.row_multiple`` in canonical mode. For attention the
+rows are cut into groups.
 
 Plain mode: a group is one or several sessions side by side, keys in slot order under a mask.
 
 Canonical mode: a group is rows of one session that share *one line of ancestors*, and key index
 equals position. A row sees the keys of that line before its own position; its own key is not in
 the line (``packed_attention.py`` adds it apart). So all nodes whose ancestors lie on the main
-chain, with all their siblings, are one group; only a second branch with inner nodes of its own
-needs another. What a row computes is then the same whether its ancestors were cached one by one,
-in a chunk, or are nodes of the same pass: the arithmetic sees the same numbers at the same places.
+chain, with all their siblings, are one line, cut and padded to groups whose row counts are all
+among ``RowTiles.attention_sizes``; only a second branch with inner nodes of its own needs another
+line. What a row computes is then the same whether its ancestors were cached one by one, in a
+chunk, or are nodes of the same pass: the arithmetic sees the same numbers at the same places.
 """
 
 from __future__ import annotations
@@ -25,15 +26,11 @@ import torch
 
 from edgespec.ports import PassRequest
 from edgespec.targets.kv_pool import NULL_SLOT, KvPool, Slots
+from edgespec.targets.request_checks import node_depths
+from edgespec.targets.row_tiles import RowTiles, cut
 
-# Row counts of 1 to 3 select other kernels in fp32 matrix products; and 8 rows of a layer whose
-# width is a multiple of 8 fill the vector loops of silu and its kin (64 elements at most), so that
-# no element falls into their scalar tail, which differs in the last bit.
-ROW_MULTIPLE = 8
 # The key axis is worked off in tiles of this many; a row's sums then associate by position alone.
 KEY_TILE = 256
-# Bounds the score matrix of a prefill: heads * 128 * 256 floats a tile.
-ROW_TILE = 128
 Indices = npt.NDArray[np.int64]
 
 
@@ -98,8 +95,8 @@ class SessionRows:
         return self.request.cache_length + len(self.request.feed)
 
 
-def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, canonical: bool) -> PassPlan:
-    """Lay out a pass over ``batch``, whose blocks are reserved."""
+def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, tiles: RowTiles | None) -> PassPlan:
+    """Lay out a pass over ``batch``, whose blocks are reserved; without ``tiles`` in plain mode."""
     device = pool.data.device
     sessions = _lay_out(pool, batch)
     tokens = [t for request in batch for t in (*request.feed, *request.tokens)]
@@ -108,12 +105,14 @@ def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, canonical: bool) ->
     sampled = np.concatenate([_sampled(session) for session in sessions])
     row_count, sampled_count = len(tokens), len(sampled)
     groups: tuple[CanonicalGroup, ...] | tuple[PlainGroup, ...]
-    if canonical:
-        tokens += [0] * (-row_count % ROW_MULTIPLE)
-        positions = np.pad(positions, (0, -row_count % ROW_MULTIPLE))
+    if tiles is not None:
+        padding = -row_count % tiles.row_multiple
+        tokens += [0] * padding
+        positions = np.pad(positions, (0, padding))
         if sampled_count:
-            sampled = np.pad(sampled, (0, -sampled_count % ROW_MULTIPLE), mode="edge")
-        groups = tuple(g for s in sessions for g in _canonical_groups(s, device))
+            sampled = np.pad(sampled, (0, -sampled_count % tiles.row_multiple), mode="edge")
+        sizes = tiles.attention_sizes
+        groups = tuple(g for s in sessions for g in _canonical_groups(s, sizes, device))
     else:
         buckets = _buckets(sessions) if device.type == "cuda" else [[s] for s in sessions]
         groups = tuple(_plain_group(bucket, device) for bucket in buckets)
@@ -127,14 +126,6 @@ def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, canonical: bool) ->
         sampled_count=sampled_count,
         groups=groups,
     )
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of every node; 1 for a node that hangs on the last fed token."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    return depths
 
 
 def _lay_out(pool: KvPool, batch: Sequence[PassRequest]) -> list[SessionRows]:
@@ -164,7 +155,9 @@ def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tenso
 # --- canonical ------------------------------------------------------------------------------
 
 
-def _canonical_groups(session: SessionRows, device: torch.device) -> list[CanonicalGroup]:
+def _canonical_groups(
+    session: SessionRows, sizes: tuple[int, ...], device: torch.device
+) -> list[CanonicalGroup]:
     feed_rows = np.arange(len(session.request.feed))
     groups: list[CanonicalGroup] = []
     for path, nodes in _lines(session.request.parents):
@@ -172,16 +165,18 @@ def _canonical_groups(session: SessionRows, device: torch.device) -> list[Canoni
         if not groups:
             rows = np.concatenate([feed_rows, rows])
         slots = np.concatenate([session.slots[: session.base], session.slots[session.base + path]])
-        for start in range(0, len(rows), ROW_TILE):
-            tile = rows[start : start + ROW_TILE]
-            groups.append(_canonical_group(session, tile, slots, device))
+        start = 0
+        for size in cut(len(rows), sizes):
+            tile = rows[start : start + size]
+            groups.append(_canonical_group(session, tile, size, slots, device))
+            start += size
     return groups
 
 
 def _canonical_group(
-    session: SessionRows, rows: Indices, slots: Slots, device: torch.device
+    session: SessionRows, rows: Indices, size: int, slots: Slots, device: torch.device
 ) -> CanonicalGroup:
-    padded = np.pad(rows, (0, -len(rows) % ROW_MULTIPLE), mode="edge")
+    padded = np.pad(rows, (0, size - len(rows)), mode="edge")
     positions = session.positions[padded]
     # Tiles behind the last position would add exact zeros: left out. One is always there.
     tiles = max(1, -(-int(positions.max()) // KEY_TILE))

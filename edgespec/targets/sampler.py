@@ -1,89 +1,100 @@
-"""Many rows of logits to one token each: ``core/sampling.choose`` in torch, float32.
+"""Many rows of logits to one token each: ``core/protocol/sampling.choose`` in torch, float32.
 
-Theory of operation. Rows that are greedy and nothing else share one argmax. Of the others, bias
-and penalties are applied row by row (only where asked for), then all rows with the same
-truncation are warped together, each with the noise of its own seed and position. Ties go to the
-lowest token id, as torch.argmax does.
+Theory of operation. Rows that are greedy and nothing else share one maximum. All others are warped
+together: parameters are tensors over the rows, bias and penalties are lists of (row, token, value)
+for all rows at once. So the number of torch operations of a pass does not depend on its rows or
+texts. Ties go to the lowest token id.
+
+What a row becomes never depends on the rows beside it, not even in the last bit: rows are padded to
+whole vectors (the scalar function for what is left over at the end of a tensor differs in the last
+bit), and the sums of top-p run along a row, in float64, from left to right.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import ModelOutputError
 from edgespec.targets.noise import gumbel_noise
+from edgespec.targets.token_counts import Occurrences
+
+_VECTOR_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRow:
-    """What one row of logits needs besides the logits."""
+class SampleBlock:
+    """One session's rows: what they need besides their logits."""
 
+    key: str
+    """The session, for messages."""
     params: SamplingParams
-    position: int
-    """Of the token to be chosen."""
-    prompt: Sequence[int] = ()
-    """Looked at only when ``params.penalised``; so is ``output``."""
-    output: Sequence[int] = ()
+    positions: Sequence[int]
+    """Of the token to be chosen, for each row."""
+    occurrences: Occurrences | None = None
+    """Of the tokens before each row; needed when ``params.penalised``."""
 
 
-def choose_tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """The token of every row. ``logits`` [len(rows), vocabulary], any float type, not changed."""
+def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
+    """The token of every row of every block, in order.
+
+    ``logits`` is [rows of all blocks, vocabulary], of any float type, and is not changed. Raises
+    ``ModelOutputError`` naming the first session that has a row without a finite maximum.
+    """
+    rows = [(block, row) for block in blocks for row in range(len(block.positions))]
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     if not rows:
         return []
-    special = [index for index, row in enumerate(rows) if not _plain(row.params)]
-    if len(special) == len(rows):
-        return _choose_special(logits, rows)
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    if special:
-        picked = _choose_special(logits[special], [rows[index] for index in special])
-        for index, token in zip(special, picked, strict=True):
-            chosen[index] = token
+    largest, best = logits.max(dim=-1)  # NaN wherever a row holds one
+    if not torch.isfinite(largest).all():
+        row = int(torch.isfinite(largest).logical_not().nonzero()[0])
+        raise ModelOutputError(
+            rows[row][0].key,
+            f"the largest logit at position {rows[row][0].positions[rows[row][1]]} is"
+            f" {float(largest[row])}, but must be finite",
+        )
+    chosen: list[int] = best.tolist()
+    special = [index for index, (block, _) in enumerate(rows) if not _plain(block.params)]
+    if not special:
+        return chosen
+    special_blocks = [block for block in blocks if not _plain(block.params)]
+    picked = _choose_special(_only(logits, special), special_blocks)
+    for index, token in zip(special, picked, strict=True):
+        chosen[index] = token
     return chosen
 
 
-def warp_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """float32 [len(rows), vocabulary]: ``core/sampling.warp`` of every row."""
-    scores = logits.to(torch.float32, copy=True)
-    for index, row in enumerate(rows):
-        if row.params.logit_bias:
-            _add_bias(scores[index], row.params)
-        if row.params.penalised:
-            _penalise(scores[index], row)
-    groups: dict[tuple[float, int, float, float], list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        p = row.params
-        if not p.greedy:
-            groups[p.temperature, p.top_k, p.top_p, p.min_p].append(index)
-    for (temperature, top_k, top_p, min_p), members in groups.items():
-        part = scores if len(members) == len(rows) else scores[members]
-        part = _top_k(part / temperature, top_k)
-        part = _min_p(_top_p(part, top_p), min_p)
-        if len(members) == len(rows):
-            return part
-        scores[members] = part
-    return scores
+def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+    """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
+    return _warp(logits, blocks)[:, : logits.shape[-1]]
 
 
 def _plain(params: SamplingParams) -> bool:
     return params.greedy and not params.penalised and not params.logit_bias
 
 
-def _choose_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    scores = warp_rows(logits, rows)
-    noisy = [index for index, row in enumerate(rows) if not row.params.greedy]
+def _only(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """``rows[indices]`` without a copy when that is all of them; ``indices`` ascend."""
+    return rows if len(indices) == rows.shape[0] else rows[list(indices)]
+
+
+def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
+    scores = _warp(logits, blocks)
+    keys = [(block.params, position) for block in blocks for position in block.positions]
+    noisy = [row for row, (params, _) in enumerate(keys) if not params.greedy]
     if noisy:
         noise = gumbel_noise(
-            [rows[index].params.seed for index in noisy],
-            [rows[index].position for index in noisy],
+            [keys[row][0].seed for row in noisy],
+            [keys[row][1] for row in noisy],
             scores.shape[-1],
             scores.device,
         )
-        if len(noisy) == len(rows):
+        if len(noisy) == len(keys):
             scores += noise
         else:
             scores[noisy] += noise
@@ -91,54 +102,132 @@ def _choose_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
     return chosen
 
 
-def _add_bias(score: torch.Tensor, params: SamplingParams) -> None:
-    inside = {t: b for t, b in params.logit_bias.items() if 0 <= t < score.shape[0]}
-    if inside:
-        tokens = torch.tensor(list(inside), device=score.device)
-        score[tokens] += torch.tensor(list(inside.values()), dtype=score.dtype, device=score.device)
-
-
-def _penalise(score: torch.Tensor, row: SampleRow) -> None:
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt, *row.output}), dtype=torch.long)
-        seen = seen.to(score.device)
-        values = score[seen]
-        factor = params.repetition_penalty
-        score[seen] = torch.where(values > 0, values / factor, values * factor)
-    if row.output and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(row.output)
-        tokens = torch.tensor(list(counts), device=score.device)
-        penalties = [
-            params.presence_penalty + params.frequency_penalty * c for c in counts.values()
-        ]
-        score[tokens] -= torch.tensor(penalties, dtype=score.dtype, device=score.device)
-
-
-def _top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    if k == 0 or k >= scores.shape[-1]:
+def _warp(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+    """As ``warp_rows``, with columns of -inf up to whole vectors."""
+    rows, vocabulary_size = logits.shape
+    padded = -(-vocabulary_size // _VECTOR_ELEMENTS) * _VECTOR_ELEMENTS
+    scores = torch.full((rows, padded), -torch.inf, dtype=torch.float32, device=logits.device)
+    scores[:, :vocabulary_size] = logits
+    _add_bias(scores, blocks, vocabulary_size)
+    _penalise(scores, blocks)
+    params = [block.params for block in blocks for _ in block.positions]
+    noisy = [row for row, one in enumerate(params) if not one.greedy]
+    if not noisy:
         return scores
-    threshold = scores.topk(k, dim=-1).values[:, -1:]
-    return scores.masked_fill(scores < threshold, -torch.inf)
+    truncated = _truncate(_only(scores, noisy), [params[row] for row in noisy])
+    if len(noisy) == rows:
+        return truncated
+    scores[noisy] = truncated
+    return scores
 
 
-def _top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    if p >= 1.0:
-        return scores
-    # A stable sort keeps equal scores in the order of their ids, as the specification does.
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    weights = (ordered - ordered[:, :1]).exp_()
-    mass_before = weights.cumsum(dim=-1)
-    total = mass_before[:, -1:].clone()
-    mass_before -= weights
-    dropped = mass_before >= p * total
-    # Rounding in the difference must never drop the most likely token.
-    dropped[:, 0] = False
-    return scores.masked_fill(dropped.gather(-1, order.argsort(dim=-1)), -torch.inf)
+def _first_rows(blocks: Sequence[SampleBlock]) -> list[int]:
+    first, rows = 0, []
+    for block in blocks:
+        rows.append(first)
+        first += len(block.positions)
+    return rows
 
 
-def _min_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    if p == 0.0:
-        return scores
-    limit = torch.tensor(p, dtype=scores.dtype, device=scores.device).log()
-    return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + limit, -torch.inf)
+def _add_bias(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size: int) -> None:
+    rows: list[int] = []
+    tokens: list[int] = []
+    biases: list[float] = []
+    for first, block in zip(_first_rows(blocks), blocks, strict=True):
+        inside = {t: b for t, b in block.params.logit_bias.items() if 0 <= t < vocabulary_size}
+        for row in range(first, first + len(block.positions)) if inside else ():
+            rows += [row] * len(inside)
+            tokens += inside
+            biases += inside.values()
+    if rows:
+        where = tuple(torch.tensor([rows, tokens], device=scores.device))
+        scores[where] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+
+
+def _penalise(scores: torch.Tensor, blocks: Sequence[SampleBlock]) -> None:
+    """Repetition counts prompt and output, presence and frequency count output only."""
+    entries = [
+        _penalties(first, block)
+        for first, block in zip(_first_rows(blocks), blocks, strict=True)
+        if block.params.penalised
+    ]
+    if not entries:
+        return
+    rows, tokens, factors, amounts = (
+        torch.from_numpy(np.concatenate(column)).to(scores.device)
+        for column in zip(*entries, strict=True)
+    )
+    values = scores[rows, tokens]
+    values = torch.where(values > 0, values / factors, values * factors)
+    scores[rows, tokens] = values - amounts
+
+
+def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
+    """Rows, tokens, repetition factors and amounts to subtract, [entries] each."""
+    params, found = block.params, block.occurrences
+    assert found is not None, f"{block.key}: penalties need the tokens before the rows"
+    counts = found.output_counts
+    assert counts.shape[0] == len(block.positions), (counts.shape, block.positions)
+    factors = np.where(found.in_prompt | (counts > 0), params.repetition_penalty, 1.0)
+    amounts = np.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
+    rows = np.repeat(np.arange(first_row, first_row + counts.shape[0]), counts.shape[1])
+    tokens = np.tile(found.tokens, counts.shape[0])
+    return rows, tokens, factors.astype(np.float32).ravel(), amounts.astype(np.float32).ravel()
+
+
+def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Temperature, top-k, top-p and min-p of every row, none of them greedy."""
+
+    def column(value: Callable[[SamplingParams], float]) -> torch.Tensor:
+        values = [value(one) for one in params]
+        return torch.tensor(values, dtype=torch.float64).to(scores.device)[:, None]
+
+    scores = scores / column(lambda p: p.temperature).float()
+    limited = [row for row, p in enumerate(params) if p.top_k or p.top_p < 1.0]
+    if limited:
+        kept = _top_k_top_p(
+            _only(scores, limited),
+            [params[row].top_k for row in limited],
+            column(lambda p: p.top_p)[limited],
+        )
+        if len(limited) == len(params):
+            scores = kept
+        else:
+            scores[limited] = kept
+    if any(p.min_p > 0.0 for p in params):
+        limits = column(lambda p: math.log(p.min_p) if p.min_p else -math.inf).float()
+        least = scores.amax(dim=-1, keepdim=True) + limits
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return scores
+
+
+def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> torch.Tensor:
+    """Scores that top-k (0 keeps all) or top-p (float64 [rows, 1]) take out become -inf.
+
+    Both cut by value. Of the scores equal to the last one of a nucleus as many are kept as belong
+    to it, lowest ids first.
+    """
+    size = scores.shape[-1]
+    ordered = _descending(scores)
+    places = torch.tensor([min(one or size, size) - 1 for one in k], device=scores.device)
+    out = ordered < ordered.gather(-1, places[:, None])
+    ordered = ordered.masked_fill(out, -torch.inf)
+    mass = (ordered - ordered[:, :1]).exp_().cumsum(dim=-1, dtype=torch.float64)
+    # A token is in the nucleus while the mass before it is too small; the first always is.
+    inside = mass[:, :-1] < p * mass[:, -1:]
+    count = 1 + inside.sum(dim=-1, keepdim=True)
+    everything = p >= 1.0
+    count = torch.where(everything, (ordered > -torch.inf).sum(dim=-1, keepdim=True), count)
+    last = ordered.gather(-1, count - 1)
+    equal = scores == last
+    room = count - (ordered > last).sum(dim=-1, keepdim=True)
+    if bool((equal.sum(dim=-1, keepdim=True) > room).any()):
+        equal &= equal.cumsum(dim=-1) <= room
+    return scores.masked_fill(~(equal | (scores > last)), -torch.inf)
+
+
+def _descending(scores: torch.Tensor) -> torch.Tensor:
+    """Each row's scores, largest first. numpy sorts on the CPU, many times faster than torch."""
+    if scores.device.type != "cpu":
+        return scores.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)

@@ -1,7 +1,7 @@
 """Does canonical mode hold on this model, machine and torch build? A few passes at start-up.
 
-The same text is computed one token at a time, in chunks, as a tree beside wrong guesses, and packed
-with another session; the logits must be the same to the last bit.
+The same text is computed one token at a time, in chunks, as a tree beside wrong guesses, packed
+with another session, and as many equal siblings; the logits must be the same to the last bit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from edgespec.core.noise import noise_bits
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.noise import noise_bits
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
 from edgespec.targets.kv_pool import KvPool
 
@@ -22,7 +22,9 @@ _PROMPT = 19
 _LENGTH = 27
 _KEY = "\0self-test"
 _OTHER = "\0self-test other"
-# The longest schedule: the text, its wrong guesses, and the other session.
+# Equal siblings of one pass: few, as in a decoding pass, and many, as in a prefill.
+_SIBLINGS = (5, 30, 100)
+# The longest schedule: the prompt and its siblings, in whole blocks, and the other session's first.
 TOKENS_NEEDED = 160
 
 
@@ -35,12 +37,15 @@ class SelfTest:
 
 
 def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
-    """Leaves ``pool`` as it was. Needs ``TOKENS_NEEDED`` free tokens; too few is a failure."""
+    """Compare all schedules with one token at a time; leaves ``pool`` as it was.
+
+    Needs ``TOKENS_NEEDED`` free tokens; too few is a failure.
+    """
     if pool.free_tokens < TOKENS_NEEDED:
         return SelfTest(
             False, float("nan"), f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
         )
-    text = [noise_bits(1, i, 0) % vocabulary_size for i in range(_LENGTH)]
+    text = _text(vocabulary_size)
     wrong = [(token + 1) % vocabulary_size for token in text]
     reference = _logits(pool, run, _single_steps(text))
     worst, failed = 0.0, []
@@ -56,8 +61,30 @@ def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
         worst = max(worst, difference)
         if not torch.equal(logits, reference):
             failed.append(f"{name} differs by {difference:.1e}")
-    message = "; ".join(failed) or "single steps, chunks, tree and packed agree bit for bit"
+    for count in _SIBLINGS:
+        logits = _logits(pool, run, _siblings(text, count))
+        difference = float((logits - reference[1]).abs().max())
+        worst = max(worst, difference)
+        if not torch.equal(logits, reference[1].expand_as(logits)):
+            failed.append(f"{count} equal siblings differ by {difference:.1e}")
+    message = "; ".join(failed) or "single steps, chunks, trees and packed agree bit for bit"
     return SelfTest(not failed, worst, message)
+
+
+def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
+    """Whether the logits behind a short text are numbers; leaves ``pool`` as it was.
+
+    True without a pass when the pool has no room for one.
+    """
+    if pool.free_tokens < TOKENS_NEEDED:
+        return True
+    text = _text(vocabulary_size)
+    logits = _logits(pool, run, iter([([_feed(text, 0, _LENGTH)], [0], [])]))
+    return bool(torch.isfinite(logits.amax(dim=-1)).all())
+
+
+def _text(vocabulary_size: int) -> list[int]:
+    return [noise_bits(1, position, 0) % vocabulary_size for position in range(_LENGTH)]
 
 
 Step = tuple[list[PassRequest], list[int], list[int]]
@@ -65,7 +92,8 @@ Step = tuple[list[PassRequest], list[int], list[int]]
 
 
 def _logits(pool: KvPool, run: RunPass, steps: Iterator[Step]) -> torch.Tensor:
-    """Logits [_LENGTH - _PROMPT + 1, vocabulary] behind text[_PROMPT - 1] .. text[-1]."""
+    """Logits [wanted rows of all steps, vocabulary]; most schedules want those behind
+    text[_PROMPT - 1] .. text[-1]."""
     rows = []
     for key in (_KEY, _OTHER):
         pool.open(key, 1, SamplingParams())
@@ -134,3 +162,11 @@ def _packed(text: list[int], wrong: list[int]) -> Iterator[Step]:
     request, chain = _tree_request(text, wrong)
     other = PassRequest(_OTHER, 0, tuple(wrong))
     yield [request, other], [0, *(1 + node for node in chain)], chain
+
+
+def _siblings(text: list[int], count: int) -> Iterator[Step]:
+    """The first token behind the prompt, ``count`` times: all at one position, at many places."""
+    yield [_feed(text, 0, _PROMPT - 1, sample=False)], [], []
+    tokens, parents = (text[_PROMPT],) * count, (-1,) * count
+    request = PassRequest(_KEY, _PROMPT - 1, (text[_PROMPT - 1],), tokens, parents)
+    yield [request], list(range(1, 1 + count)), []

@@ -4,9 +4,9 @@ Life of a pass: check every request -> reserve blocks, all or nothing -> lay the
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
 (``packed_attention.py``) -> choose a token for every sampled row (``sampler.py``).
 
-Canonical mode makes the logits of a position the same to the last bit under every schedule: see
-``pass_plan.py`` for how. It costs up to twice the time of a single-token pass, is the default on
-CPUs, is checked on the loaded model at start-up and is left, with a warning, where it fails.
+Canonical mode makes the logits of a position the same to the last bit under every schedule:
+``canonical_mode.py`` looks at start-up for a way of computing that holds for the loaded model, and
+``pass_plan.py`` lays the passes out for it. It is the default on CPUs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from typing import Any
 
 import torch
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
-from edgespec.targets.kv_pool import KvPool
-from edgespec.targets.loading import LoadedModel, load_model
-from edgespec.targets.pass_plan import PassPlan, node_depths, plan_pass
-from edgespec.targets.sampler import SampleRow, choose_tokens
-from edgespec.targets.self_test import SelfTest, run_self_test
+from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
+from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
+from edgespec.targets.loading import LoadedModel, UnsupportedModelError, load_model
+from edgespec.targets.pass_plan import PassPlan, plan_pass
+from edgespec.targets.request_checks import check_batch, node_depths
+from edgespec.targets.row_tiles import RowTiles
+from edgespec.targets.sampler import SampleBlock, choose_tokens
+from edgespec.targets.self_test import SelfTest, finite_logits, run_self_test
+from edgespec.targets.token_counts import TokenCountsCache
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +38,14 @@ class TorchTarget:
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``. ``max_cached_tokens`` bounds the key-value pool over all sessions.
-    ``canonical`` None means on for CPUs and off for GPUs. Canonical mode sets torch to one
-    intra-op thread, *for the whole process*, since thread counts change how sums associate; in
-    plain mode ``model_threads`` sets the count when given.
+    ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
+    on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
+    GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
+    thread, *for the whole process*, since thread counts change how sums associate; in plain mode
+    ``model_threads`` sets the count when given.
 
-    Raises ``UnsupportedModelError`` for a model it cannot serve, ``ValueError`` for a bad option.
+    Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
+    numbers, ``ValueError`` for a bad option.
     """
 
     def __init__(
@@ -63,19 +71,46 @@ class TorchTarget:
             name, vocabulary, loaded.vocabulary_size, loaded.context_length, loaded.eos_token_ids
         )
         self._pool = _pool(loaded, max_cached_tokens)
-        self.canonical = loaded.device.type == "cpu" if canonical is None else canonical
-        if self.canonical:
-            self._enter_canonical_mode()
+        self._counts = TokenCountsCache(max_sessions)
+        self._row_tiles: RowTiles | None = None
+        if loaded.device.type == "cpu" if canonical is None else canonical:
+            self._enter_canonical_mode(loaded, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
+        if not finite_logits(self._pool, self._run, self._info.vocabulary_size):
+            raise UnsupportedModelError(
+                f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
+            )
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     @property
+    def cache(self) -> CacheShape:
+        return CacheShape(self._pool.block_count, BLOCK_SIZE)
+
+    @property
+    def canonical(self) -> bool:
+        """Whether canonical mode is on."""
+        return self._row_tiles is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a text is promised to be the same, bit for bit, whatever is drafted; else it may
+        differ where the two best tokens nearly tie."""
+        return self.canonical
+
+    @property
+    def mode(self) -> str:
+        """How the target computes, in words for those who start it."""
+        if self._row_tiles is None:
+            return "plain (texts may differ where two tokens nearly tie)"
+        return f"canonical ({self._row_tiles})"
+
+    @property
     def free_tokens(self) -> int:
-        """Room in the key-value pool, in tokens (whole blocks)."""
+        """Room in the pool, in tokens (whole blocks), for requests that bring no block table."""
         return self._pool.free_tokens
 
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
@@ -91,23 +126,20 @@ class TorchTarget:
             )
         self._pool.open(key, prompt_length, sampling)
 
-    def fits(self, batch: Sequence[PassRequest]) -> bool:
-        """Whether ``forward(batch)`` finds room; does not check the requests otherwise."""
-        return self._pool.missing_tokens(batch) == 0
-
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, so
-        the same sessions can go on with another batch."""
+        """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
+        ``ModelOutputError`` before any token is chosen; the same sessions, less the one that the
+        latter names, can go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
-        self._check(batch)
+        check_batch(batch, lambda key: self._pool.sequence(key).length, self._info)
         self._pool.reserve(batch)
         logits = self._run(batch)
         for request in batch:
             self._pool.commit(request)
-        rows = [row for request in batch if request.sample for row in self._sample_rows(request)]
+        blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
-            chosen = iter(choose_tokens(logits, rows))
+            chosen = iter(choose_tokens(logits, blocks))
         return [
             PassResult(
                 request.key,
@@ -129,65 +161,45 @@ class TorchTarget:
         """Check that logits do not depend on the schedule. A few small passes; between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
-    def _enter_canonical_mode(self) -> None:
+    def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
+        def self_test(tiles: RowTiles) -> SelfTest:
+            self._row_tiles = tiles
+            return self.self_test()
+
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        result = self.self_test()
-        if not result.ok:
-            logger.warning("canonical mode is off, self-test failed: %s", result.message)
-            torch.set_num_threads(threads)
-            self.canonical = False
+        found = find_canonical_mode(loaded, self_test, row_by_row=required)
+        self._row_tiles = found.tiles
+        if found.tiles is not None:
+            return
+        torch.set_num_threads(threads)
+        why = "; ".join(found.failures)
+        if required:
+            raise CanonicalModeError(f"canonical mode does not hold on this machine: {why}")
+        logger.warning(
+            "canonical mode is off, so texts may differ where two tokens nearly tie: %s", why
+        )
 
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
         with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, canonical=self.canonical)
+            plan = plan_pass(self._pool, batch, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
-    def _sample_rows(self, request: PassRequest) -> list[SampleRow]:
+    def _sample_block(self, request: PassRequest) -> SampleBlock:
+        """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
         sequence = self._pool.sequence(request.key)
-        params = sequence.sampling
-        positions = [sequence.length, *(sequence.length + d for d in node_depths(request.parents))]
-        if not params.penalised:
-            return [SampleRow(params, position) for position in positions]
-        prompt = sequence.tokens[: sequence.prompt_length]
-        outputs = [sequence.tokens[sequence.prompt_length :]]
-        for token, parent in zip(request.tokens, request.parents, strict=True):
-            outputs.append([*outputs[1 + parent], token])
-        return [
-            SampleRow(params, position, prompt, output)
-            for position, output in zip(positions, outputs, strict=True)
-        ]
-
-    def _check(self, batch: Sequence[PassRequest]) -> None:
-        if len({request.key for request in batch}) != len(batch):
-            raise ValueError("two requests of one pass have the same key")
-        for request in batch:
-            self._check_request(request)
-
-    def _check_request(self, request: PassRequest) -> None:
-        key, parents = request.key, request.parents
-        cached = self._pool.sequence(key).length
-        if not 0 <= request.cache_length <= cached:
-            raise ValueError(
-                f"{key!r}: cache_length is {request.cache_length}, but {cached} tokens are cached"
+        params, length = sequence.sampling, sequence.length
+        counts = None
+        if params.penalised:
+            counts = self._counts.of(
+                request.key, sequence.tokens, sequence.prompt_length, request.cache_length
             )
-        if not request.feed:
-            raise ValueError(f"{key!r}: feed is empty, but must hold at least one token")
-        if len(request.tokens) != len(parents) or (request.tokens and not request.sample):
-            raise ValueError(f"{key!r}: nodes need parents, and sample=True")
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            raise ValueError(f"{key!r}: parents {parents} must come before their nodes")
-        low, high = min(request.feed + request.tokens), max(request.feed + request.tokens)
-        if low < 0 or high >= self._info.vocabulary_size:
-            raise ValueError(
-                f"{key!r}: token ids {low} to {high}, limit 0 to {self._info.vocabulary_size - 1}"
-            )
-        length = request.cache_length + len(request.feed) + max(node_depths(parents), default=0)
-        if length > self._info.context_length:
-            raise CapacityError(
-                f"{key!r}: {length} tokens, limit context_length {self._info.context_length}"
-            )
+        if not request.sample:
+            return SampleBlock(request.key, params, ())
+        positions = [length, *(length + depth for depth in node_depths(request.parents))]
+        before = counts.before(request.tokens, request.parents) if counts else None
+        return SampleBlock(request.key, params, positions, before)
 
 
 def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:

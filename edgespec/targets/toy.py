@@ -1,8 +1,9 @@
 """A target model of known distributions, for tests, the simulator and demonstrations.
 
-It samples with the scalar specification (``core/sampling.choose``) from ``core/toy_model``, and it
-keeps the tokens it has cached, so that a wrong ``cache_length``, a forgotten ``keep`` or a changed
-committed prefix is an error here before it is a wrong text elsewhere.
+It samples with the scalar specification (``core/protocol/sampling.choose``) from
+``core/toy_model``, and it keeps the tokens it has cached, so that a wrong ``cache_length``, a
+forgotten ``keep`` or a changed committed prefix is an error here before it is a wrong text
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.targets.request_checks import check_batch
+from edgespec.targets.toy_memory import ToyMemory
 
 
 @dataclass(slots=True)
@@ -29,8 +33,9 @@ class _Sequence:
 class ToyTarget:
     """``ports.TargetModel`` over a ``ToyModel``, standard library only.
 
-    Raises ``CapacityError`` at ``max_sessions`` sequences or ``max_cached_tokens`` cached tokens,
-    ``ValueError`` when a request does not fit what is cached.
+    With ``cache`` its cache is a real one, whose tables come with the requests; None keeps no
+    account. Raises ``CapacityError`` at ``max_sessions`` sequences or ``max_cached_tokens`` cached
+    tokens, ``ValueError`` when a request does not fit what is cached.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class ToyTarget:
         context_length: int = 4096,
         max_sessions: int = 1024,
         max_cached_tokens: int = 1 << 20,
+        cache: CacheShape | None = None,
     ) -> None:
         self.model = model or ToyModel()
         self.passes = 0
@@ -51,11 +57,17 @@ class ToyTarget:
         self._info = ModelInfo(name, vocabulary, self.model.vocabulary_size, context_length, eos)
         self._max_sessions = max_sessions
         self._max_cached_tokens = max_cached_tokens
+        self._cache = cache
+        self._memory = None if cache is None else ToyMemory(cache)
         self._sequences: dict[str, _Sequence] = {}
 
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self._cache
 
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         if key in self._sequences:
@@ -70,19 +82,24 @@ class ToyTarget:
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self._check(batch)
+        if self._memory is not None:
+            cached = [self._sequence(r.key).tokens[: r.cache_length] for r in batch]
+            self._memory.write(batch, cached)
         self.passes += 1
         self.rows += sum(request.row_count for request in batch)
         return [self._run(request) for request in batch]
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         sequence = self._sequence(key)
-        parent = -1
+        length, parent = len(sequence.tokens), -1
         for node in nodes:
             if not 0 <= node < len(sequence.nodes) or sequence.parents[node] != parent:
                 raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
             sequence.tokens.append(sequence.nodes[node])
             parent = node
         sequence.nodes = sequence.parents = ()
+        if self._memory is not None:
+            self._memory.keep(key, length, nodes)
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
@@ -97,42 +114,19 @@ class ToyTarget:
         return self._sequences[key]
 
     def _check(self, batch: Sequence[PassRequest]) -> None:
-        if len({request.key for request in batch}) != len(batch):
-            raise ValueError("two requests of one pass have the same key")
+        check_batch(batch, lambda key: len(self._sequence(key).tokens), self._info)
         for request in batch:
-            self._check_request(request)
+            again = self._sequence(request.key).tokens[request.cache_length :][: len(request.feed)]
+            if tuple(again) != request.feed[: len(again)]:
+                raise ValueError(
+                    f"{request.key!r}: fed tokens differ from the committed ones cached"
+                )
         touched = {request.key: request.cache_length + request.row_count for request in batch}
         total = sum(
             touched.get(key, len(sequence.tokens)) for key, sequence in self._sequences.items()
         )
         if total > self._max_cached_tokens:
             raise CapacityError(f"{total} cached tokens wanted, limit {self._max_cached_tokens}")
-
-    def _check_request(self, request: PassRequest) -> None:
-        sequence = self._sequence(request.key)
-        cached = sequence.tokens
-        if not 0 <= request.cache_length <= len(cached):
-            raise ValueError(
-                f"{request.key!r}: cache_length is {request.cache_length}, "
-                f"but {len(cached)} tokens are cached"
-            )
-        again = cached[request.cache_length :][: len(request.feed)]
-        if tuple(again) != request.feed[: len(again)]:
-            raise ValueError(f"{request.key!r}: fed tokens differ from the committed ones cached")
-        if not request.feed:
-            raise ValueError(f"{request.key!r}: feed is empty, but must hold at least one token")
-        if len(request.tokens) != len(request.parents) or (request.tokens and not request.sample):
-            raise ValueError(f"{request.key!r}: nodes need parents, and sample=True")
-        if any(not -1 <= parent < i for i, parent in enumerate(request.parents)):
-            raise ValueError(f"{request.key!r}: parents {request.parents} must come before nodes")
-        size = self._info.vocabulary_size
-        if any(not 0 <= token < size for token in request.feed + request.tokens):
-            raise ValueError(f"{request.key!r}: a token id is outside 0 to {size - 1}")
-        last = request.cache_length + len(request.feed) + max(_depths(request.parents), default=0)
-        if last > self._info.context_length:
-            raise CapacityError(
-                f"{request.key!r}: {last} tokens, limit context_length {self._info.context_length}"
-            )
 
     def _run(self, request: PassRequest) -> PassResult:
         sequence = self._sequences[request.key]
@@ -156,10 +150,3 @@ class ToyTarget:
             prompt = sequence.tokens[: sequence.prompt_length]
             output = [*sequence.tokens[sequence.prompt_length :], *path]
         return choose(self.model.logits(tail), sequence.sampling, length, prompt, output)
-
-
-def _depths(parents: Sequence[int]) -> list[int]:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    return depths

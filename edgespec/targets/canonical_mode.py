@@ -1,0 +1,140 @@
+"""Canonical mode gives the logits of a position the same bits under every schedule.
+
+Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: 8, 16 and 32
+rows, and row by row only where canonical mode was asked for by name, because it is dear. A base
+holds when
+
+1. every matrix product of a shape that the loaded model has gives a row the same bits at every
+   place of the base (``row_tiles.agreeing_sizes``), and so does attention, and
+2. whole passes agree to the bit under schedules of all kinds (``self_test.py``), which covers what
+   is between the products.
+
+The order is fixed and nothing is timed, so a verifier that starts again computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from edgespec.targets.loading import LoadedModel
+from edgespec.targets.packed_attention import canonical_attention
+from edgespec.targets.pass_plan import KEY_TILE, CanonicalGroup
+from edgespec.targets.row_tiles import (
+    RowTiles,
+    agreeing_linear_sizes,
+    agreeing_sizes,
+    install,
+    remove,
+    whole_vector_rows,
+)
+from edgespec.targets.self_test import SelfTest
+
+TILE_BASES = (8, 16, 32)
+ROW_BY_ROW = 1
+# Keys of the attention that is tried: one tile and a part of the next.
+_TRIED_KEYS = KEY_TILE + 40
+
+
+class CanonicalModeError(ValueError):
+    """Canonical mode was asked for, and no way of computing holds; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalMode:
+    """The outcome of ``find_canonical_mode``."""
+
+    tiles: RowTiles | None
+    """None when nothing holds."""
+    failures: tuple[str, ...]
+    """Why each base that was tried before does not hold."""
+
+
+def find_canonical_mode(
+    loaded: LoadedModel, self_test: Callable[[RowTiles], SelfTest], *, row_by_row: bool
+) -> CanonicalMode:
+    """Install and return the cheapest way of computing that holds for ``loaded``.
+
+    ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
+    left as it was. Sets nothing but the model's layers; the caller has set one thread.
+    """
+    failures: list[str] = []
+    for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
+        with torch.inference_mode():
+            tiles = _try_products(loaded, base, failures)
+        if tiles is None:
+            continue
+        result = self_test(tiles)
+        if result.ok:
+            return CanonicalMode(tiles, tuple(failures))
+        remove(_linear_layers(loaded))
+        failures.append(f"{tiles}: {result.message}")
+    return CanonicalMode(None, tuple(failures))
+
+
+def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
+    """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
+    config = loaded.model.config
+    head_dim = _head_dim(loaded)
+    attention = _attention_sizes(loaded, head_dim, base)
+    row_multiple = whole_vector_rows(base, (config.intermediate_size, head_dim))
+    tiles = RowTiles(base, row_multiple, attention, base)
+    if not attention:
+        failures.append(f"{tiles}: attention gives equal rows different bits")
+        return None
+    found: list[tuple[torch.nn.Linear, tuple[int, ...]]] = []
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for layer in _linear_layers(loaded):
+        weight, bias = layer.weight, layer.bias
+        shape = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
+        if shape not in known:
+            known[shape] = agreeing_linear_sizes(weight, bias, base)
+        if not known[shape]:
+            failures.append(
+                f"{tiles}: a {layer.in_features} x {layer.out_features} product"
+                " gives equal rows different bits"
+            )
+            return None
+        found.append((layer, known[shape]))
+    install(found)
+    return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
+
+
+def _linear_layers(loaded: LoadedModel) -> Iterator[torch.nn.Linear]:
+    return (part for part in loaded.model.modules() if isinstance(part, torch.nn.Linear))
+
+
+def _head_dim(loaded: LoadedModel) -> int:
+    config = loaded.model.config
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim or config.hidden_size // config.num_attention_heads)
+
+
+def _attention_sizes(loaded: LoadedModel, head_dim: int, base: int) -> tuple[int, ...]:
+    """``agreeing_sizes`` of attention to random keys, all rows at one position.
+
+    Attention computes in float32 whatever the model's type, so float32 is what is tried: nothing
+    is hidden by rounding the result.
+    """
+    heads, kv_heads = loaded.model.config.num_attention_heads, loaded.key_width // head_dim
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(loaded.device)
+
+    keys, values = random(2 * KEY_TILE, loaded.key_width), random(2 * KEY_TILE, loaded.key_width)
+    slots = torch.arange(2 * KEY_TILE, device=loaded.device)
+    mask = torch.zeros(2 * KEY_TILE, device=loaded.device)
+    mask[_TRIED_KEYS:] = -torch.inf
+
+    def attend(rows: torch.Tensor) -> torch.Tensor:
+        count = len(rows)
+        query = rows.view(count, heads, head_dim).transpose(0, 1).unsqueeze(0)
+        own = query[:, :kv_heads]
+        masks = tuple(part.expand(count, -1).contiguous() for part in mask.split(KEY_TILE))
+        group = CanonicalGroup(slots[:count], count, slots.split(KEY_TILE), masks)
+        return canonical_attention(query, own, own, keys, values, group, head_dim**-0.5).flatten(1)
+
+    return agreeing_sizes(attend, random(4, heads * head_dim), base)
