@@ -1,6 +1,34 @@
-"""``python -m edgespec``: the command line."""
+"""The commands ``edgespec`` and ``edgespec-sim``, from the first import on.
 
-from edgespec.cli.main import app
+Nothing but the standard library is imported here at the top: what a Ctrl-C does must be settled
+before half a second of imports begins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+
+
+def main() -> None:
+    """Run ``edgespec`` with the arguments of this process, and exit."""
+    _run("edgespec.cli.main")
+
+
+def simulator() -> None:
+    """Run ``edgespec-sim`` with the arguments of this process, and exit."""
+    _run("edgespec.cli.sim.main")
+
+
+def _run(module: str) -> None:
+    # Until there is something to tidy up, a Ctrl-C ends the process as it ends any other: an
+    # exception inside an import would be printed in many ways. ``start`` takes over. Where a shell
+    # has sent the command to the background, the signal stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    app = importlib.import_module(module).app
+    importlib.import_module("edgespec.cli.entry").start(app)
+
 
 if __name__ == "__main__":
-    app()
+    main()

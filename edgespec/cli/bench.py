@@ -18,7 +18,8 @@ import typer
 from rich.console import Console
 
 from edgespec.agent.agent import Agent, AgentOptions, GenerationError
-from edgespec.benchmark.arms import parse_arms, parse_rtts_ms
+from edgespec.benchmark.arm_options import parse_arms, parse_rtts_ms
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.estimate import ASSUMED_ACCEPTANCE, bench_s
 from edgespec.benchmark.lent_drafter import LentDrafter
 from edgespec.benchmark.progress import BenchProgress
@@ -46,7 +47,6 @@ from edgespec.compose import (
     tokenizer_reference,
 )
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
-from edgespec.core.arms import Arm
 from edgespec.ports import Drafter, ModelInfo
 from edgespec.telemetry.match_tape import write_tape
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import socket
 import sys
 from dataclasses import dataclass
 from enum import Enum
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
 from edgespec.ports import LinkError
 
@@ -129,6 +130,35 @@ def torch() -> Check:
         advice = "pip install --force-reinstall 'edgespec[server]'"
         return Check("verifier", State.BAD, f"torch {found}: {error}", advice)
     return Check("verifier", State.GOOD, f"torch {found}, {where}")
+
+
+def exactness() -> Check:
+    """Whether a verifier on this CPU gives the same text whatever is drafted, and how."""
+    name = "exact on this CPU"
+    folder = BUNDLED_FOLDER / Role.TARGET.value
+    if version("torch") is None or version("transformers") is None:
+        return Check(name, State.NOTE, "not tried: no torch or transformers")
+    if not folder.is_dir():
+        return Check(name, State.NOTE, "not tried: no bundled target")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from edgespec.compose import prefer_reproducible_products
+
+        prefer_reproducible_products()
+        import torch as library
+
+        from edgespec.targets.torch_target import TorchTarget
+
+        threads = library.get_num_threads()
+        target = TorchTarget(
+            str(folder), name="bundled", vocabulary="", device="cpu", max_cached_tokens=1024
+        )
+        library.set_num_threads(threads)
+    except Exception as error:  # whatever a broken installation raises is the finding
+        advice = "pip install --force-reinstall 'edgespec[server]'"
+        return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
+    state = State.GOOD if target.exact else State.NOTE
+    return Check(name, state, f"the bundled target runs in float32 as {target.mode}")
 
 
 def free_port(port: int) -> Check:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 
+from edgespec.cli.verifier import WITH_PARENT
 from edgespec.compose import SetupError
 
 # Loading torch and a model on a slow machine.
@@ -22,14 +23,15 @@ _READY = re.compile(r"ready on (\S+):(\d+): (.*)")
 async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, str]]:
     """Start ``edgespec verifier`` on a free port; yields its address and what it says it serves.
 
-    The process is ended with the block, whatever ends that. Raises ``SetupError`` with the
-    process's own words when it does not come up.
+    The process is ended with the block, whatever ends that, and with this process, even if that is
+    killed: it reads a pipe that only this process holds open. Raises ``SetupError`` with the
+    child's own words when it does not come up.
     """
-    arguments = [sys.executable, "-m", "edgespec", "verifier", "--port", "0", *options]
+    command = [sys.executable, "-m", "edgespec", "verifier", WITH_PARENT, "--port", "0", *options]
     with tempfile.TemporaryFile() as words:
         process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
+            *command,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=words,
             # A Ctrl-C in the terminal is ours to pass on.

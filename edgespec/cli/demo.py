@@ -14,6 +14,7 @@ from statistics import median
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +32,8 @@ from edgespec.compose import (
     with_port,
 )
 from edgespec.config import AgentConfig, DraftSection, LinkSection
-from edgespec.core.draft_events import DraftCounters
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.protocol.sampling import SamplingParams
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon says the same thing again and again.
@@ -166,14 +167,17 @@ async def _run_arm(
 
 
 def report(console: Console, plain: Arm, drafted: Arm) -> None:
-    """The table, and whether the text is the same."""
+    """Print the numbers, a column an arm so that they fit on 40 columns, and whether the text is
+    the same. Raises ``SetupError`` when it is not."""
     console.rule(style="dim")
-    table = Table(title="the same prompts, the same link, emulated pass time", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for heading in ("tokens", "ms/token", "speed-up", "passes/token", "acceptance"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    console.print("the same prompts, the same link, emulated pass time", style="italic")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("")
     for arm in (plain, drafted):
-        table.add_row(arm.name, *_row(arm, plain))
+        table.add_column(arm.name, justify="right")
+    names = ("tokens", "ms/token", "speed-up", "passes/token", "acceptance")
+    for name, *values in zip(names, _column(plain, plain), _column(drafted, plain), strict=True):
+        table.add_row(name, *values)
     console.print(table)
     count = sum(len(text) for text in drafted.texts)
     same = plain.texts == drafted.texts
@@ -184,7 +188,7 @@ def report(console: Console, plain: Arm, drafted: Arm) -> None:
         )
 
 
-def _row(arm: Arm, base: Arm) -> tuple[str, ...]:
+def _column(arm: Arm, base: Arm) -> tuple[str, ...]:
     ms, base_ms = arm.median_s, base.median_s
     return (
         str(arm.tokens),

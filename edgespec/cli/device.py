@@ -22,9 +22,9 @@ from edgespec.compose import (
     with_port,
 )
 from edgespec.config import DEFAULT_PORT, LEARNED, AgentConfig
-from edgespec.core.association import AssociationPolicy, DeviceView, association_policy
-from edgespec.core.association_network import LearnedAssociation
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.association.network import LearnedAssociation
+from edgespec.core.association.policies import AssociationPolicy, DeviceView, association_policy
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import LinkError, ModelInfo
 
 # Of a device that was not told how fast it drafts; no simple policy looks at it.

@@ -42,6 +42,7 @@ def doctor(
             checks.onnx_session(),
             *checks.bundled_models(),
             checks.torch(),
+            checks.exactness(),
             checks.free_port(port),
         ]
         found += [run(checks.verifier(address)) for address in verifier or ()]

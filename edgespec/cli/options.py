@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from edgespec.config import ConfigError, PolicyName, dump_config, load_config
-from edgespec.core.messages import RunAhead
+from edgespec.core.protocol.messages import RunAhead
 
 _Config = TypeVar("_Config")
 

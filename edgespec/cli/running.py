@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ FAILED, USAGE = 1, 2
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _T = TypeVar("_T")
 
@@ -41,13 +41,13 @@ class Interrupted(BaseException):
 
 
 def say(text: str) -> None:
-    """One line for the user, beside the output proper."""
+    """Print one line for the user on stderr, beside the output proper."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turns what users can cause into one clear message and an exit code.
+    """Errors that users can cause become one clear message and an exit code in this block.
 
     At log level debug the traceback is shown as well.
     """
@@ -58,9 +58,7 @@ def reported() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); the interpreter must not flush into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILED) from None
+        raise  # The reader of our output has gone (`| head`): not an error to tell anybody about.
     except ConfigError as error:
         fail(error, USAGE)
     except (GenerationError, SetupError, ValueError, OSError) as error:
@@ -92,8 +90,7 @@ async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
         received.append(number)
         task.cancel()
 
-    for number in STOPPING_SIGNALS:
-        loop.add_signal_handler(number, stop, number)
+    numbers = on_stopping_signals(stop)
     try:
         return await task
     except asyncio.CancelledError:
@@ -101,8 +98,18 @@ async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
             raise Interrupted(received[0]) from None
         raise
     finally:
-        for number in STOPPING_SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def on_stopping_signals(stop: Callable[[int], None]) -> list[int]:
+    """From now on the running loop calls ``stop`` with the number of each signal that asks this
+    process to end. Signals that are ignored, as under ``nohup``, stay so. Returns the others."""
+    heeded = [n for n in _STOPPING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    loop = asyncio.get_running_loop()
+    for number in heeded:
+        loop.add_signal_handler(number, stop, number)
+    return list(heeded)
 
 
 def set_up_logging(level: str) -> None:

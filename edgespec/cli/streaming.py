@@ -1,7 +1,7 @@
-"""Text that grows, and the numbers of how it came.
+"""Text that grows is shown here, and the numbers of how it came.
 
-On a terminal a token's origin shows in its style; anywhere else the text is plain, so that what is
-piped is the text and nothing else.
+On a terminal a token's origin shows in its style, and what the verifier sent cannot control the
+terminal; anywhere else the text is plain, so that what is piped is the text and nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from rich.console import Console
 from rich.text import Text
 
 from edgespec.agent.agent import Chunk, GenerationStats
-from edgespec.core.draft_events import TokenKind
-from edgespec.core.messages import FinishReason
+from edgespec.core.device.events import TokenKind
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.printable import printable
 
 STYLES = {TokenKind.ACCEPTED: "green", TokenKind.CORRECTED: "bold red", TokenKind.DECODED: ""}
 _MEANINGS = {
     TokenKind.ACCEPTED: "accepted: drafted on the device, confirmed by the target",
     TokenKind.CORRECTED: "corrected: the draft said otherwise",
     TokenKind.DECODED: "decoded: by the target alone",
+}
+_ENDINGS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length (max_tokens)",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.CONTEXT: "context (the model's context is full)",
 }
 
 
@@ -41,18 +48,22 @@ class View(Protocol):
 
 @dataclass(slots=True)
 class TextView:
-    """Text on stdout; ``color`` tells tokens apart."""
+    """Text on stdout; ``color`` tells tokens apart. A ``terminal`` (by default: if stdout is one)
+    gets printable characters only."""
 
     color: bool
+    terminal: bool = field(default_factory=lambda: sys.stdout.isatty())
     _column_open: bool = False
+    _context_full: bool = False
 
     def show(self, chunk: Chunk) -> None:
+        self._context_full = chunk.finish is FinishReason.CONTEXT
         if self.color:
             console = Console(file=sys.stdout, force_terminal=True, highlight=False)
-            text = Text.assemble(*((p.text, STYLES[p.kind]) for p in chunk.pieces))
-            console.print(text, end="", soft_wrap=True)
+            parts = ((printable(p.text), STYLES[p.kind]) for p in chunk.pieces)
+            console.print(Text.assemble(*parts), end="", soft_wrap=True)
         else:
-            sys.stdout.write(chunk.text)
+            sys.stdout.write(printable(chunk.text) if self.terminal else chunk.text)
         sys.stdout.flush()
         if chunk.text:
             self._column_open = not chunk.text.endswith("\n")
@@ -61,7 +72,9 @@ class TextView:
         if self._column_open:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        self._column_open = False
+        if self._context_full:  # who sees only the text cannot tell it from a full output
+            print("the text ends here: the model's context is full", file=sys.stderr)
+        self._column_open = self._context_full = False
 
 
 @dataclass(slots=True)
@@ -136,7 +149,7 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
     if (per_token_s := progress.per_token_s) is not None:
         lines[0] += f", then {per_token_s * 1e3:.1f} ms a token"
     if progress.finish is not None:
-        lines[0] += f", ended by {progress.finish.value}"
+        lines[0] += f", ended by {_ENDINGS[progress.finish]}"
     if stats is not None:
         c = stats.counters
         share = c.passes / c.committed if c.committed else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -13,7 +14,14 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.running import reported, say, set_up_logging, trace_to
+from edgespec.cli.running import (
+    FAILED,
+    on_stopping_signals,
+    reported,
+    say,
+    set_up_logging,
+    trace_to,
+)
 from edgespec.compose import SetupError, build_verifier, load_target, target_mode
 from edgespec.config import VerifierConfig
 from edgespec.ports import TargetModel
@@ -33,6 +41,11 @@ KEYS = {
     "trace": "trace",
     "log_level": "log_level",
 }
+WITH_PARENT = "--with-parent"
+"""Ends the verifier with the process that holds the other end of its standard input."""
+WithParent = Annotated[
+    bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
+]
 _STREAMS_END_WITHIN_S = 3.0
 
 
@@ -79,6 +92,7 @@ def verifier(
     log_level: options.LogLevel = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
+    with_parent: WithParent = False,
 ) -> None:
     """Serve a target model to devices, until Ctrl-C or SIGTERM.
 
@@ -91,35 +105,66 @@ def verifier(
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)
         set_up_logging(settings.log_level)
-        if not sys.stderr.isatty():  # a log file wants no progress bars
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         with trace_to(settings.trace) as tracer:
-            asyncio.run(_serve(settings, tracer))
+            failure = asyncio.run(_serve(settings, tracer, with_parent))
+        _leave(failure)
 
 
-async def _serve(config: VerifierConfig, tracer: Tracer) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
+def _leave(failure: str | None) -> None:
+    """After a failure: end the process, and wait for no thread that may hang in the target."""
+    if failure is None:
+        return
+    say(f"error: the verifier failed: {failure}")
+    logging.shutdown()
+    os._exit(FAILED)
 
-    def stop(number: int) -> None:
-        if stopping.is_set():
-            os._exit(128 + number)
-        say("stopping; the devices are told")
-        stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+async def _serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
+    """Until somebody asks for the end, or the verifier fails: then why."""
+    if not sys.stderr.isatty():  # a log file wants no progress bars
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    end = _End()
+    on_stopping_signals(end.ask)
+    if with_parent:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
     check_free(config)
     say(f"loading {config.model} ...")
     target = await asyncio.to_thread(load_target, config)
-    if stopping.is_set():
-        return
     serving, server = build_verifier(config, target=target, tracer=tracer)
     await server.start()
+    end.devices_know = True
     typer.echo(ready_line(config, server.port, target))
-    await stopping.wait()
-    await serving.stop()
+    ends = [asyncio.ensure_future(event.wait()) for event in (end.asked, serving.broken)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.broken.is_set():
+        await serving.stop()
     await server.stop(_STREAMS_END_WITHIN_S)
+    return serving.why_broken
+
+
+class _End:
+    """The first request to stop is obeyed in order, the second at once.
+
+    So is the first one while the model is still being loaded: nobody has to be told yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.devices_know = False
+
+    def ask(self, number: int) -> None:
+        if self.asked.is_set() or not self.devices_know:
+            os._exit(128 + number)
+        self.asked.set()
+        say("stopping; the devices are told")
+
+
+def _read_stdin(end: _End) -> None:
+    """What comes means nothing; the end of it is the end of the process that started this one,
+    even where that was killed and could not say so."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        end.ask(signal.SIGHUP)
 
 
 def check_free(config: VerifierConfig) -> None:

@@ -1,12 +1,14 @@
 """From a YAML file and overrides to a config object, and back.
 
-Strict: unknown and repeated keys, wrong types and values out of range are errors that name the
-key, its place and what would be right.
+It is strict: unknown and repeated keys, wrong types and values out of range are errors that name
+the key, its place and what would be right. Whatever a file holds, ``ConfigError`` is all it raises.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -18,10 +20,16 @@ from typing import Any, Final, TypeVar
 import yaml
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_DEPTH = 16
+"""Of sections and lists in a file."""
 NULL: Final = object()
 """As an override: sets the key to null."""
 
 _Config = TypeVar("_Config")
+
+# A value stands in an error in part, if it is long: aliases can make a small file hold a huge one.
+_shortened = reprlib.Repr()
+_shortened.maxstring, _shortened.maxlevel = 200, 2
 
 
 class ConfigError(ValueError):
@@ -64,12 +72,15 @@ def _read(path: Path) -> dict[str, Any]:
         if size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: {size} bytes, but at most {MAX_CONFIG_BYTES} are read")
         text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_repeated(node, path)
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), path, 1, set())
         data = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise _too_deep(path) from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
     if data is None:
         return {}
@@ -78,17 +89,35 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _refuse_repeated(node: yaml.Node | None, path: Path) -> None:
-    """YAML readers keep the last of two equal keys; which one was meant is not ours to guess."""
-    if not isinstance(node, yaml.MappingNode):
+def _check_nodes(node: yaml.Node | None, path: Path, depth: int, seen: set[int]) -> None:
+    """Every key is a plain one and stands there once, and nothing is nested without end.
+
+    YAML readers keep the last of two equal keys; which one was meant is not ours to guess.
+    """
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
-    seen: set[str] = set()
-    for key, value in node.value:
-        if key.value in seen:
-            line = key.start_mark.line + 1
-            raise ConfigError(f"{path}:{line}: key {key.value!r} stands there twice")
-        seen.add(key.value)
-        _refuse_repeated(value, path)
+    if depth > MAX_DEPTH:
+        raise _too_deep(path)
+    below = []
+    if isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, value in node.value:
+            where = f"{path}:{key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{where}: a key is a {key.id}, but must be a single word")
+            if key.value in keys:
+                raise ConfigError(f"{where}: key {_shortened.repr(key.value)} stands there twice")
+            keys.add(key.value)
+            below.append(value)
+    else:
+        below += node.value
+    for child in below:
+        _check_nodes(child, path, depth + 1, seen)
+    seen.add(id(node))  # an alias is looked at once; one inside itself runs into the depth
+
+
+def _too_deep(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: sections and lists are nested more than {MAX_DEPTH} deep")
 
 
 def _put(data: dict[str, Any], keys: list[str], value: object) -> None:
@@ -106,16 +135,22 @@ def _build(kind: type[_Config], data: object, source: str, place: str) -> _Confi
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{where} is {data!r}, but must be a section of keys and values")
+        shown = _shortened.repr(data)
+        raise ConfigError(f"{where} is {shown}, but must be a section of keys and values")
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type] # a dataclass
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type] # a dataclass
+    names = list(known)
     for key in data:
-        if key not in names:
+        if key not in known:
             raise ConfigError(f"{where}: {_unknown(str(key), names)}")
     values = {}
     for key, value in data.items():
         below = f"{place}.{key}" if place else key
-        values[key] = _convert(hints[key], value, source, below)
+        converted = values[key] = _convert(hints[key], value, source, below)
+        # Infinite is only what is so by default: no limit.
+        if isinstance(converted, float) and not math.isfinite(converted):
+            if converted != known[key].default:
+                raise _wrong(source, below, converted, "a finite number")
     for needed in _required(kind):
         if needed not in values:
             raise ConfigError(f"{where}: key {needed!r} is missing")
@@ -138,7 +173,7 @@ def _required(kind: type[Any]) -> list[str]:
 def _unknown(key: str, names: list[str]) -> str:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    return f"unknown key {key!r}; {hint}"
+    return f"unknown key {_shortened.repr(key)}; {hint}"
 
 
 def _convert(hint: Any, value: object, source: str, place: str) -> Any:
@@ -185,16 +220,26 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
     if hint is float and not isinstance(value, bool):
         try:  # YAML 1.1 takes 1e-3 for text
             return float(value)  # type: ignore[arg-type] # the error is caught
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
     if hint is str and isinstance(value, str):
+        if not _encodable(value):
+            raise _wrong(source, place, value, "text that UTF-8 can hold")
         return value
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     raise _wrong(source, place, value, words[hint])
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: from an escape, or an argument's bytes
+        return False
+    return True
+
+
 def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:
-    return ConfigError(f"{source}: {place} is {value!r}, but must be {wanted}")
+    return ConfigError(f"{source}: {place} is {_shortened.repr(value)}, but must be {wanted}")
 
 
 def _plain(value: object) -> Any:

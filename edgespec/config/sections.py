@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgespec.core.association import POLICIES, LowestDelay
-from edgespec.core.draft_policy import MAX_GAMMA
-from edgespec.core.messages import RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.association.policies import POLICIES, LowestDelay
+from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.sampling import SamplingParams
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7420
@@ -39,8 +40,8 @@ class PacingSection:
     row_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _bounded("pass_ms", self.pass_ms, 0.0, _MINUTE_MS)
-        _bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
+        bounded("pass_ms", self.pass_ms, 0.0, _MINUTE_MS)
+        bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,31 @@ class LimitsSection:
     """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
 
     max_sessions: int = 64
+    peer_share: float = 0.75
+    """Of the streams and sessions, how many one address may hold; 1 behind a proxy that hides the
+    addresses."""
     max_cached_tokens: int = 65_536
-    """Key-value rows over all sessions."""
+    """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
     max_nodes_outstanding: int = 128
     max_nodes_per_pass: int = 64
     max_unreceived: int = 256
     max_rows_per_pass: int = 1024
     max_rows_per_session: int = 512
     lease_s: float = 30.0
+    stall_s: float = 20.0
+    """A device that acknowledges nothing for so long counts as gone."""
 
     def __post_init__(self) -> None:
-        _bounded("max_sessions", self.max_sessions, 1, 1024)
-        _bounded("max_cached_tokens", self.max_cached_tokens, 1, 1 << 30)
-        _bounded("max_nodes_outstanding", self.max_nodes_outstanding, 1, 256)
-        _bounded("max_nodes_per_pass", self.max_nodes_per_pass, 1, 256)
-        _bounded("max_unreceived", self.max_unreceived, 1, 4096)
-        _bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 16)
-        _bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 16)
-        _bounded("lease_s", self.lease_s, 0.0, 86_400.0)
+        bounded("max_sessions", self.max_sessions, 1, 1024)
+        bounded("peer_share", self.peer_share, 0.001, 1.0)
+        bounded("stall_s", self.stall_s, 1.0, 3600.0)
+        bounded("max_cached_tokens", self.max_cached_tokens, 1, 1 << 30)
+        bounded("max_nodes_outstanding", self.max_nodes_outstanding, 1, 256)
+        bounded("max_nodes_per_pass", self.max_nodes_per_pass, 1, 256)
+        bounded("max_unreceived", self.max_unreceived, 1, 4096)
+        bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 16)
+        bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 16)
+        bounded("lease_s", self.lease_s, 0.0, 86_400.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +104,13 @@ class VerifierConfig:
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
         _not_empty("host", self.host)
-        _bounded("port", self.port, 0, 65_535)
+        bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         if self.threads is not None:
-            _bounded("threads", self.threads, 1, 1024)
+            bounded("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
-            _bounded("max_model_len", self.max_model_len, 2, 1 << 20)
+            bounded("max_model_len", self.max_model_len, 2, 1 << 20)
 
     @property
     def address(self) -> str:
@@ -128,9 +136,9 @@ class DraftSection:
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
-        _bounded("threads", self.threads, 0, 64)
-        _bounded("context_length", self.context_length, 0, 1 << 20)
-        _bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
+        bounded("threads", self.threads, 0, 64)
+        bounded("context_length", self.context_length, 0, 1 << 20)
+        bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
         _one_of("bits", self.bits, (4, 8, 32))
 
 
@@ -148,10 +156,11 @@ class LinkSection:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _bounded("rtt_ms", self.rtt_ms, 0.0, _MINUTE_MS)
-        _bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
-        _bounded("mbps", self.mbps, 0.0, 1e6)
-        _bounded("loss", self.loss, 0.0, 0.99)
+        bounded("rtt_ms", self.rtt_ms, 0.0, _MINUTE_MS)
+        bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
+        bounded("mbps", self.mbps, 0.0, 1e6)
+        bounded("loss", self.loss, 0.0, 0.99)
+        bounded("seed", self.seed, 0, (1 << 64) - 1)
 
     @property
     def shaped(self) -> bool:
@@ -160,12 +169,12 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class PolicySection:
-    """What to draft and when to send it (``core.draft_policy``)."""
+    """What to draft and when to send it (``core/device/policy.py``)."""
 
     name: PolicyName = PolicyName.WINDOWED
     gamma: int | None = None
     """Draft length of ``fixed`` and ``pearl``; null adapts."""
-    width: int = 2
+    width: int = DEFAULT_WIDTH
     """Choices a draft step adds: 1 is a chain, more a tree."""
     window: int | None = None
     """Steps ``windowed`` may have outstanding; null adapts."""
@@ -174,10 +183,10 @@ class PolicySection:
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
-            _bounded("gamma", self.gamma, 1, MAX_GAMMA)
-        _bounded("width", self.width, 1, 16)
+            bounded("gamma", self.gamma, 1, MAX_GAMMA)
+        bounded("width", self.width, 1, 16)
         if self.window is not None:
-            _bounded("window", self.window, 1, 256)
+            bounded("window", self.window, 1, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,8 @@ class AgentConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     association: str = LowestDelay.name
-    """By what to choose among several verifiers (``core/association.py``), or ``learned:FILE``."""
+    """By what to choose among several verifiers (``core/association/policies.py``), or
+    ``learned:FILE``."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
@@ -219,11 +229,6 @@ class AgentConfig:
         """All addresses given, each once."""
         given = (self.verifier,) if isinstance(self.verifier, str) else self.verifier
         return tuple(dict.fromkeys(given))
-
-
-def _bounded(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also catches NaN
-        raise ValueError(f"{name} is {value}, but must be in [{low}, {high}]")
 
 
 def _one_of(name: str, value: object, known: tuple[object, ...]) -> None:

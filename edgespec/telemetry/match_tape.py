@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from edgespec.core.work import Candidate
+from edgespec.core.protocol.work import Candidate
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1

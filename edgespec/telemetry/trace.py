@@ -1,21 +1,30 @@
-"""The trace of a run: one JSON object a line, for every event a session got and action it took.
+"""A run is traced as one JSON object a line, for every event a session got and action it took.
 
 Metrics, timelines, replay and golden tests read it. A line holds ``at_s`` (the side's monotonic
 clock), ``side`` ("device" or "verifier"), ``session`` (a key or stream number), ``kind`` ("event"
-or "action"), ``name`` (the class) and the fields of the class. Tokens are ids, never text.
+or "action"), ``name`` (the class) and the fields of the class, except those that it does not show
+itself (``repr=False``: secrets). Tokens are ids, never text.
+
+A trace is best effort: a full disk ends the trace, with one warning, and never the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TextIO
+
+_log = logging.getLogger(__name__)
 
 
 class Tracer(Protocol):
+    """Where sessions' events and actions are noted."""
+
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         """Note one event or action; must not raise and must not keep ``item`` alive."""
 
@@ -28,24 +37,52 @@ class NoTrace:
 
 
 class TraceFile:
-    """Writes the trace to ``path``, replacing it. A context manager; buffered until ``close``."""
+    """Writes the trace to ``path``, replacing it. A context manager; buffered until ``close``.
+
+    Only opening raises ``OSError``. When a write fails, or a line cannot be made, the trace ends
+    there: the file keeps what was written until then.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = path.open("w", encoding="utf-8")
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        line = {
-            "at_s": round(at_s, 6),
-            "side": side,
-            "session": session,
-            "kind": kind,
-            "name": type(item).__name__,
-            **_plain_fields(item),
-        }
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        try:
+            line = {
+                "at_s": round(at_s, 6),
+                "side": side,
+                "session": session,
+                "kind": kind,
+                "name": type(item).__name__,
+                **_plain_fields(item),
+            }
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except (OSError, TypeError, ValueError) as error:  # also what no line can be made of
+            self._give_up(error)
 
     def close(self) -> None:
-        self._file.close()
+        """Write out what is left; a second call does nothing."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _give_up(self, error: Exception) -> None:
+        file, self._file = self._file, None
+        self._warn(error)
+        if file is not None:
+            with contextlib.suppress(OSError):  # the same error again: the buffer is still full
+                file.close()
+
+    def _warn(self, error: Exception) -> None:
+        why = getattr(error, "strerror", None) or error
+        _log.warning("the trace %s ends here: %s", self._path, why)
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +99,8 @@ class TraceFile:
 def _plain_fields(item: object) -> dict[str, Any]:
     if not is_dataclass(item):
         return {"value": str(item)}
-    return {field.name: _plain(getattr(item, field.name)) for field in fields(item)}
+    # What a class keeps out of its repr (a session's secret) stays out of the trace as well.
+    return {field.name: _plain(getattr(item, field.name)) for field in fields(item) if field.repr}
 
 
 def _plain(value: Any) -> Any:

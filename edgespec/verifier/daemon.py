@@ -3,6 +3,11 @@
 This file decides nothing. Every stimulus becomes an engine event; every action the engine returns
 is carried out here, in order: messages go to the streams' own queues (a slow device cannot hold up
 another), sequence work and passes to the target's thread.
+
+Nothing dies in silence. What a model raises goes to the engine, which knows whom to blame; what the
+engine itself raises, and a target that is broken, end this verifier: every stream hears a fault
+that is worth a reconnect, and ``broken`` is set, for the process to end with a failure and be
+started again.
 """
 
 from __future__ import annotations
@@ -13,28 +18,19 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from edgespec.core.engine_events import (
-    BatchDone,
-    BatchFailed,
-    CloseSequence,
-    CloseStream,
-    EngineAction,
-    EngineEvent,
-    EngineLimits,
-    KeepNodes,
-    OpenSequence,
-    Poll,
-    RunBatch,
-    SendTo,
-    SequenceRefused,
-    StreamLost,
-    StreamMessage,
-    StreamOpened,
+from edgespec.core.protocol.messages import (
+    Downlink,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    Uplink,
+    VerifierInfo,
 )
-from edgespec.core.messages import Downlink, Fault, FaultCode, Limits, Open, VerifierInfo
-from edgespec.core.verify_engine import VerifyEngine
-from edgespec.core.work import PassRequest
-from edgespec.ports import CapacityError, LinkError, TargetModel, VerifierStream
+from edgespec.core.protocol.work import PassRequest, PassResult
+from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.target_worker import TargetWorker
 
@@ -42,6 +38,12 @@ _LOG = logging.getLogger(__name__)
 # Flow control keeps a stream's backlog below ``max_unreceived`` commits; more is a broken peer.
 _MAX_BACKLOG = 4096
 _OPEN_WITHIN_S = 10.0
+# For a device that does not read to take its last message before the stream is cut.
+_LAST_WORDS_S = 1.0
+# A pass that is running when the verifier stops is waited for so long.
+_LAST_PASS_S = 30.0
+_RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
+_STOPS = Fault(FaultCode.SHUTTING_DOWN, "the verifier is stopping", retry_after_s=1.0)
 
 
 class Verifier:
@@ -51,18 +53,23 @@ class Verifier:
         self,
         target: TargetModel,
         limits: Limits,
-        engine_limits: EngineLimits | None = None,
+        engine_limits: ee.EngineLimits | None = None,
         *,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine = VerifyEngine(target.info, limits, engine_limits or EngineLimits())
+        self.engine = VerifyEngine(target.info, limits, engine_limits or ee.EngineLimits())
+        self.broken = asyncio.Event()
+        """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
+        self.why_broken: str | None = None
         self._target, self._clock, self._tracer = target, clock, tracer or NoTrace()
-        self._worker = TargetWorker(target, self._on_refused)
+        self._worker = TargetWorker(target, self._handle)
+        self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, asyncio.Queue[Downlink | None]] = {}
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._pass: asyncio.Task[None] | None = None
+        self._pass: asyncio.Future[tuple[PassResult, ...]] | None = None
+        self._cutting: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     @property
@@ -73,12 +80,14 @@ class Verifier:
         pass_us = round((engine.pass_s or 0.0) * 1e6)
         return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
 
+    # --- streams ---------------------------------------------------------------------------
+
     async def serve(self, stream: VerifierStream) -> None:
         """Run one stream to its end; never raises for what a peer does."""
         self._count += 1
         number = self._count
         backlog: asyncio.Queue[Downlink | None] = asyncio.Queue(_MAX_BACKLOG)
-        self._backlogs[number] = backlog
+        self._streams[number], self._backlogs[number] = stream, backlog
         reader = asyncio.create_task(self._read(number, stream))
         try:
             while (message := await backlog.get()) is not None:
@@ -87,8 +96,9 @@ class Verifier:
             _LOG.info("stream %d: %s", number, error)
         finally:
             reader.cancel()
+            self._streams.pop(number, None)
             self._backlogs.pop(number, None)
-            self._handle(StreamLost(number))
+            self._handle(ee.StreamLost(number))
             await stream.close()
 
     async def _read(self, number: int, stream: VerifierStream) -> None:
@@ -98,50 +108,31 @@ class Verifier:
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return
             if self._stopping:
-                self._send(number, Fault(FaultCode.SHUTTING_DOWN, "the verifier is stopping", 1.0))
+                self._send(number, _STOPS)
                 self._close(number)
                 return
-            self._handle(StreamOpened(number, first))
+            self._handle(ee.StreamOpened(number, first, stream.peer))
             while True:
-                message = await stream.receive()
-                if isinstance(message, Open):
-                    self._refuse(number, "a second Open on one stream")
-                    return
-                self._handle(StreamMessage(number, message))
+                self._take(number, await stream.receive())
         except TimeoutError:
             self._refuse(number, f"no Open within {_OPEN_WITHIN_S} s")
         except LinkError as error:
             _LOG.debug("stream %d ended: %s", number, error)
             self._close(number)
+        except Exception as error:  # nothing of one stream may end in silence, or end another
+            _LOG.exception("stream %d: reading failed", number)
+            self._send(number, Fault(FaultCode.INTERNAL, f"reading failed: {error}", 1.0))
+            self._close(number)
+
+    def _take(self, number: int, message: Uplink) -> None:
+        if isinstance(message, Open):
+            self._refuse(number, "a second Open on one stream")
+        else:
+            self._handle(ee.StreamMessage(number, message))
 
     def _refuse(self, number: int, why: str) -> None:
         self._send(number, Fault(FaultCode.INVALID, why))
         self._close(number)
-
-    # --- the engine ------------------------------------------------------------------------
-
-    def _handle(self, event: EngineEvent) -> None:
-        now = self._clock()
-        self._tracer.record(now, "verifier", "", "event", event)
-        for action in self.engine.handle(event, now):
-            self._tracer.record(now, "verifier", "", "action", action)
-            self._do(action)
-        if self._worker.has_queued and not self.engine.running:
-            self._start(())
-        self._arm()
-
-    def _do(self, action: EngineAction) -> None:
-        match action:
-            case SendTo(number, message):
-                self._send(number, message)
-            case CloseStream(number):
-                self._close(number)
-            case OpenSequence() | CloseSequence() | KeepNodes():
-                self._worker.queue(action)
-            case RunBatch(requests):
-                self._start(requests)
-            case _:
-                assert_never(action)
 
     def _send(self, number: int, message: Downlink) -> None:
         backlog = self._backlogs.get(number)
@@ -151,39 +142,90 @@ class Verifier:
             backlog.put_nowait(message)
         except asyncio.QueueFull:
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
-            self._backlogs.pop(number).get_nowait()
-            backlog.put_nowait(None)
+            self._close(number)
 
     def _close(self, number: int) -> None:
+        """End the stream after what was sent on it; soon, even if its device reads nothing."""
         backlog = self._backlogs.pop(number, None)
-        if backlog is not None:
-            if backlog.full():
-                backlog.get_nowait()
-            backlog.put_nowait(None)
+        if backlog is None:
+            return
+        if backlog.full():
+            backlog.get_nowait()
+        backlog.put_nowait(None)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut, number)
+
+    def _cut(self, number: int) -> None:
+        if (stream := self._streams.get(number)) is not None:
+            task = asyncio.ensure_future(stream.close())
+            self._cutting.add(task)
+            task.add_done_callback(self._cutting.discard)
+
+    # --- the engine ------------------------------------------------------------------------
+
+    def _handle(self, event: ee.EngineEvent) -> None:
+        if self._stopping:
+            return
+        try:
+            self._step(event)
+        except Exception as error:
+            _LOG.exception("the engine failed at %s", type(event).__name__)
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _step(self, event: ee.EngineEvent) -> None:
+        now = self._clock()
+        self._tracer.record(now, "verifier", "", "event", event)
+        for action in self.engine.handle(event, now):
+            self._tracer.record(now, "verifier", "", "action", action)
+            self._do(action)
+        if self._worker.has_queued and not self.engine.running:
+            self._worker.submit(()).add_done_callback(self._on_work_done)
+        self._arm()
+
+    def _do(self, action: ee.EngineAction) -> None:
+        match action:
+            case ee.SendTo(number, message):
+                self._send(number, message)
+            case ee.CloseStream(number):
+                self._close(number)
+            case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
+                self._worker.queue(action)
+            case ee.RunBatch(requests):
+                self._start(requests)
+            case ee.RunProbe(request):
+                self._worker.probe(request).add_done_callback(self._on_probe_done)
+            case ee.ReportFailure(_, details):
+                _LOG.error("a session failed and was ended:\n%s", details)
+            case ee.GiveUp(why):
+                self._break(why)
+            case _:
+                assert_never(action)
 
     def _start(self, requests: tuple[PassRequest, ...]) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(requests))
-        if requests:
-            self._pass = task
+        self._pass = self._worker.submit(requests)
+        self._pass.add_done_callback(self._on_pass_done)
+
+    def _on_pass_done(self, done: asyncio.Future[tuple[PassResult, ...]]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._handle(ee.BatchDone(done.result()))
+        elif isinstance(error, CapacityError):
+            self._handle(ee.BatchFailed(str(error), full=True))
         else:
-            task.add_done_callback(_log_failure)
+            _LOG.error("a pass failed", exc_info=error)
+            culprit = error.key if isinstance(error, ModelOutputError) else ""
+            self._handle(ee.BatchFailed(f"{type(error).__name__}: {error}", culprit=culprit))
 
-    async def _run(self, requests: tuple[PassRequest, ...]) -> None:
-        try:
-            results = await self._worker.forward(requests)
-        except CapacityError as error:
-            self._handle(BatchFailed(str(error), full=True))
-            return
-        except Exception as error:  # whatever a model raises ends a pass, not the daemon
-            _LOG.exception("a pass of %d sessions failed", len(requests))
-            if requests:
-                self._handle(BatchFailed(f"{type(error).__name__}: {error}"))
-            return
-        if requests:
-            self._handle(BatchDone(results))
+    def _on_work_done(self, done: asyncio.Future[tuple[PassResult, ...]]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._break(f"the target's thread failed: {error}")
 
-    def _on_refused(self, key: str, why: str) -> None:
-        self._handle(SequenceRefused(key, why))
+    def _on_probe_done(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            error = done.exception()
+            why = None if error is None else f"{type(error).__name__}: {error}"
+            self._handle(ee.ProbeDone(why))
 
     def _arm(self) -> None:
         """One timer, at the engine's deadline."""
@@ -197,24 +239,35 @@ class Verifier:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._handle(Poll())
+        self._handle(ee.Poll())
 
     # --- stopping --------------------------------------------------------------------------
 
-    async def stop(self) -> None:
-        """Tell every device to come back later, end the streams, let a running pass finish."""
+    def _break(self, why: str) -> None:
+        """This verifier has failed as a whole."""
+        if not self.broken.is_set():
+            _LOG.critical("the verifier failed: %s", why)
+            self.why_broken = why
+            self.broken.set()
+            self._end_streams(_RESTARTS)
+
+    def _end_streams(self, fault: Fault) -> None:
         self._stopping = True
-        fault = Fault(FaultCode.SHUTTING_DOWN, "the verifier is stopping", retry_after_s=1.0)
         for number in list(self._backlogs):
             self._send(number, fault)
             self._close(number)
         if self._timer is not None:
             self._timer.cancel()
+
+    async def stop(self) -> None:
+        """Tell every device to come back later, end the streams, let a running pass finish; one
+        that does not end within half a minute is left behind."""
+        self._end_streams(_STOPS)
+        left: set[asyncio.Future[tuple[PassResult, ...]]] = set()
         if self._pass is not None:
-            await asyncio.wait([self._pass])
-        await asyncio.to_thread(self._worker.close)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _LOG.error("sequence work failed", exc_info=task.exception())
+            _, left = await asyncio.wait([self._pass], timeout=_LAST_PASS_S)
+        if left:
+            _LOG.error("a pass is still running after %.0f s: leaving it", _LAST_PASS_S)
+            self._worker.close(wait=False)
+        else:
+            await asyncio.to_thread(self._worker.close, wait=True)

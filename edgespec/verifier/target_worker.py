@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from edgespec.core.engine_events import CloseSequence, KeepNodes, OpenSequence
-from edgespec.core.work import PassRequest, PassResult
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest, PassResult
+from edgespec.core.verifier.engine_events import (
+    CloseSequence,
+    KeepNodes,
+    OpenSequence,
+    SequenceFailed,
+)
 from edgespec.ports import CapacityError, TargetModel
 
+_LOG = logging.getLogger(__name__)
 SequenceWork = OpenSequence | CloseSequence | KeepNodes
 
 
 class TargetWorker:
     """Sequence work is queued and carried out just before the next pass, in one hop to the thread.
 
-    ``refused(key, why)`` is called on the event loop when a sequence could not be opened.
+    A piece of sequence work that raises is reported to ``failed``, on the event loop and before the
+    pass ends; its session misses that pass, and all others go on.
     """
 
-    def __init__(self, target: TargetModel, refused: Callable[[str, str], None]) -> None:
-        self._target, self._refused = target, refused
+    def __init__(self, target: TargetModel, failed: Callable[[SequenceFailed], None]) -> None:
+        self._target, self._failed = target, failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self._queued: list[SequenceWork] = []
 
@@ -31,29 +40,54 @@ class TargetWorker:
     def has_queued(self) -> bool:
         return bool(self._queued)
 
-    async def forward(self, requests: tuple[PassRequest, ...]) -> tuple[PassResult, ...]:
-        """One pass after the queued work; no requests, only the work."""
+    def submit(self, requests: tuple[PassRequest, ...]) -> asyncio.Future[tuple[PassResult, ...]]:
+        """One pass after the work queued so far; no requests, only the work. What is queued later
+        waits for the next call. The future has the results in the order of the requests."""
         loop = asyncio.get_running_loop()
         queued, self._queued = self._queued, []
 
         def work() -> tuple[PassResult, ...]:
+            missing: set[str] = set()
             for item in queued:
-                self._carry_out(item, loop)
-            return tuple(self._target.forward(requests)) if requests else ()
+                failure = self._carry_out(item)
+                if isinstance(item, OpenSequence):
+                    missing.discard(item.key)
+                if failure is not None:
+                    missing.add(item.key)
+                    loop.call_soon_threadsafe(self._failed, failure)
+            batch = [request for request in requests if request.key not in missing]
+            return tuple(self._target.forward(batch)) if batch else ()
 
-        return await loop.run_in_executor(self._thread, work)
+        return loop.run_in_executor(self._thread, work)
 
-    def _carry_out(self, item: SequenceWork, loop: asyncio.AbstractEventLoop) -> None:
-        match item:
-            case OpenSequence(key, prompt_length, sampling):
-                try:
+    def probe(self, request: PassRequest) -> asyncio.Future[None]:
+        """Open a sequence, run this one request, close it; the future has what went wrong."""
+
+        def work() -> None:
+            self._target.open(request.key, 1, SamplingParams())
+            try:
+                self._target.forward([request])
+            finally:
+                self._target.close(request.key)
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
+        try:
+            match item:
+                case OpenSequence(key, prompt_length, sampling):
                     self._target.open(key, prompt_length, sampling)
-                except CapacityError as error:
-                    loop.call_soon_threadsafe(self._refused, key, str(error))
-            case KeepNodes(key, nodes):
-                self._target.keep(key, nodes)
-            case CloseSequence(key):
-                self._target.close(key)
+                case KeepNodes(key, nodes):
+                    self._target.keep(key, nodes)
+                case CloseSequence(key):
+                    self._target.close(key)
+        except CapacityError as error:
+            return SequenceFailed(item.key, str(error), full=True)
+        except Exception as error:  # whatever a model raises ends one session, not the daemon
+            _LOG.exception("%s of a session failed", type(item).__name__)
+            return SequenceFailed(item.key, f"{type(error).__name__}: {error}")
+        return None
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def close(self, *, wait: bool) -> None:
+        """No more work is taken; with ``wait``, what is running ends first."""
+        self._thread.shutdown(wait=wait, cancel_futures=True)

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.simulate import parse_settings
-from edgespec.core.association import association_policy
+from edgespec.core.association.policies import association_policy
 from edgespec_sim.city.run import token_source
-from edgespec_sim.city.world import Surrounding
+from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
+from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.pool import Task, play_all
 from edgespec.config.loading import NULL
-from edgespec.core.arms import Arm
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.city.run import jobs_of, summarise
 from edgespec_sim.scenario.sections import Scenario

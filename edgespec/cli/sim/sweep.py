@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from edgespec.benchmark.arms import Arm
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.pool import Task, default_processes, play_all
 from edgespec.cli.sim.simulate import (
@@ -26,7 +27,6 @@ from edgespec.cli.sim.simulate import (
     parse_settings,
 )
 from edgespec.config.loading import dump_config
-from edgespec.core.arms import Arm
 from edgespec.report.sweep_page import render_sweep, sweep_csv
 from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.city.run import Job, jobs_of, summarise

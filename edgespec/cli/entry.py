@@ -1,0 +1,97 @@
+"""Where a command begins and ends: arguments that can be used, streams that are open, no traceback
+for a reader that has gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import NoReturn, TextIO
+
+from edgespec.cli.running import FAILED, USAGE
+
+_OUR_VARIABLES = "EDGESPEC_"
+
+
+def start(app: Callable[[], object]) -> NoReturn:
+    """Run ``app`` and exit with its code, whatever state the standard streams are in.
+
+    A stream that was closed is one that reads and writes nothing. An argument or variable that is
+    not UTF-8 is wrong usage. A reader that has gone ends the command with exit code 1, silently.
+    """
+    code: str | int | None = 0
+    try:
+        _answer_ctrl_c(signal.default_int_handler)
+        _open_missing_streams()
+        if unusable := _not_utf8(sys.argv[1:], os.environ):
+            print(f"error: {unusable}", file=sys.stderr)
+            code = USAGE
+        else:
+            app()
+    except SystemExit as done:
+        code = done.code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        code = FAILED
+    except OSError as error:  # of the standard streams: all others are reported by their command
+        print(f"error: {error}", file=sys.stderr)
+        code = FAILED
+    flushed = _flushed()
+    _answer_ctrl_c(signal.SIG_DFL)  # the interpreter takes itself apart: no more exceptions
+    sys.exit(code if flushed else code or FAILED)
+
+
+def _answer_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """From here on ``handler`` answers a Ctrl-C, unless whoever started us wants it ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _open_missing_streams() -> None:
+    """A closed stream is None to Python, and its number is given to the next file opened."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == number:
+                os.set_inheritable(number, True)
+            else:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def _not_utf8(arguments: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """What is wrong with the first argument or variable of ours that is not UTF-8, or None."""
+    named = [(f"argument {number}", text) for number, text in enumerate(arguments, 1)]
+    named += [(key, text) for key, text in variables.items() if key.startswith(_OUR_VARIABLES)]
+    for name, text in named:
+        if any(0xD800 <= ord(character) < 0xE000 for character in text):
+            return f"{name} is {os.fsencode(text)!r}, but must be UTF-8"
+    return None
+
+
+def _flushed() -> bool:
+    """Whether all that was written has left. If not, the interpreter must not try again at exit:
+    it would print a traceback of its own."""
+    fine = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            fine = False
+            _discard(stream)
+        except OSError as error:  # a full disk
+            fine = False
+            _discard(stream)
+            print(f"error: cannot write to {stream.name}: {error.strerror}", file=sys.stderr)
+    return fine
+
+
+def _discard(stream: TextIO) -> None:
+    """What is left in the buffer goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
