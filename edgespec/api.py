@@ -30,9 +30,9 @@ from edgespec.config import (
     PolicySection,
     load_config,
 )
-from edgespec.core.draft_events import TokenKind
-from edgespec.core.messages import FaultCode, FinishReason, RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.events import TokenKind
+from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 
 __all__ = [
     "Agent",

@@ -9,23 +9,38 @@ it are served all the same, without drafting.
 
 from __future__ import annotations
 
+import asyncio
+import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Final
 
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
-from edgespec.core.arms import default_policy
-from edgespec.core.draft_events import DraftCounters, Fail, Finish, Stop, TokenKind
-from edgespec.core.draft_policy import DraftPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.estimators import DraftEstimates
-from edgespec.core.messages import FaultCode, FinishReason, Open, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.commit_bounds import largest_id
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.events import (
+    Deliver,
+    DraftCounters,
+    Fail,
+    Finish,
+    Stop,
+    TokenKind,
+)
+from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
+
+# Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
+MAX_TOKEN_ID: Final = (1 << 31) - 1
+# How long closing waits for what generations that ended early still have to say.
+_CLOSING_S: Final = 5.0
 
 
 class GenerationError(RuntimeError):
@@ -49,7 +64,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one commit brought. The last chunk has ``finish`` and may have neither."""
+    """What one commit brought, up to the token that completed a stop string. The last chunk has
+    ``finish``, and perhaps text that was held back, but no token."""
 
     position: int
     """Absolute position of ``tokens[0]``."""
@@ -64,7 +80,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Numbers of one generation, as far as it has come."""
+    """Numbers of one generation, as far as it has come. Tokens behind a stop string, which the user
+    never got, are not counted."""
 
     counters: DraftCounters
     estimates: DraftEstimates
@@ -107,17 +124,20 @@ class Agent:
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-draft")
         self._drafter_taken = False
+        self._drivers: set[SessionDriver] = set()
+        """Of generations that run, and of those that ended whose tasks still do."""
 
     async def generate(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
-        A prompt longer than the draft's context is served without drafting. Raises
+        ``prompt`` is text or token ids. One longer than the draft's context is served without
+        drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
         ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
-        sampling = sampling or SamplingParams()
-        tokens = tuple(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        sampling = _checked_sampling(sampling)
+        tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
         drafter = None if self._drafter_taken else self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
@@ -129,15 +149,23 @@ class Agent:
             self._thread,
             tracer=self._tracer,
         )
+        self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates)
         try:
             async for chunk in self._chunks(driver, sampling, len(tokens)):
                 yield chunk
         finally:
-            await driver.close()
+            # A step that still runs ends soon, and what comes next waits behind it in its thread.
             self._drafter_taken = self._drafter_taken and drafter is None
+            await driver.close()
 
     async def close(self) -> None:
+        """End what runs, and free the model."""
+        drivers, self._drivers = self._drivers, set()
+        for driver in drivers:
+            await driver.close()
+        if ending := {task for driver in drivers for task in driver.running}:
+            await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._drafter is not None:
@@ -160,6 +188,7 @@ class Agent:
             sampling=sampling,
             run_ahead=self.options.run_ahead,
             drafting=drafter is not None,
+            session_secret=secrets.token_bytes(16),
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         return DraftSession(
@@ -168,30 +197,67 @@ class Agent:
             self.options.reconnect,
             context_length,
             jitter_seed=secrets.randbits(32),
+            vocabulary_size=self._vocabulary_size,
         )
+
+    @property
+    def _vocabulary_size(self) -> int:
+        """0: not known. Whether this very generation drafts makes no difference."""
+        return 0 if self._drafter is None else self._drafter.info.vocabulary_size
+
+    def _checked_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """The ids of ``prompt``. Raises ``TypeError`` or ``ValueError`` naming the first that is
+        none."""
+        if isinstance(prompt, bytes | bytearray):
+            raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
+        tokens: list[int] = []
+        for index, token in enumerate(prompt):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
+            tokens.append(operator.index(token))
+        if not tokens:
+            raise ValueError("the prompt is empty, but must hold at least one token")
+        size = self._vocabulary_size
+        largest = largest_id(size) if size else MAX_TOKEN_ID
+        for index, token in enumerate(tokens):
+            if not 0 <= token <= largest:
+                raise ValueError(
+                    f"prompt[{index}] is the token id {token}, but must be in [0, {largest}]"
+                )
+        return tuple(tokens)
 
     async def _chunks(
         self, driver: SessionDriver, sampling: SamplingParams, prompt_length: int
     ) -> AsyncIterator[Chunk]:
+        """What the user sees is a function of the stream of tokens alone, not of how commits cut it
+        up: it ends with the token that completes a stop string."""
         decoder, stops = self._decoder(), StopFinder(sampling.stop)
-        position, stopped = prompt_length, False
+        position, counters = prompt_length, driver.session.counters
         async for outcome in driver.outcomes():
-            if isinstance(outcome, Fail):
-                raise GenerationError(outcome.why, outcome.code)
-            if isinstance(outcome, Finish):
-                rest = stops.push(decoder.flush()) + stops.flush()
-                last = (Piece(rest, TokenKind.DECODED),) if rest else ()
-                reason = FinishReason.STOP if stops.found else outcome.reason
-                yield Chunk(position, (), last, reason)
-                return
-            if stopped:
-                continue  # committed before the verifier heard of it
-            pieces = tuple(
-                Piece(stops.push(decoder.push((token,))), kind)
-                for token, kind in zip(outcome.tokens, outcome.kinds, strict=True)
-            )
-            position = outcome.position + len(outcome.tokens)
-            yield Chunk(outcome.position, outcome.tokens, pieces)
-            stopped = stops.found
-            if stopped:
-                driver.stop(Stop(FinishReason.STOP))
+            match outcome:
+                case Fail(why, code):
+                    raise GenerationError(why, code)
+                case Finish(reason):
+                    rest = stops.push(decoder.flush()) + stops.flush()
+                    last = (Piece(rest, TokenKind.DECODED),) if rest else ()
+                    finish = FinishReason.STOP if stops.found else reason
+                    yield Chunk(position, (), last, finish)
+                case Deliver(tokens=tokens, kinds=kinds):
+                    pieces: list[Piece] = []
+                    for token, kind in zip(tokens, kinds, strict=True):
+                        if stops.found:
+                            break
+                        pieces.append(Piece(stops.push(decoder.push((token,))), kind))
+                    given = len(pieces)
+                    counters.take_back(kinds[given:])
+                    if stops.found:
+                        driver.stop(Stop(FinishReason.STOP))  # nothing to do the second time
+                    if given:
+                        yield Chunk(position, tokens[:given], tuple(pieces))
+                    position += given
+
+
+def _checked_sampling(sampling: SamplingParams | None) -> SamplingParams:
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
+    return sampling or SamplingParams()

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from edgespec.core.association import AssociationPolicy, DeviceView, LinkView, VerifierView
-from edgespec.core.messages import VerifierInfo
+from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
+from edgespec.core.protocol.estimators import GUESSED_PASS_S
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.printable import one_line
 from edgespec.ports import LinkError, ModelInfo, Transport
 
 PROBE_S: Final = 2.0
-# When no verifier has timed a pass yet: a server's, as in ``core/draft_policy.py``.
-_GUESSED_PASS_S: Final = 0.03
 # Of a verifier that does not tell how many sessions it takes.
 _NOT_TOLD: Final = 1 << 31
 
@@ -80,7 +80,7 @@ async def choose_verifier(
 async def _probe(
     address: str, transport: Transport, timeout_s: float, clock: Callable[[], float]
 ) -> Answer | str:
-    """The answer, or why there is none."""
+    """The answer, or why there is none. What one transport raises leaves out one verifier."""
     try:
         async with asyncio.timeout(timeout_s):
             await transport.info()
@@ -91,14 +91,16 @@ async def _probe(
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except LinkError as error:
-        return str(error)
+        return one_line(str(error))
+    except Exception as error:
+        return one_line(f"{type(error).__name__}: {error}")
 
 
 def _views(answers: list[Answer]) -> list[VerifierView]:
     """What they told, as policies see it. The pass told is one under the load of late, so nothing
     is added for the sessions there; one not timed yet counts as an average one."""
     timed_s = [answer.info.pass_us / 1e6 for answer in answers if answer.info.pass_us]
-    usual_s = fmean(timed_s) if timed_s else _GUESSED_PASS_S
+    usual_s = fmean(timed_s) if timed_s else GUESSED_PASS_S
     return [
         VerifierView(
             answer.address,

@@ -1,17 +1,25 @@
 """One stream's life on the device: connect, send and receive until either side lets go.
 
 After ``close`` nothing of this link reaches the session any more, so a new link can be opened at
-once. What was handed to ``send`` before ``close`` still leaves.
+once. What was handed to ``send`` before ``close`` still leaves. Whatever a transport raises becomes
+a ``LinkDown``: a link never ends without a word while the session counts on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable
+from typing import Final
 
-from edgespec.core.draft_events import Connected, DraftEvent, LinkDown
-from edgespec.core.messages import Uplink
+from edgespec.core.device.events import Connected, DraftEvent, LinkDown
+from edgespec.core.protocol.messages import Uplink
 from edgespec.ports import DeviceStream, LinkError, Transport
+
+# How long a broken pipe waits for the verifier's own word on why it hung up.
+_LAST_WORD_S: Final = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Link:
@@ -41,36 +49,64 @@ class Link:
             self._notify(event)
 
     async def _run(self) -> None:
-        self._connecting = asyncio.create_task(self._transport.connect())
-        await asyncio.wait([self._connecting])
-        connecting, self._connecting = self._connecting, None
-        if connecting.cancelled():
-            return
-        error = connecting.exception()
-        if isinstance(error, LinkError):
-            self._tell(LinkDown(str(error), error.retryable))
-            return
-        stream = connecting.result()
+        try:
+            stream = await self._connect()
+            if stream is not None:
+                await self._use(stream)
+        except asyncio.CancelledError:
+            self._tell(LinkDown("the link's task was cancelled"))
+            raise
+        except Exception as error:
+            self._tell(_link_down(error))
+
+    async def _connect(self) -> DeviceStream | None:
+        """The stream; None when ``close`` came first."""
+        self._connecting = asyncio.ensure_future(self._transport.connect())
+        try:
+            await asyncio.wait([self._connecting])
+        finally:
+            connecting, self._connecting = self._connecting, None
+            connecting.cancel()
+        return None if connecting.cancelled() else connecting.result()
+
+    async def _use(self, stream: DeviceStream) -> None:
         reader = asyncio.create_task(self._read(stream))
+        reader.add_done_callback(self._reading_ended)
         try:
             self._tell(Connected())
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
-        except ValueError as unfit:  # no retry makes a message fit the wire's bounds
-            self._tell(LinkDown(str(unfit), retryable=False))
-        except LinkError as broken:
+        except LinkError:
             # A fault the verifier sent before it hung up says more than the broken pipe does.
-            await asyncio.wait([reader], timeout=1.0)
-            self._tell(LinkDown(str(broken), broken.retryable))
+            await asyncio.wait([reader], timeout=_LAST_WORD_S)
+            raise
         finally:
             reader.cancel()
             await asyncio.wait([reader])
-            await stream.close()
+            with contextlib.suppress(Exception):  # it is let go of either way
+                await stream.close()
 
     async def _read(self, stream: DeviceStream) -> None:
-        try:
-            while True:
-                self._tell(await stream.receive())
-        except LinkError as error:
-            self._tell(LinkDown(str(error), error.retryable))
+        while True:
+            self._tell(await stream.receive())
+
+    def _reading_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            self._tell(_link_down(error))
             self._outgoing.put_nowait(None)
+
+
+def _link_down(error: BaseException) -> LinkDown:
+    """What the session hears of it. An error of the operating system may pass; no retry makes a
+    message fit the wire's bounds (``ValueError``), or mends a bug."""
+    match error:
+        case LinkError(retryable=retryable):
+            return LinkDown(str(error), retryable)
+        case OSError():
+            return LinkDown(f"{type(error).__name__}: {error}")
+        case ValueError():
+            return LinkDown(str(error), retryable=False)
+        case _:
+            _log.error("the transport failed", exc_info=error)
+            why = f"the transport failed: {type(error).__name__}: {error}"
+            return LinkDown(why, retryable=False)

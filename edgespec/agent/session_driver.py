@@ -1,19 +1,26 @@
 """One generation on asyncio: a ``DraftSession`` with a real link, a real drafter and a real clock.
 
 This file decides nothing. Draft steps run in the drafter's own thread, so a reply that arrives
-during a step is read at once; the step's result comes back as an event like any other.
+during a step is read at once; the step's result comes back as an event like any other. Nothing dies
+silently: whatever is raised while an event is handled or an action carried out ends the generation
+with a ``Fail`` that the caller hears. And nobody waits for a draft once the text is complete: a
+step that still runs is cancelled and ends by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import operator
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from typing import assert_never
+from typing import Final, assert_never
 
 from edgespec.agent.link import Link
-from edgespec.core.draft_events import (
+from edgespec.core.device.events import (
     Connect,
     Deliver,
     Disconnect,
@@ -29,17 +36,22 @@ from edgespec.core.draft_events import (
     Tick,
     Transmit,
 )
-from edgespec.core.draft_session import DraftSession
-from edgespec.ports import Drafter, Transport
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Cancel
+from edgespec.ports import Candidate, Drafter, StepCancelledError, Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
+# How long leaving a generation early waits for its last messages to leave.
+LETTING_GO_S: Final = 1.0
 Outcome = Deliver | Finish | Fail
+_log = logging.getLogger(__name__)
 
 
 class SessionDriver:
     """Runs ``session`` until it finishes or fails; iterate ``outcomes`` to follow it.
 
-    ``drafter`` None: the session must have been opened without drafting.
+    ``drafter`` None: the session must have been opened without drafting. ``thread`` has one worker,
+    which runs the steps of all generations of that drafter one after the other.
     """
 
     def __init__(
@@ -59,12 +71,20 @@ class SessionDriver:
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._link: Link | None = None
         self._links: set[asyncio.Task[None]] = set()
-        self._step: asyncio.Task[None] | None = None
+        self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._begun = False
+        """Whether the drafter has begun this generation's sequence; of its thread alone."""
+        self._over = threading.Event()
+        """No outcome will follow the last one; a running draft step is not wanted any more."""
+
+    @property
+    def running(self) -> set[asyncio.Task[None]]:
+        """The tasks that have not ended yet."""
+        return self._links | self._steps
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
         """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
-        await self._begin()
         self._handle(Start())
         while True:
             outcome = await self._outcomes.get()
@@ -72,46 +92,40 @@ class SessionDriver:
             if isinstance(outcome, Finish | Fail):
                 return
 
-    async def _begin(self) -> None:
-        if self._drafter is None:
-            return
-        request, loop = self.session.request, asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(
-                self._thread, self._drafter.begin, len(request.prompt), request.sampling
-            )
-        except Exception as error:  # as for a step: the session goes on without drafting
-            self._handle(StepFailed(f"{type(error).__name__}: {error}"))
-
     def stop(self, event: Stop) -> None:
         """End the generation; the outcome follows."""
         self._handle(event)
 
     async def close(self) -> None:
-        """Cancel what still runs; a draft step that has begun is waited for."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Let go of everything. A generation that was left early waits a moment for its last
+        messages to leave; a draft step that runs is not waited for (``running``)."""
+        if self._over.is_set():
+            return
         self._handle(Stop())
-        running = self._links | ({self._step} if self._step is not None else set())
-        if running:
-            await asyncio.wait(running)
+        if self._links:
+            await asyncio.wait(self._links, timeout=LETTING_GO_S)
 
     # --- the session -----------------------------------------------------------------------
 
     def _handle(self, event: DraftEvent) -> None:
-        now, key = self._clock(), self.session.request.session_id
-        self._tracer.record(now, "device", key, "event", event)
-        for action in self.session.handle(event, now):
-            self._tracer.record(now, "device", key, "action", action)
-            self._do(action)
-        self._arm()
+        """Never raises: what goes wrong becomes the generation's ``Fail``."""
+        if self._over.is_set():
+            return
+        try:
+            now, key = self._clock(), self.session.request.session_id
+            self._tracer.record(now, "device", key, "event", event)
+            for action in self.session.handle(event, now):
+                self._tracer.record(now, "device", key, "action", action)
+                self._do(action)
+            self._arm()
+        except Exception as error:
+            self._fail(error)
 
     def _do(self, action: DraftAction) -> None:
         match action:
             case Connect():
                 self._link = Link(self._transport, self._handle)
-                self._links.add(self._link.task)
-                self._link.task.add_done_callback(self._links.discard)
+                self._watch(self._link.task, self._links)
             case Disconnect():
                 if self._link is not None:
                     self._link.close()
@@ -120,29 +134,105 @@ class SessionDriver:
                 if self._link is not None:
                     self._link.send(message)
             case StartStep():
-                self._step = asyncio.create_task(self._run_step(action))
-            case Deliver() | Finish() | Fail():
+                self._watch(asyncio.create_task(self._run_step(action)), self._steps)
+            case Deliver():
                 self._outcomes.put_nowait(action)
+            case Finish() | Fail():
+                self._end(action)
             case _:
                 assert_never(action)
 
-    def _arm(self) -> None:
+    def _end(self, last: Finish | Fail) -> None:
+        self._over.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._outcomes.put_nowait(last)
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug, here or in a part that was handed in. The verifier is told as far as possible."""
+        if self._over.is_set():
+            return
+        _log.error("the device's side of a generation failed", exc_info=error)
+        self._end(Fail(f"the device failed: {type(error).__name__}: {error}"))
+        link, self._link = self._link, None
+        if link is not None:
+            with contextlib.suppress(Exception):
+                link.send(Cancel())
+                link.close()
+
+    def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
+        """Keep ``task`` alive, and hear of it when it ends in a way that it should not."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            kind.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._fail(error)
+
+        kind.add(task)
+        task.add_done_callback(ended)
+
+    def _arm(self) -> None:
+        """Have ``_on_timer`` called by the deadline. Deadlines mostly move on, so a timer that is
+        set for an earlier moment stays."""
         deadline = self.session.deadline
-        if deadline is not None:
-            delay_s = max(0.0, deadline - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._handle, Tick())
+        if deadline is None or self._over.is_set():
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, deadline - self._clock())
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        deadline = self.session.deadline
+        if deadline is not None and deadline <= self._clock():
+            self._handle(Tick())
+        else:
+            self._arm()
+
+    # --- the drafter -----------------------------------------------------------------------
 
     async def _run_step(self, step: StartStep) -> None:
-        assert self._drafter is not None
         loop = asyncio.get_running_loop()
         try:
-            candidates = await loop.run_in_executor(
-                self._thread, self._drafter.step, step.keep_length, step.feed, step.width
-            )
+            guesses = await loop.run_in_executor(self._thread, self._draft, step)
+        except StepCancelledError:
+            return  # the generation is over
+        except asyncio.CancelledError:
+            self._handle(StepFailed("the drafter's thread was closed"))
+            raise
         except Exception as error:  # whatever a model raises ends the drafting, not the session
             self._handle(StepFailed(f"{type(error).__name__}: {error}"))
         else:
-            self._handle(StepDone(candidates))
+            self._handle(StepDone(guesses))
+
+    def _draft(self, step: StartStep) -> tuple[Candidate, ...]:
+        """In the drafter's thread: behind the steps of a generation before, which it may still be
+        busy with."""
+        drafter = self._drafter
+        assert drafter is not None
+        if self._over.is_set():
+            raise StepCancelledError("the generation is over")
+        if not self._begun:
+            request = self.session.request
+            drafter.begin(len(request.prompt), request.sampling)
+            self._begun = True
+        guesses = drafter.step(step.keep_length, step.feed, step.width, self._over.is_set)
+        return _checked(guesses, step.width)
+
+
+def _checked(guesses: object, width: int) -> tuple[Candidate, ...]:
+    """``guesses`` as the session takes them. Raises ``TypeError`` or ``ValueError``: a drafter that
+    returns anything else ends the drafting, as one that raises does."""
+    if not isinstance(guesses, tuple):
+        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
+    if len(guesses) > width:
+        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
+    for guess in guesses:
+        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
+            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
+    return guesses

@@ -11,10 +11,17 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from edgespec.core.noise import noise_bits
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.noise import noise_bits
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.token_cache import TokenCache
-from edgespec.ports import Candidate, Drafter, ModelInfo
+from edgespec.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
 
 
 class RandomDrafter:
@@ -35,7 +42,15 @@ class RandomDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if cancelled():
+            raise StepCancelledError("a random step was cancelled before it began")
         position = self._cache.advance(keep_length, feed)
         logprob = -math.log(self._info.vocabulary_size)
         ids = random_ids(self._seed, position, self._info.vocabulary_size)
@@ -63,8 +78,15 @@ class AdversarialDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
-        good = {candidate.token for candidate in self._inner.step(keep_length, feed, width)}
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        guesses = self._inner.step(keep_length, feed, width, cancelled)
+        good = {candidate.token for candidate in guesses}
         size = self._inner.info.vocabulary_size
         ids = random_ids(self._seed, keep_length + len(feed), size)
         bad = islice((token for token in ids if token not in good), width)

@@ -1,4 +1,4 @@
-"""The shared noise of ``core/noise.py``, vectorised over token ids.
+"""The shared noise of ``core/protocol/noise.py``, vectorised over token ids.
 
 Integers agree with the scalar specification bit for bit; the Gumbel variate is its float32 value.
 Array arithmetic on uint32 wraps silently, which is exactly the ``& MASK_32`` of the scalar form;
@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.noise import GOLDEN, MIX_A, MIX_B, position_keys
+from edgespec.core.protocol.noise import GOLDEN, MIX_A, MIX_B, position_keys
 
 # Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.
 LARGEST_NOISE = 16.7

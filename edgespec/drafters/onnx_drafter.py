@@ -5,7 +5,8 @@ cache. What is cached is said by two small integers the graph reads; writing sma
 whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and writes in place.
 
 Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
-from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory.
+from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory
+and lets a step end early that nobody waits for any more.
 Chunking changes logits by rounding only, so a guess may differ; a guess is only a hint.
 """
 
@@ -19,13 +20,20 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError, read_manifest
 from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.token_cache import TokenCache
-from edgespec.ports import Candidate, ModelInfo
+from edgespec.ports import (
+    PREFILL_CHUNK,
+    Cancelled,
+    Candidate,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
 
-CHUNK = 64
+CHUNK = PREFILL_CHUNK
 MAX_THREADS = 64
 DEFAULT_PROVIDERS = ("CPUExecutionProvider",)
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
@@ -69,12 +77,20 @@ class OnnxDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
         try:
             for start in range(0, len(feed), CHUNK):
+                if cancelled():
+                    raise StepCancelledError(f"cancelled with {start} of {len(feed)} tokens fed")
                 self._forward(keep_length + start, feed[start : start + CHUNK])
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted

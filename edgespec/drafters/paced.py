@@ -5,10 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from edgespec.core.sampling import SamplingParams
-from edgespec.ports import Candidate, Drafter, ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
 
 MAX_STEP_MS = 60_000.0
+# A cancelled step ends within so much time, however long the emulated one is.
+_NAP_S = 0.05
 
 
 class PacedDrafter:
@@ -46,12 +55,19 @@ class PacedDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
         due_s = self._clock() + self.step_s(len(feed))
-        candidates = self._inner.step(keep_length, feed, width)
-        remaining_s = due_s - self._clock()
-        if remaining_s > 0:
-            self._sleep(remaining_s)
+        candidates = self._inner.step(keep_length, feed, width, cancelled)
+        while (remaining_s := due_s - self._clock()) > 0:
+            if cancelled():
+                raise StepCancelledError(f"cancelled {remaining_s:.3f} s before its emulated end")
+            self._sleep(min(remaining_s, _NAP_S))
         return candidates
 
     def step_s(self, feed_length: int) -> float:

@@ -1,7 +1,7 @@
 """The draft's own law: one row of logits to the ``width`` best guesses.
 
-Follows ``core/sampling.warp`` in order (bias, penalties, temperature, top-k, top-p, min-p) and
-adds the shared noise. The ``width`` best perturbed scores are that many siblings drawn without
+Follows ``core/protocol/sampling.warp`` in order (bias, penalties, temperature, top-k, top-p, min-p)
+and adds the shared noise. The ``width`` best perturbed scores are that many siblings drawn without
 replacement (Kool, van Hoof, Welling 2019), best first; the first one is the token the scalar
 ``choose`` picks, up to float32 rounding of near-ties, which costs speed and never correctness.
 
@@ -12,19 +12,18 @@ are filled from outside, after all inside tokens, by untruncated score plus nois
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.noise import LARGEST_NOISE, gumbel_noise
 from edgespec.ports import Candidate
 
 MAX_WIDTH = 64
-# Below this a temperature separates any two float32 logits: the same as greedy but for ties.
-LEAST_TEMPERATURE = 1e-6
 _FIRST_NUCLEUS = 256
 # Tokens sampled to bound the others, for each guess wanted.
 _BOUNDING = 8
@@ -61,7 +60,7 @@ def best_candidates(
     if params.greedy:
         return _candidates(scores, _best(scores, width), _log_total(scores))
     with np.errstate(over="ignore"):  # to -inf, where the token belongs
-        scores /= np.float32(max(params.temperature, LEAST_TEMPERATURE))
+        scores /= np.float32(params.temperature)
     support = _support(scores, params)
     if support is None:
         contenders = _contenders(scores, params.seed, position, width)
@@ -118,7 +117,7 @@ def _support(scores: Row, params: SamplingParams) -> Ids | None:
     if params.top_p < 1.0:
         kept = kept[_nucleus(scores[kept], params.top_p)]
     if params.min_p > 0.0:
-        kept = kept[scores[kept] >= np.log(np.float32(params.min_p))]
+        kept = kept[scores[kept] >= np.float32(math.log(params.min_p))]
     return kept
 
 

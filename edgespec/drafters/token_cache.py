@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelInfo
 
 

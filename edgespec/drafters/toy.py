@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgespec.core.noise import gumbel, noise_bits
-from edgespec.core.sampling import SamplingParams, warp
+from edgespec.core.protocol.noise import gumbel, noise_bits
+from edgespec.core.protocol.sampling import SamplingParams, warp
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.token_cache import TokenCache
-from edgespec.ports import Candidate, ModelInfo
+from edgespec.ports import Cancelled, Candidate, ModelInfo, StepCancelledError, never_cancelled
 
 DEFAULT_CONTEXT_LENGTH = 1 << 16
 
@@ -40,7 +40,15 @@ class ToyDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if cancelled():
+            raise StepCancelledError("the toy's step was cancelled before it began")
         position = self._cache.advance(keep_length, feed)
         cache, params = self._cache, self._cache.sampling
         logits = self._model.logits(cache.tokens)
