@@ -1,53 +1,59 @@
-"""The arms of a bench as options of an agent, and the lists of arms and round trips of its user."""
+"""The arms of a comparison: five settings of one machine.
+
+``target-only`` is plain streaming; ``vanilla`` stop-and-wait split decoding at its best draft
+length; ``pearl`` pre-verify and post-verify with its adaptive draft length; ``windowed`` streams
+one chain of drafts; ``edgespec`` is what the agent does by default. The first needs no drafter,
+the next three wait for drafts as the literature has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import assert_never
 
-from edgespec.agent.agent import AgentOptions
-from edgespec.core.arms import Arm, arm_settings
-
-
-def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
-    """``gamma`` is the draft length of ``vanilla``; the others do not look at it."""
-    settings = arm_settings(arm, gamma)
-    return AgentOptions(policy=settings.policy, run_ahead=settings.run_ahead)
-
-
-def parse_arms(text: str) -> tuple[Arm, ...]:
-    """A comma-separated list of names. Raises ``ValueError`` for an unknown or repeated one."""
-    arms = tuple(_arm(name.strip()) for name in text.split(",") if name.strip())
-    _distinct("arms", [arm.value for arm in arms])
-    return arms
+from edgespec.core.device.policy import (
+    DraftPolicy,
+    FixedPolicy,
+    PearlPolicy,
+    WindowedPolicy,
+    default_policy,
+)
+from edgespec.core.protocol.messages import RunAhead
 
 
-def parse_rtts_ms(text: str) -> tuple[float, ...]:
-    """A comma-separated list of round-trip times. Raises ``ValueError``."""
-    try:
-        rtts_ms = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"rtt-ms is {text!r}, but must be numbers with commas between") from None
-    _distinct("rtt-ms", [f"{rtt_ms:g}" for rtt_ms in rtts_ms])
-    return rtts_ms
+class Arm(Enum):
+    TARGET_ONLY = "target-only"
+    VANILLA = "vanilla"
+    PEARL = "pearl"
+    WINDOWED = "windowed"
+    EDGESPEC = "edgespec"
+
+    @property
+    def drafts(self) -> bool:
+        return self is not Arm.TARGET_ONLY
 
 
-def rotated(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
-    """The same arms from another start: none is always the one that runs first."""
-    by %= len(arms)
-    return (*arms[by:], *arms[:by])
+@dataclass(frozen=True, slots=True)
+class ArmSettings:
+    """What a device is set to: how it drafts, and whether the verifier may decode on."""
+
+    policy: DraftPolicy
+    run_ahead: RunAhead
 
 
-def _arm(name: str) -> Arm:
-    try:
-        return Arm(name)
-    except ValueError:
-        known = ", ".join(arm.value for arm in Arm)
-        raise ValueError(f"arm {name!r} is unknown; there are {known}") from None
-
-
-def _distinct(what: str, names: Sequence[str]) -> None:
-    if not names:
-        raise ValueError(f"{what} is empty, but must name at least one")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{what} names {', '.join(twice)} more than once")
+def arm_settings(arm: Arm, gamma: int | None = None) -> ArmSettings:
+    """``gamma`` is the draft length of ``vanilla`` (None: adaptive); others ignore it."""
+    match arm:
+        case Arm.TARGET_ONLY:
+            return ArmSettings(default_policy(), RunAhead.ALWAYS)
+        case Arm.VANILLA:
+            return ArmSettings(FixedPolicy(gamma), RunAhead.NEVER)
+        case Arm.PEARL:
+            return ArmSettings(PearlPolicy(), RunAhead.NEVER)
+        case Arm.WINDOWED:
+            return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
+        case Arm.EDGESPEC:
+            return ArmSettings(default_policy(), RunAhead.AUTO)
+        case _:
+            assert_never(arm)

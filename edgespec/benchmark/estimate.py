@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GAMMAS, PROMPT_COUNT
 from edgespec.benchmark.settings import BenchSettings
-from edgespec.core.arms import Arm
-from edgespec.core.draft_policy import best_gamma
+from edgespec.core.device.policy import best_gamma
+from edgespec.core.protocol.estimators import GUESSED_PASS_S
 
 ASSUMED_ACCEPTANCE = 0.65
 WARM_UP_TOKENS = 8
-# Where nothing is paced: a small model on a laptop.
-_ASSUMED_PASS_S, _ASSUMED_STEP_S = 0.02, 0.005
+# Where the draft is not paced: a small model on a laptop.
+_ASSUMED_STEP_S = 0.005
 _LOADING_S = 10.0
 _OVERHEAD = 1.15
 
@@ -38,13 +39,13 @@ def bench_s(settings: BenchSettings) -> float:
 
 def request_s(settings: BenchSettings, arm: Arm, rtt_ms: float, tokens: int) -> float:
     """Connect, prefill, and ``tokens`` tokens."""
-    pass_s = settings.pass_ms / 1e3 or _ASSUMED_PASS_S
+    pass_s = settings.pass_ms / 1e3 or GUESSED_PASS_S
     return 2 * rtt_ms / 1e3 + pass_s + tokens * tpot_s(settings, arm, rtt_ms)
 
 
 def tpot_s(settings: BenchSettings, arm: Arm, rtt_ms: float) -> float:
     """Expected time per token of an arm."""
-    pass_s = settings.pass_ms / 1e3 or _ASSUMED_PASS_S
+    pass_s = settings.pass_ms / 1e3 or GUESSED_PASS_S
     step_s = settings.draft_ms / 1e3 or _ASSUMED_STEP_S
     rate, round_s = ASSUMED_ACCEPTANCE, pass_s + rtt_ms / 1e3
     streamed_s = (1 - rate) * (round_s + step_s) + rate * step_s

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.sampling import SamplingParams
-from edgespec.ports import Candidate, Drafter, ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 
 
 class LentDrafter:
@@ -21,8 +21,14 @@ class LentDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._owned.begin(prompt_length, sampling)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
-        return self._owned.step(keep_length, feed, width)
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        return self._owned.step(keep_length, feed, width, cancelled)
 
     def close(self) -> None:
         """Nothing: the owner closes it."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from edgespec.agent.agent import Agent
-from edgespec.core.draft_events import DraftCounters
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.core.draft_policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.messages import RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 
 
 class OpenAgent(Protocol):

@@ -20,11 +20,11 @@ from rich import box
 from rich.table import Table
 
 from edgespec import __version__
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GammaCost
 from edgespec.benchmark.rows import Row, numbers, summarise
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
-from edgespec.core.arms import Arm
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
 _COLUMNS = (

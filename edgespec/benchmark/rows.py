@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.measurement import Measurement, mismatch_count
-from edgespec.core.arms import Arm
 
 Row = dict[str, object]
 Traffic = Mapping[str, float]

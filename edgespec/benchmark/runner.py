@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.benchmark.arms import arm_options, rotated
+from edgespec.benchmark.arm_options import arm_options, rotated
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import (
     GAMMAS,
     PROMPT_COUNT,
@@ -25,7 +26,6 @@ from edgespec.benchmark.measurement import Measurement, measure
 from edgespec.benchmark.rows import Cell, Row, Traffic
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
-from edgespec.core.arms import Arm
 
 
 class Meter(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.core.arms import Arm
-from edgespec.core.draft_policy import MAX_GAMMA
-from edgespec.core.sampling import SamplingParams
+from edgespec.benchmark.arms import Arm
+from edgespec.core.device.policy import MAX_GAMMA
+from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.sampling import SamplingParams
 
 MAX_RTT_MS = 10_000.0
 MAX_REPEATS = 1000
@@ -34,14 +35,14 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         for rtt_ms in self.rtts_ms:
-            _bounded("rtt-ms", rtt_ms, 0.0, MAX_RTT_MS)
-        _bounded("repeats", self.repeats, 1, MAX_REPEATS)
-        _bounded("limit", self.prompt_limit, 1, 100_000)
-        _bounded("max-tokens", self.max_tokens, 2, 1 << 20)
-        _bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
-        _bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
+            bounded("rtt-ms", rtt_ms, 0.0, MAX_RTT_MS)
+        bounded("repeats", self.repeats, 1, MAX_REPEATS)
+        bounded("limit", self.prompt_limit, 1, 100_000)
+        bounded("max-tokens", self.max_tokens, 2, 1 << 20)
+        bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
+        bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
         if self.gamma is not None:
-            _bounded("gamma", self.gamma, 1, MAX_GAMMA)
+            bounded("gamma", self.gamma, 1, MAX_GAMMA)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -59,8 +60,3 @@ class BenchSettings:
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
-
-
-def _bounded(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also catches NaN
-        raise ValueError(f"{name} is {value:g}, but must be in [{low:g}, {high:g}]")

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.report import machine, versions
 from edgespec.benchmark.rows import Row, numbers, summarise
 from edgespec.benchmark.workload import Workload
-from edgespec.core.arms import Arm
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, ranks_along
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgespec.core.messages import FinishReason
-from edgespec.core.wire_size import message_bytes
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.report.guesses import Guesses
 from edgespec.report.trace_lines import Line, sized
 

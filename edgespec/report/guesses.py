@@ -1,8 +1,8 @@
 """How often the draft's first choice was the target's token, from the lines of a device's trace.
 
-The rule is that of ``core/commit_reader.py``: every position that was decided while the drafter had
-a guess there, or was making one, is one trial. The tree is not in the trace, but what each step was
-fed is: its guesses count where all tokens before them were committed.
+The rule is that of ``core/device/commit_reader.py``: every position that was decided while the
+drafter had a guess there, or was making one, is one trial. The tree is not in the trace, but what
+each step was fed is: its guesses count where all tokens before them were committed.
 """
 
 from __future__ import annotations

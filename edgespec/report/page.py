@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import Final
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 from edgespec.report import figures, plots, tables
 from edgespec.report.document import Document
 from edgespec.report.timeline import Timeline

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 from edgespec.report.document import Figure
 from edgespec.report.figures import shortened
 from edgespec.report.tables import is_ours

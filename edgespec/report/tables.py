@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 from edgespec.report import figures
 from edgespec.telemetry.run_summary import (
     QUANTILES,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.core.messages import Commit, Draft, Received
+from edgespec.core.protocol.messages import Commit, Draft, Received
 
 Line = dict[str, Any]
 DEVICE: Final = "device"
