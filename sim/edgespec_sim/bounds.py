@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import assert_never
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 
 ONE_PASS_A_TOKEN = "one pass a token"
 ROUND_TRIP_PER_MISS = "a round trip per miss"
@@ -195,7 +195,7 @@ def lower_bounds(
     runs: RunLengths | None = None,
     gamma: int | None = None,
 ) -> dict[str, float]:
-    """Bounds on the mean seconds per token of an arm (``core/arms.py``), by name.
+    """Bounds on the mean seconds per token of an arm (``benchmark/arms.py``), by name.
 
     ``acceptance`` is the share of positions at which the draft's first guess is right. ``runs`` are
     to be counted with the arm's width: 1, and for ``edgespec`` what it drafts with; without them

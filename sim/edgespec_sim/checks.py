@@ -6,20 +6,19 @@ checks read only public state of the product's machines and raise ``CheckFailure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgespec.core.ending import Ending
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Draft, FinishReason, Limits
-from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.protocol.ending import Ending
+from edgespec.core.protocol.messages import Draft, FinishReason, Limits
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.tree import ROOT, SpeculationTree
-from edgespec.core.verify_events import VerifyState
-from edgespec.core.verify_session import VerifySession
-from edgespec.core.work import Candidate, ModelInfo, PassRequest, PassResult
-from edgespec.ports import CapacityError, Drafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import VerifyState
 
 
 class CheckFailure(AssertionError):
@@ -58,7 +57,9 @@ def target_stream(
         if token in ending.stops:
             return Expected(tuple(prompt), tuple(tokens), FinishReason.STOP)
         if len(text) + 1 >= ending.end:
-            return Expected(tuple(prompt), tuple(tokens), FinishReason.LENGTH)
+            full = len(tokens) >= sampling.max_tokens
+            reason = FinishReason.LENGTH if full else FinishReason.CONTEXT
+            return Expected(tuple(prompt), tuple(tokens), reason)
 
 
 def check_tree(tree: SpeculationTree, whose: str) -> None:
@@ -113,7 +114,8 @@ class PassCheck:
         limit = self._engine_limits.max_rows_per_pass
         require(rows <= limit, f"a pass of {rows} rows, limit {limit}")
         for request in batch:
-            self._check_request(request)
+            if request.key in self._sessions:  # else it is the engine's own probe
+                self._check_request(request)
 
     def _check_request(self, request: PassRequest) -> None:
         key, limits = request.key, self._limits
@@ -137,8 +139,11 @@ class PassCheck:
             require(texts[-1] in known, f"{key}: verifies a node that nobody drafted there")
 
 
-def check_session(session: VerifySession, expected: Expected, limits: Limits) -> None:
-    """Between passes: the prefix is the target's text, the cache lacks its last token."""
+def check_session(
+    session: VerifySession, expected: Expected, limits: Limits, *, evictable: bool = False
+) -> None:
+    """Between passes: the prefix is the target's text, the cache lacks its last token, or more
+    where a session may lose its cache (``evictable``)."""
     key, prefix = session.request.session_id, session.prefix
     require(expected.begins_with(prefix.tokens), f"{key}: the verifier committed another text")
     check_tree(session.inbox.tree, f"verifier's {key}")
@@ -149,59 +154,36 @@ def check_session(session: VerifySession, expected: Expected, limits: Limits) ->
     require(made >= passes, f"{key}: {passes} passes committed only {made} tokens")
     if session.state is VerifyState.READY and passes:
         cached, length = session.cache_length, prefix.length
-        require(cached == length - 1, f"{key}: {cached} tokens cached of {length}")
+        fine = cached < length if evictable else cached == length - 1
+        require(fine, f"{key}: {cached} tokens cached of {length}")
 
 
-class CheckedDrafter:
-    """A drafter that knows what its cache must hold at every step: the device's committed prefix
-    and one path of its tree."""
-
-    def __init__(self, inner: Drafter, tree: SpeculationTree) -> None:
-        self._inner, self._tree = inner, tree
-        self._tokens: list[int] = []
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
-
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
-        require(keep_length <= len(self._tokens), f"keeps {keep_length} of {len(self._tokens)}")
-        self._tokens[keep_length:] = feed
-        prefix = self._tree.prefix.tokens
-        require(self._tokens[: len(prefix)] == prefix, "the draft's cache lacks the prefix")
-        path = self._tokens[len(prefix) :]
-        paths = [self._tree.path(node.id) for node in self._tree.nodes.values()]
-        require(not path or path in paths, f"the draft's cache holds {path}, which is no path")
-        return self._inner.step(keep_length, feed, width)
-
-    def close(self) -> None:
-        self._inner.close()
+def check_ledger(engine: VerifyEngine) -> None:
+    """Every block is free or held once, by a session that is there and as long as it needs."""
+    ledger = engine.keeper.ledger
+    if ledger is None:
+        return
+    tables = {key: ledger.table(key) for key in ledger.holders}
+    held = [block for table in tables.values() for block in table]
+    require(len(set(held)) == len(held), "two sessions hold one block")
+    total = len(held) + ledger.free_count
+    require(total == ledger.block_count, f"{total} blocks of {ledger.block_count} are left")
+    for key, table in tables.items():
+        session = engine.sessions.get(key)
+        if session is None:
+            require(not key.isprintable(), f"{key}: gone, but it holds {len(table)} blocks")
+            continue
+        least = ledger.blocks_for(session.cache_length)
+        require(len(table) >= least, f"{key}: {len(table)} blocks, {least} are cached")
 
 
-class CheckedTarget:
-    """A toy target whose every pass is judged, and which fails passes of several sessions."""
-
-    def __init__(self, inner: ToyTarget, check: PassCheck, fails: Callable[[], bool]) -> None:
-        self.inner, self._check, self._fails = inner, check, fails
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.open(key, prompt_length, sampling)
-
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        self._check.check(batch)
-        if len(batch) > 1 and self._fails():
-            raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
-        return self.inner.forward(batch)
-
-    def keep(self, key: str, nodes: Sequence[int]) -> None:
-        self.inner.keep(key, nodes)
-
-    def close(self, key: str) -> None:
-        self.inner.close(key)
+def check_at_rest(engine: VerifyEngine) -> None:
+    """Nobody is there any more, and nothing is left of anybody."""
+    require(not engine.sessions, f"sessions {sorted(engine.sessions)} outlive their lease")
+    require(len(engine.registry.streams) == 0, "a stream outlives its session")
+    require(not engine.running, "a pass is running for nobody")
+    require(engine.deadline is None, f"the engine waits for {engine.deadline}")
+    check_ledger(engine)
+    if (ledger := engine.keeper.ledger) is not None:
+        held = ledger.block_count - ledger.free_count
+        require(not held, f"{held} blocks are held by nobody")

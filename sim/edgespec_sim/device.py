@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from edgespec.core.draft_events import (
+from edgespec.core.device.events import (
     Connect,
     Connected,
     Deliver,
@@ -24,7 +24,7 @@ from edgespec.core.draft_events import (
     TokenKind,
     Transmit,
 )
-from edgespec.core.draft_session import DraftSession
+from edgespec.core.device.session import DraftSession
 from edgespec.ports import Drafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue

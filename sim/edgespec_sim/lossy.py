@@ -19,11 +19,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgespec.core.acceptance import AcceptanceRule, ExactRule
-from edgespec.core.messages import EXACT_RULE
-from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.protocol.messages import EXACT_RULE
+from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import Drafter, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
+from edgespec.ports import CacheShape, Drafter, ModelInfo, PassRequest, PassResult
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.tokens import Request, TokenSource
 from edgespec_sim.toy_source import ToySource
@@ -44,6 +44,10 @@ class ThresholdTarget:
     @property
     def info(self) -> ModelInfo:
         return self._target.info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self._target.cache
 
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         self._target.open(key, prompt_length, sampling)

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import LowestDelay, MostCompute, RandomAssociation
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import LowestDelay, MostCompute, RandomAssociation
 from edgespec.telemetry.run_summary import QUANTILES, Spread
 from edgespec_sim.city.network import Network
-from edgespec_sim.city.world import Surrounding
+from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario, TokensFrom

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.core.arms import default_policy
-from edgespec.core.draft_events import Fail
-from edgespec.core.draft_policy import DraftPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.messages import Limits, Open, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.device.events import Fail
+from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.protocol.messages import Limits, Open, RunAhead
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import OneHop

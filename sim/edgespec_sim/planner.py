@@ -20,17 +20,17 @@ from enum import Enum
 from statistics import fmean
 from typing import Final
 
-from edgespec.core.arms import Arm, arm_settings
-from edgespec.core.draft_policy import MAX_GAMMA, DraftPolicy, FixedPolicy, WindowedPolicy
-from edgespec.core.link_model import LinkSettings
-from edgespec.core.messages import RunAhead
+from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.policy import MAX_GAMMA, DraftPolicy, FixedPolicy, WindowedPolicy
+from edgespec.core.network.link_model import LinkSettings
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.ranges import bounded
 from edgespec.telemetry.match_tape import ranks_along
 from edgespec_sim.acceptance_process import AcceptanceLaw
 from edgespec_sim.bounds import Costs, RunLengths, any_policy_s, lower_bounds, stop_and_wait_s
 from edgespec_sim.one_session import Played, Setting, play
 from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES
-from edgespec_sim.scenario.ranges import bounded
 from edgespec_sim.tokens import Request
 
 LEAST_GAIN: Final = 1.03

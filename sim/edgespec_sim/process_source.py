@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelInfo
 from edgespec_sim.acceptance_process import AcceptanceLaw
 from edgespec_sim.script import (

@@ -19,8 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from edgespec.core.sampling import SamplingParams
-from edgespec.ports import Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import (
+    CacheShape,
+    Cancelled,
+    Candidate,
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    never_cancelled,
+)
 
 CONTEXT_LENGTH: Final = 1 << 24
 """A script needs no memory of its context; bounds are the verifier's."""
@@ -144,6 +152,10 @@ class ScriptedTarget:
     def info(self) -> ModelInfo:
         return self._info
 
+    @property
+    def cache(self) -> CacheShape | None:
+        return None
+
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         if key in self._sequences:
             raise ScriptError(f"sequence {key!r} is already open")
@@ -216,7 +228,13 @@ class ScriptedDrafter:
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._reading = _Reading(prompt_length, sampling.max_tokens, self._find)
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
         if not 1 <= width <= self._max_width:
             raise ScriptError(f"width is {width}, but the ranks known are below {self._max_width}")
         reading = self._reading

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from edgespec.core.engine_events import (
+from edgespec.core.protocol.messages import Open, Uplink
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import (
     BatchDone,
     BatchFailed,
     CloseSequence,
     CloseStream,
     EngineAction,
     EngineEvent,
+    GiveUp,
     KeepNodes,
     OpenSequence,
     Poll,
+    ProbeDone,
+    ReportFailure,
     RunBatch,
+    RunProbe,
     SendTo,
-    SequenceRefused,
+    SequenceFailed,
     StreamLost,
     StreamMessage,
     StreamOpened,
 )
-from edgespec.core.messages import Open, Uplink
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.verify_engine import VerifyEngine
-from edgespec.core.work import PassRequest
 from edgespec.ports import CapacityError, TargetModel
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.stream import Stream
+
+_LOG = logging.getLogger(__name__)
 
 
 class Compute(Protocol):
@@ -74,6 +81,10 @@ class SimulatedVerifier:
         self._count = 0
         self._poll_at_s = math.inf
         self._stopped = False
+        self._failed: set[str] = set()
+        """Keys of sequences that miss the next pass."""
+        self.gave_up: str | None = None
+        """Why the engine ended everything, if it has."""
 
     def accept(self, stream: Stream) -> None:
         self._count += 1
@@ -133,27 +144,53 @@ class SimulatedVerifier:
             case CloseStream(number):
                 self._streams.pop(number).close_from_verifier()
             case OpenSequence(key, prompt_length, sampling):
-                self._open(key, prompt_length, sampling)
+                self._failed.discard(key)
+                self._attempt(key, lambda: self._target.open(key, prompt_length, sampling))
             case CloseSequence(key):
-                self._target.close(key)
+                self._attempt(key, lambda: self._target.close(key))
             case KeepNodes(key, nodes):
-                self._target.keep(key, nodes)
+                self._attempt(key, lambda: self._target.keep(key, nodes))
             case RunBatch(requests):
                 self._run(requests)
+            case RunProbe(request):
+                self._probe(request)
+            case ReportFailure(key, details):
+                _LOG.warning("%s: session %s failed: %s", self.name, key, details)
+            case GiveUp(why):
+                _LOG.error("%s: %s", self.name, why)
+                self.gave_up = why
             case _:
                 assert_never(action)
 
-    def _open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def _attempt(self, key: str, work: Callable[[], None]) -> None:
+        """Sequence work; what fails is told to the engine, and misses the next pass."""
         try:
-            self._target.open(key, prompt_length, sampling)
-        except CapacityError as error:
-            refused = SequenceRefused(key, str(error))
-            self._queue.after(0.0, lambda: self._handle(refused))
+            work()
+        except Exception as error:
+            failed = SequenceFailed(key, str(error), full=isinstance(error, CapacityError))
+            self._failed.add(key)
+            self._queue.after(0.0, lambda: self._handle(failed))
 
     def _run(self, requests: tuple[PassRequest, ...]) -> None:
+        failed, self._failed = self._failed, set()
         outcome: BatchDone | BatchFailed
         try:
-            outcome = BatchDone(tuple(self._target.forward(requests)))
+            batch = tuple(request for request in requests if request.key not in failed)
+            outcome = BatchDone(tuple(self._target.forward(batch)))
         except CapacityError as error:
-            outcome = BatchFailed(str(error))
+            outcome = BatchFailed(str(error), full=True)
+        except Exception as error:
+            if isinstance(error, AssertionError):
+                raise
+            outcome = BatchFailed(f"{type(error).__name__}: {error}")
         self._compute.run(requests, lambda: self._handle(outcome))
+
+    def _probe(self, request: PassRequest) -> None:
+        why: str | None = None
+        try:
+            self._target.open(request.key, 1, SamplingParams())
+            self._target.forward((request,))
+            self._target.close(request.key)
+        except Exception as error:
+            why = str(error)
+        self._queue.after(0.0, lambda: self._handle(ProbeDone(why)))

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 from edgespec_sim.city.meters import RequestRecord
-from edgespec_sim.city.world import Surrounding, World, WorldOutcome
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World, WorldOutcome
 from edgespec_sim.scenario.sections import DeviceSection, Scenario
 
 # Some hundred requests: texts differ, so a mean over them is good to 2 % or so.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelInfo
 from edgespec.telemetry.match_tape import MatchTape, TapeError, read_tape
 from edgespec_sim.script import (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.targets.toy import ToyTarget

@@ -1,37 +1,39 @@
 """Whole worlds from one seed: devices, links, a verifier, everything that can go wrong, checked.
 
-``run_world(options, seed)`` plays the product's own sessions in virtual time until every device
-has its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
-device processes are replaced by new ones that hold what was delivered; drafts are forged; packed
-passes fail. None of that may change a token: ``checks`` judges every step against the target's own
-stream, computed without any of it.
+``run_world(options, seed)`` plays the product's own sessions in virtual time until every device has
+its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
+device processes are replaced by new ones that hold what was delivered; drafts are forged; passes,
+sequences and sessions fail; the cache is too small for all. None of that may change a token:
+``checks`` judges every step against the target's own stream, computed without any of it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from edgespec.core.draft_events import DraftCounters, Fail, Finish, LinkState
-from edgespec.core.draft_policy import DraftPolicy, WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Draft, Limits, Open, Received, RunAhead, Uplink
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.ports import Drafter
+from edgespec.core.device.events import Fail, Finish, LinkState
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.checks import (
+from edgespec_sim.checked_models import (
     CheckedDrafter,
     CheckedTarget,
+    FragileRule,
+    FragileRunAhead,
+    InjectedFailure,
+)
+from edgespec_sim.checks import (
     CheckFailure,
     Expected,
     PassCheck,
     StreamRecord,
+    check_at_rest,
+    check_ledger,
     check_session,
     check_tree,
     require,
@@ -41,80 +43,15 @@ from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import Stream
+from edgespec_sim.world_options import DeviceResult, WorldOptions, WorldResult
 
-DrafterFactory = Callable[[ToyModel], Drafter]
-# A verifier takes at most this many nodes of a device it has not greeted (``draft_session``).
+# A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
 _NODES_BEFORE_OPENED = 16
 # Worlds end well or not at all: their devices never give up.
 _RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
 _FORGED_ID = 1 << 40
-
-
-def good_drafter(model: ToyModel) -> Drafter:
-    """Right about eight times of ten."""
-    return ToyDrafter(model.perturbed(0.3))
-
-
-@dataclass(frozen=True, slots=True)
-class WorldOptions:
-    """Everything but the dice. Times in seconds; chances per message or pass."""
-
-    model: ToyModel = field(default_factory=lambda: ToyModel(vocabulary_size=8, order=2))
-    drafter: DrafterFactory = good_drafter
-    policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
-    """One a device."""
-    prompt_length: int = 3
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
-    """Device i adds i to its seed."""
-    run_ahead: RunAhead = RunAhead.AUTO
-    drafting: bool = True
-    draft_context_length: int = 1 << 16
-    limits: Limits = field(default_factory=lambda: Limits(lease_s=5.0))
-    engine_limits: EngineLimits = field(default_factory=EngineLimits)
-    delay_s: float = 0.02
-    """One way; a connection takes two."""
-    jitter_s: float = 0.0
-    """Added to a message's delay, uniformly from 0; order is kept."""
-    step_s: float = 0.005
-    pass_s: float = 0.02
-    faults_until_s: float = 1.0
-    cuts: int = 0
-    """Broken links of each device, and processes of it that are replaced."""
-    replacements: int = 0
-    restarts: int = 0
-    """Of the verifier, which then cannot be reached for up to ``downtime_s``."""
-    downtime_s: float = 0.3
-    duplicate_chance: float = 0.0
-    forge_chance: float = 0.0
-    """A draft is followed by one that nobody sent."""
-    batch_failure_chance: float = 0.0
-    """Of passes with more than one session."""
-
-    @property
-    def quiet(self) -> bool:
-        """Nothing goes wrong in this world."""
-        chances = self.duplicate_chance, self.forge_chance, self.batch_failure_chance
-        return not (self.cuts or self.replacements or self.restarts or any(chances))
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceResult:
-    """One device's generation: what it had to deliver (and did), and its counters (those of its
-    last process)."""
-
-    expected: Expected
-    counters: DraftCounters
-    ended_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorldResult:
-    devices: tuple[DeviceResult, ...]
-    passes: int
-    """Of all verifiers, and the rows they had."""
-    rows: int
-    faults: int
-    """Faults that took place."""
+# Twenty times those of the longest world: one that goes round in circles without a clock.
+_EVENTS_MAX = 40_000
 
 
 def run_world(options: WorldOptions, seed: int) -> WorldResult:
@@ -171,11 +108,25 @@ class _World:
 
     def _start_verifier(self) -> SimulatedVerifier:
         options = self.options
-        inner = ToyTarget(options.model)
+        bounds = options.engine_limits
+        inner = ToyTarget(options.model, cache=bounds.cache)
         self.targets.append(inner)
-        engine = VerifyEngine(inner.info, options.limits, options.engine_limits)
-        check = PassCheck(engine.sessions, self.records, options.limits, options.engine_limits)
-        target = CheckedTarget(inner, check, lambda: self._chance(options.batch_failure_chance))
+        fragile = self._breaking(options.session_failure_chance)
+        engine = VerifyEngine(
+            inner.info,
+            options.limits,
+            bounds,
+            {EXACT_RULE: FragileRule(fragile)},
+            lambda kind: FragileRunAhead(run_ahead_policy(kind), fragile),
+            contain=options.session_failure_chance > 0,
+        )
+        check = PassCheck(engine.sessions, self.records, options.limits, bounds)
+        target = CheckedTarget(
+            inner,
+            check,
+            lambda: self._chance(options.batch_failure_chance),
+            self._breaking(options.target_failure_chance),
+        )
         compute = PassTime(self.queue, lambda requests: options.pass_s)
         return SimulatedVerifier(self.queue, engine, target, compute)
 
@@ -252,6 +203,14 @@ class _World:
     def _chance(self, chance: float) -> bool:
         return chance > 0 and self.queue.now < self._faults_end_s and self.dice.random() < chance
 
+    def _breaking(self, chance: float) -> Callable[[], None]:
+        def maybe_raise() -> None:
+            if self._chance(chance):
+                self.faults += 1
+                raise InjectedFailure("chosen to fail")
+
+        return maybe_raise
+
     @property
     def _faults_end_s(self) -> float:
         return self.options.faults_until_s
@@ -281,7 +240,7 @@ class _World:
             return
         self.faults += 1
         session = device.session
-        session.state, session.deadline = LinkState.DONE, None
+        session.link.state, session.link.deadline = LinkState.DONE, None
         if device.stream is not None:
             device.stream.cut(0.0, self.dice.uniform(0.0, 0.5))
             device.stream = None
@@ -303,7 +262,12 @@ class _World:
             require(device.delivery.ended is None, "ended before it began")
         self._schedule_faults()
         until_s = self._longest_s()
+        events = 0
         while not self._all_ended() and self.queue.step(until_s):
+            events += 1
+            require(events <= _EVENTS_MAX, f"{events} events, and no end")
+            if self.server.gave_up is not None:
+                self._restart()  # as a supervisor would
             self._check_step()
         self._check_end(until_s)
         self.queue.run(self.queue.now + self.options.limits.lease_s + 2.0)
@@ -316,7 +280,8 @@ class _World:
         )
         passes = sum(target.passes for target in self.targets)
         rows = sum(target.rows for target in self.targets)
-        return WorldResult(tuple(results), passes, rows, self.faults)
+        evictions = self.server.engine.keeper.evictions
+        return WorldResult(tuple(results), passes, rows, self.faults, evictions)
 
     def _longest_s(self) -> float:
         """Virtual seconds by which everything must have ended: far too few for a verifier that
@@ -328,6 +293,10 @@ class _World:
         tokens = sum(len(expected.tokens) for expected in self.expected)
         prefill_s = options.prompt_length * options.pass_s * count
         settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
+        if (
+            options.engine_limits.cache is not None
+        ):  # they take turns, and compute again what they lose
+            token_s *= 2 * count
         if options.engine_limits.max_sessions < count:  # the others ask again every second
             settled_s += (options.limits.lease_s + 1.0) * count
         return settled_s + prefill_s + (tokens + 2) * token_s
@@ -337,6 +306,8 @@ class _World:
 
     def _check_step(self) -> None:
         sessions, limits = self.server.engine.sessions, self.options.limits
+        check_ledger(self.server.engine)
+        evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
         for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
             mine, whose = device.session, device.session.request.session_id
             if device.delivery.ended is None:
@@ -351,7 +322,7 @@ class _World:
             require(nodes <= most, f"{whose}: {nodes} nodes in the tree")
             session = sessions.get(whose)
             if session is not None:
-                check_session(session, expected, limits)
+                check_session(session, expected, limits, evictable=evictable)
                 ahead = session.prefix.length - mine.prefix.length
                 require(ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier")
 
@@ -370,8 +341,7 @@ class _World:
             require(whole, f"{whose}: ended with {len(device.delivery.tokens)} tokens")
 
     def _check_nothing_left(self) -> None:
-        sessions = self.server.engine.sessions
-        require(not sessions, f"sessions {sorted(sessions)} outlive their lease")
+        check_at_rest(self.server.engine)
         for device in self.devices:
             key = device.session.request.session_id
             try:

@@ -32,11 +32,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import AssociationPolicy, association_policy
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import AssociationPolicy, association_policy
 from edgespec_sim.city.allocation import Allocation
 from edgespec_sim.city.run import token_source
-from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -48,7 +49,7 @@ from edgespec_sim.scenario.sections import (
 )
 from edgespec_uara.association import shipped_association
 from edgespec_uara.cost import Decision
-from edgespec_uara.methods import TMA_MASAC, methods
+from edgespec_uara.methods import TMA_MASAC, TMA_MASAC_MOVES, methods
 from edgespec_uara.paper import AIR_RTT_S, SERVER_W, CorrectedCost
 from edgespec_uara.planning import SESSIONS_MAX, plan
 from edgespec_uara.policy import Actor
@@ -70,6 +71,7 @@ PLAYED = (
     "max-SINR",
     "max-compute",
     TMA_MASAC,
+    TMA_MASAC_MOVES,
     "TMA + optimal shares",
     "greedy + search + optimal shares",
 )

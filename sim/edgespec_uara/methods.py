@@ -19,6 +19,9 @@ from edgespec_uara.shares import Weights, optimal, uniform
 from edgespec_uara.world import Ints, Snapshot
 
 TMA_MASAC = "TMA-MASAC"
+"""The paper's method: matching by swaps alone, shares by the trained policy."""
+TMA_MASAC_MOVES = "TMA-MASAC, moves too"
+"""The same with moves of single devices in the matching, which is ours."""
 PAPER_BASELINES = ("random", "max-SINR", "max-compute")
 NO_SPECULATION = "no speculation"
 
@@ -56,6 +59,10 @@ def two_phase(situation: Situation, steps: Steps = Steps.SWAPS_AND_MOVES) -> Int
     return two_phase_matching(terms, Weights.even(terms), start, steps).association
 
 
+def _by_turns(actor: Actor, situation: Situation, steps: Steps) -> Decision:
+    return tma_masac(actor, situation.terms, best_gain(situation.snapshot.gains), steps)
+
+
 def methods(actor: Actor) -> Mapping[str, Method]:
     return {
         "random": lambda s: uniform(s.terms, s.chance),
@@ -65,7 +72,8 @@ def methods(actor: Actor) -> Mapping[str, Method]:
         "max-SINR + optimal shares": lambda s: optimal(s.terms, best_gain(s.snapshot.gains)),
         "TMA (swaps) + uniform": lambda s: uniform(s.terms, two_phase(s, Steps.SWAPS)),
         "TMA + uniform": lambda s: uniform(s.terms, two_phase(s)),
-        TMA_MASAC: lambda s: tma_masac(actor, s.terms, best_gain(s.snapshot.gains)),
+        TMA_MASAC: lambda s: _by_turns(actor, s, Steps.SWAPS),
+        TMA_MASAC_MOVES: lambda s: _by_turns(actor, s, Steps.SWAPS_AND_MOVES),
         "TMA + optimal shares": lambda s: optimal(s.terms, two_phase(s)),
         "greedy + optimal shares": lambda s: greedy(s.terms),
         "greedy + search + optimal shares": lambda s: greedy_with_search(s.terms),

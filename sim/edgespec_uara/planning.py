@@ -1,8 +1,8 @@
 """What the full simulator needs from a decision: rates, round trips, shares, association.
 
 ``plan`` decides one snapshot and puts it into the units of the rest of the product: links are
-``LinkView``, devices and verifiers are views of ``edgespec.core.association``, so the same object
-answers here, in the simulator and in an agent.
+``LinkView``, devices and verifiers are views of ``edgespec.core.association.policies``, so the same
+object answers here, in the simulator and in an agent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec.core.association import (
+from edgespec.core.association.policies import (
     AssociationPolicy,
     DeviceView,
     LinkView,

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec_uara.cost import Decision, Terms, objective
-from edgespec_uara.matching import two_phase_matching
+from edgespec_uara.matching import Steps, two_phase_matching
 from edgespec_uara.shares import Weights, weighted
 from edgespec_uara.world import Floats, Ints
 
@@ -126,13 +126,16 @@ def masac_shares(actor: Actor, terms: Terms, association: Ints) -> Decision:
     return weighted(actor.weights(pair_features(terms), association), association)
 
 
-def tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
-    """Association and shares by turns; the best of the rounds, by the objective."""
+def tma_masac(actor: Actor, terms: Terms, start: Ints, steps: Steps) -> Decision:
+    """Matching and the policy's shares take turns; the best round's decision is returned.
+
+    The paper matches by ``Steps.SWAPS``; with moves as well the method is ours, and far better.
+    """
     features = pair_features(terms)
     association, best = start, masac_shares(actor, terms, start)
     for _ in range(ROUNDS):
         weights = actor.weights(features, association)
-        association = two_phase_matching(terms, weights, association).association
+        association = two_phase_matching(terms, weights, association, steps).association
         decision = weighted(actor.weights(features, association), association)
         if objective(terms, decision) < objective(terms, best):
             best = decision

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgespec.core.association import DeviceView, Links, VerifierView
+from edgespec.core.association.policies import DeviceView, Links, VerifierView
 
 _ROUNDING = 1e-9
 

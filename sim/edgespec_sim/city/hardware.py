@@ -16,23 +16,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.messages import Limits
-from edgespec.core.shared_queue import SharedQueue
-from edgespec.core.work import PassRequest
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.city.conservation import AuditedQueue, Slots
+from edgespec_sim.city.audit import AuditedQueue, Slots
 from edgespec_sim.city.site import Machine, Site, SiteCounters
+from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario, StagesSection
 from edgespec_sim.server import Compute
-
-if TYPE_CHECKING:
-    from edgespec_sim.city.world import Surrounding
 
 LawOfShare = Callable[[float], TimeLaw]
 # What a session adds to a pass: its last token and a few nodes (docs/measurements.md).

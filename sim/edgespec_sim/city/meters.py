@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from edgespec.core.draft_events import DraftCounters
+from edgespec.core.device.events import DraftCounters
 from edgespec.telemetry.run_summary import (
     GroupSummary,
     RequestRow,

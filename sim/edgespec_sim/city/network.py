@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 
-from edgespec.core.association import LinkView
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.shared_queue import SharedQueue
+from edgespec.core.association.policies import LinkView
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.city.allocation import Allocation
-from edgespec_sim.city.conservation import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.city.audit import AuditedLoadedQueue, AuditedQueue
 from edgespec_sim.city.radio_network import RadioNetwork
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue

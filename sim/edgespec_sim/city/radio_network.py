@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.shared_queue import SharedQueue
-from edgespec_sim.city.conservation import AuditedQueue
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.network.shared_queue import SharedQueue
+from edgespec_sim.city.audit import AuditedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link
 from edgespec_sim.mobility import RandomWaypoint

@@ -13,12 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import assert_never
 
+from edgespec.benchmark.arms import Arm
 from edgespec.config.loading import dump_config
 from edgespec.config.sections import LEARNED
-from edgespec.core.arms import DEFAULT_WIDTH, Arm
-from edgespec.core.association import AssociationPolicy, association_policy
-from edgespec.core.association_network import LearnedAssociation
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.association.network import LearnedAssociation
+from edgespec.core.association.policies import AssociationPolicy, association_policy
+from edgespec.core.device.policy import DEFAULT_WIDTH
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec.telemetry.trace import Tracer
@@ -26,7 +27,8 @@ from edgespec_sim.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.bounds import RunLengths, lower_bounds
 from edgespec_sim.city.meters import Meters
 from edgespec_sim.city.network import Network
-from edgespec_sim.city.world import Surrounding, World, WorldOutcome, shard_of
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World, WorldOutcome, shard_of
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.lossy import LossySource
 from edgespec_sim.process_source import ProcessSource

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from edgespec.core.association import VerifierView
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits
-from edgespec.core.verify_engine import VerifyEngine
-from edgespec.core.verify_session import VerifySession
-from edgespec.core.work import PassRequest
+from edgespec.core.association.policies import VerifierView
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.city.conservation import Slots
+from edgespec_sim.city.audit import Slots
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.lossy import rules_of
 from edgespec_sim.scenario.sections import VerifierSection

@@ -13,11 +13,11 @@ import random
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from edgespec.core.arms import Arm, arm_settings
-from edgespec.core.draft_events import Fail
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.messages import Open
-from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.events import Fail
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Open
 from edgespec.ports import Drafter
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer

@@ -11,43 +11,29 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import AssociationPolicy, DeviceView
-from edgespec.core.messages import Limits
-from edgespec.core.reconnect import ReconnectPolicy
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import DeviceView
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.run_summary import VerifierSummary, spread_of
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.city.allocation import Allocation, FixedAssociation
+from edgespec_sim.city.allocation import FixedAssociation
 from edgespec_sim.city.conservation import Conservation
 from edgespec_sim.city.hardware import Hardware, build_site
 from edgespec_sim.city.metered_stream import MeteredStream
 from edgespec_sim.city.meters import Meters
 from edgespec_sim.city.network import Network
 from edgespec_sim.city.site import Site
+from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.city.user import User, UserSettings
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.tokens import TokenSource
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 _MAX_PROGRESS_STEPS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Surrounding:
-    """What a world is built from besides the scenario."""
-
-    source: TokenSource
-    association: AssociationPolicy
-    folder: Path
-    """Where relative file names of the scenario start."""
-    checks: bool = True
-    allocation: Allocation | None = None
-    """Decisions made before; its verifiers go before ``association``."""
 
 
 @dataclass(slots=True)

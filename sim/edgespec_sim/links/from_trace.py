@@ -1,7 +1,7 @@
 """Both directions of a link that does what a trace did, over and over.
 
-Theory of operation. A trace's columns become the schedules of ``core/link_model.py``, each at its
-own stage: RTT is split between the directions, capacity is the queue's, outages hold both
+Theory of operation. A trace's columns become the schedules of ``core/network/link_model.py``, each
+at its own stage: RTT is split between the directions, capacity is the queue's, outages hold both
 directions back. A probe is lost when it or its answer is, so of a measured loss p each direction
 gets 1 - sqrt(1 - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links
 made from them, each of which starts at its own offset: a thousand devices on one trace cost little
@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.link_schedules import (
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.network.link_schedules import (
     CapacitySchedule,
     DelaySchedule,
     LossSchedule,
     OutageSchedule,
 )
-from edgespec.core.shared_queue import SharedQueue
+from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.traces.network_trace import NetworkTrace
 
 

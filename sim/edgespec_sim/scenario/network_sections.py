@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec_sim.scenario.ranges import bounded
+from edgespec.core.protocol.ranges import bounded
 
 _HOUR_MS = 3_600_000.0
 _MAX_MBPS = 1e6

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
+from edgespec.core.protocol.ranges import bounded
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
-from edgespec_sim.scenario.ranges import bounded, exactly_one
 
 MAX_DEVICES = 1_000_000
 _MINUTE_MS = 60_000.0
@@ -79,7 +79,7 @@ class CostSection:
             "profile": bool(self.profile),
             "roofline": bool(self.roofline),
         }
-        exactly_one("a cost", given)
+        _exactly_one("a cost", given)
         if self.ms is not None:
             bounded("ms", self.ms, 0.0, _MINUTE_MS)
         bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
@@ -302,3 +302,10 @@ class Scenario:
                             f"{kind}.{name}.count is {one.count}, "
                             f"but must divide by shards, {self.shards}"
                         )
+
+
+def _exactly_one(what: str, given: dict[str, bool]) -> None:
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) != 1:
+        said = " and ".join(chosen) if chosen else "none of them"
+        raise ValueError(f"{what} needs exactly one of {', '.join(given)}, but names {said}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgespec.core.association_network import FEATURES, Layer, LearnedAssociation, pair_features
+from edgespec.core.association.network import FEATURES, Layer, LearnedAssociation, pair_features
 from edgespec_uara.cost import CostModel
 from edgespec_uara.local_search import greedy_with_search
 from edgespec_uara.masac.learner import one_thread
