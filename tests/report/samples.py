@@ -18,9 +18,9 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.messages import RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.run_summary import (
     ArmSummary,
     GroupSummary,

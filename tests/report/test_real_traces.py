@@ -19,7 +19,7 @@ import pytest
 from edgespec.agent.agent import Agent
 from edgespec.compose import build_agent, load_target
 from edgespec.config import VerifierConfig
-from edgespec.core.draft_events import DraftCounters
+from edgespec.core.device.events import DraftCounters
 from edgespec.report.perfetto import perfetto_json
 from edgespec.report.spans import Lane, Span, rows_apart
 from edgespec.report.summarise import summarise

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgespec.core.messages import Commit, Draft, Received
-from edgespec.core.wire_size import message_bytes
+from edgespec.core.protocol.messages import Commit, Draft, Received
+from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.report.summarise import summarise
 from edgespec.report.trace_lines import Line
 from edgespec.telemetry.run_summary import GroupSummary

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
@@ -26,6 +26,9 @@ from edgespec.transport.grpc_server import GrpcServer
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), Limits(lease_s=7.5), 3, 8)
 OPEN = Open("session", "", "", (1, 2, 3))
+PATIENCE_S = 60.0
+"""How long a test waits for what must come: keepalive notices a dead peer within 4 s, on a busy
+machine later; TCP alone takes a quarter of an hour, and of a silent peer it never tells."""
 
 
 async def echo(stream: VerifierStream) -> None:

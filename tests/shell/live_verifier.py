@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from edgespec.compose import TOY_MODEL, build_verifier
 from edgespec.config import VerifierConfig
-from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import ModelInfo, PassRequest, PassResult, TargetModel
+from edgespec.ports import CacheShape, ModelInfo, PassRequest, PassResult, TargetModel
 from edgespec.verifier.daemon import Verifier
 from tests.sources import ROOT
 
@@ -60,6 +60,10 @@ class GatedTarget:
     def info(self) -> ModelInfo:
         return self._inner.info
 
+    @property
+    def cache(self) -> CacheShape | None:
+        return self._inner.cache
+
     def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.open(key, prompt_length, sampling)
 
@@ -84,10 +88,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """``edgespec`` in a process of its own."""
+def start(*arguments: str, module: str = "edgespec") -> subprocess.Popen[str]:
+    """``edgespec`` (or another module) in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "edgespec", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -100,7 +104,13 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 @contextlib.contextmanager
 def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The real daemon with the toy model on a free port; yields its address and process."""
-    process = start("verifier", "--model", "toy", "--port", "0", *options)
+    with ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def ready(process: subprocess.Popen[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A daemon that was just started, once it serves; killed in the end."""
     with process:
         try:
             assert process.stdout is not None

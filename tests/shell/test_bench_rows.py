@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import arm_options, parse_arms, parse_rtts_ms, rotated
+from edgespec.benchmark.arm_options import arm_options, parse_arms, parse_rtts_ms, rotated
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GammaCost, best_gamma_at, gamma_cost
 from edgespec.benchmark.estimate import bench_s, tpot_s
 from edgespec.benchmark.measurement import Measurement, mismatch_count
@@ -19,10 +20,9 @@ from edgespec.benchmark.report import Subject, document, footer, verdict, write_
 from edgespec.benchmark.rows import Cell, percentile, summarise
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
-from edgespec.core.arms import Arm
-from edgespec.core.draft_events import DraftCounters
-from edgespec.core.draft_policy import FixedPolicy
-from edgespec.core.messages import RunAhead
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.policy import FixedPolicy
+from edgespec.core.protocol.messages import RunAhead
 
 # Five tokens in three passes; the last one ended the text, so four count.
 ONE = Measurement(
@@ -182,7 +182,7 @@ def test_lists_are_read_or_refused() -> None:
         ({"repeats": 0}, "repeats is 0"),
         ({"prompt_limit": 0}, "limit is 0"),
         ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
-        ({"pass_ms": 1e9}, "pass-ms is 1e"),
+        ({"pass_ms": 1e9}, r"pass-ms is 1000000000.0, but must be in \[0.0, 60000.0\]"),
         ({"draft_ms": -0.5}, "draft-ms is -0.5"),
         ({"gamma": 33}, r"gamma is 33, but must be in \[1, 32\]"),
     ],

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from edgespec.agent.agent import Agent, AgentOptions, GenerationError
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.calibration import GAMMAS
 from edgespec.benchmark.lent_drafter import LentDrafter
 from edgespec.benchmark.rows import Row
 from edgespec.benchmark.runner import BenchRunner, Station
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
-from edgespec.core.arms import Arm
-from edgespec.core.messages import Limits, RunAhead
+from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy_tokenizer import ToyTokenizer
@@ -230,7 +230,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     ("arguments", "code", "said"),
     [
         (("--arms", "eagle"), 2, "arm 'eagle' is unknown"),
-        (("--rtt-ms", "-3"), 2, "rtt-ms is -3, but must be in [0, 10000]"),
+        (("--rtt-ms", "-3"), 2, "rtt-ms is -3.0, but must be in [0.0, 10000.0]"),
         (("--prompts", "absent.jsonl"), 2, "absent.jsonl: no such file"),
         (("--json", "tests"), 2, "which is a folder"),
         (("--draft", "none"), 1, "target-only is the only arm there is"),

@@ -10,10 +10,10 @@ import pytest
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.compose import build_verifier, connect, load_target
 from edgespec.config import VerifierConfig
-from edgespec.core.draft_policy import PearlPolicy, WindowedPolicy
-from edgespec.core.messages import RunAhead
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.work import PassRequest
+from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.ports import Drafter, TargetModel
@@ -122,7 +122,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-@pytest.mark.parametrize("kind", list(OPTIONS))
+@pytest.mark.parametrize(
+    "kind",
+    ["draft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS if kind != "draft")],
+)
 async def test_the_text_is_the_targets_own_whatever_drafts(
     kind: str,
     sampling: str,

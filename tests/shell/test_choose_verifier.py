@@ -25,11 +25,11 @@ from edgespec.config import (
     VerifierConfig,
     load_config,
 )
-from edgespec.core.association import DeviceView, LowestDelay, MostCompute
-from edgespec.core.association_network import FEATURES
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.messages import Limits, VerifierInfo
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.association.network import FEATURES
+from edgespec.core.association.policies import DeviceView, LowestDelay, MostCompute
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.protocol.messages import Limits, VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import DeviceStream, ModelInfo, Transport
 from edgespec.transport.loopback import LoopbackTransport
@@ -53,6 +53,26 @@ def transport(info: VerifierInfo, rtt_s: float = 0.0) -> Transport:
         return inner
     way = LinkSettings(one_way_s=rtt_s / 2)
     return ShapedTransport(inner, LinkModel(way), LinkModel(way))
+
+
+class Buggy:
+    """A transport that fails in a way that it should not."""
+
+    async def connect(self) -> DeviceStream:
+        raise NotImplementedError
+
+    async def info(self) -> VerifierInfo:
+        raise ZeroDivisionError("a bug\x1b[2J")
+
+    async def close(self) -> None: ...
+
+
+async def test_a_bug_in_one_transport_leaves_out_one_verifier() -> None:
+    links: dict[str, Transport] = {"one:1": Buggy(), "two:2": transport(told())}
+    choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    assert choice.chosen.address == "two:2"
+    why = "ZeroDivisionError: a bug\N{REPLACEMENT CHARACTER}[2J"
+    assert choice.left_out == (("one:1", why),)
 
 
 class Silent:

@@ -15,7 +15,7 @@ from edgespec.cli import checks
 from edgespec.cli.checks import State
 from edgespec.cli.main import app
 from edgespec.compose import SetupError, needs
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from tests.shell.live_verifier import daemon, toy_text
 from tests.shell.tiny_checkpoints import write_tokenizer
@@ -237,6 +237,14 @@ def test_the_doctor_asks_the_verifier(address: str) -> None:
     assert result.exit_code == 1
     assert f"edgespec verifier --port {port}" in result.stdout
     assert f"port {port}: taken" in result.stdout
+
+
+def test_the_doctor_says_whether_texts_are_exact_here() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    found = checks.exactness()
+    assert found.state is State.GOOD
+    assert "the bundled target runs in float32 as canonical (row tiles of " in found.finding
 
 
 def test_a_missing_library_names_the_line_that_installs_it() -> None:

@@ -44,7 +44,7 @@ def test_json_says_the_same() -> None:
     ("arguments", "message"),
     [
         (("--acceptance", "1.5"), "error: acceptance is 1.5, but must be in [0.01, 0.99]"),
-        (("--rtt-ms", "-3"), "error: rtt_ms is -3, but must be in [0, 10000]"),
+        (("--rtt-ms", "-3"), "error: rtt_ms is -3.0, but must be in [0.0, 10000.0]"),
         (("--tokens", "3"), "error: tokens is 3, but must be in [100, 10000]"),
     ],
 )

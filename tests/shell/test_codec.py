@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Downlink,
@@ -30,7 +30,7 @@ from edgespec.core.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingParams
 from edgespec.ports import ModelInfo
 from edgespec.transport.codec import (
     decode_downlink,
@@ -47,6 +47,7 @@ from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 LIMITS = WireLimits(
     max_prompt_tokens=64,
     max_resumed_tokens=64,
+    context_length=128,
     max_draft_nodes=16,
     max_commit_tokens=16,
     vocabulary_size=32000,
@@ -81,17 +82,19 @@ def commits(draw: st.DrawFn) -> Commit:
         rows=draw(UINT32),
         echo=draw(st.integers(0, 2**64 - 1)),
         held_us=draw(UINT32),
-        finish=draw(st.none() | st.sampled_from(FinishReason)),
+        finish=draw(st.none() | st.sampled_from(FINISHES)),
     )
 
 
+# A full context travels as a full output.
+FINISHES = [reason for reason in FinishReason if reason is not FinishReason.CONTEXT]
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.floats(0.0, 100.0),
     top_k=st.integers(0, 1 << 24),
     top_p=SHARE,
     min_p=st.floats(0.0, 1.0),
-    repetition_penalty=SHARE.map(lambda share: 100.0 * share or 1.0),
+    repetition_penalty=SHARE.map(lambda share: max(LEAST_REPETITION_PENALTY, 100.0 * share)),
     presence_penalty=PENALTY,
     frequency_penalty=PENALTY,
     logit_bias=st.dictionaries(TOKEN, st.floats(-1e4, 1e4), max_size=5),
@@ -110,6 +113,7 @@ OPEN = st.builds(
     sampling=SAMPLING,
     run_ahead=st.sampled_from(RunAhead),
     drafting=st.booleans(),
+    session_secret=st.binary(max_size=64),
 )
 UPLINK: st.SearchStrategy[Uplink] = st.one_of(
     drafts(),
@@ -244,6 +248,8 @@ def _sampling(**fields: Any) -> bytes:
         (_open(prompt=[1] * 65), "Open.prompt has 65 entries, but must have 1 to 64"),
         (_open(prompt=[1, 32000]), r"Open.prompt\[1\] is 32000, but must be in \[0, 31999\]"),
         (_open(committed=[1] * 65), "Open.committed has 65 entries"),
+        (_open(prompt=[1] * 129), r"Open has 129 tokens .*, but the context is 128"),
+        (_open(session_secret=b"x" * 65), "bytes of Open.session_secret is 65, but must be in"),
         (_open(run_ahead=9), "Open.run_ahead is 9, but must be one of: 1 .AUTO., 2"),
         (_sampling(temperature=-1.0), "Sampling: temperature is -1.0, but must be in"),
         (_sampling(top_p=float("nan")), "Sampling: top_p is nan"),

@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.compose import SetupError, build_agent, load_drafter, load_target, with_port
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 

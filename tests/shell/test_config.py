@@ -3,8 +3,11 @@ with its place."""
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -19,8 +22,8 @@ from edgespec.config import (
     dump_config,
     load_config,
 )
-from edgespec.core.messages import RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -83,6 +86,18 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ("verifier: http://a:1", "verifier is 'http://a:1', but must be host:port"),
         ("verifier: 5", "verifier is 5, but must be text"),
         ("model: a\nmodel: b", ":2: key 'model' stands there twice"),
+        ("link: {loss: 1e999}", "link.loss is inf, but must be a finite number"),
+        (f"link: {{loss: 1{'0' * 400}}}", "link.loss is 1000"),
+        (f"link: {{loss: 1{'0' * 5000}}}", "not readable as YAML: Exceeds the limit"),
+        ("reconnect: {give_up_s: .nan}", "reconnect.give_up_s is nan, but must be a finite"),
+        ("model: 2001-13-45", "not readable as YAML: month must be in 1..12"),
+        ("? [a, b]\n: 1", ":1: a key is a sequence, but must be a single word"),
+        ("link:\n  ? {a: 1}\n  : 2", ":2: a key is a mapping, but must be a single word"),
+        ("sampling: {logit_bias: {? [1] : 2}}", ":1: a key is a sequence"),
+        ("link: &a {x: *a}", "nested more than 16 deep"),
+        ("[" * 5000, "nested more than 16 deep"),
+        ('model: "a\\ud800b"', r"model is 'a\ud800b', but must be text that UTF-8 can hold"),
+        (f"model: [{'x' * 5000}]", "x...xxx"),
         ("a: [", "not readable as YAML"),
         ("- a", "holds a list"),
     ],
@@ -93,6 +108,45 @@ def test_a_mistake_is_named_with_its_place(text: str, message: str, tmp_path: Pa
         load_config(AgentConfig, path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_aliases_do_not_make_an_error_huge(tmp_path: Path) -> None:
+    """Each list holds the one before it eight times: 8**9 words, if they were all written out."""
+    lists = ["&l0 [x, x]"]
+    lists += [f"&l{n} [{', '.join([f'*l{n - 1}'] * 8)}]" for n in range(1, 10)]
+    text = f"model: [{', '.join(lists)}]\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(AgentConfig, _file(tmp_path, text))
+    assert len(str(caught.value)) < 2000
+
+
+def _numbers(config: object, place: str = "") -> list[str]:
+    """The dotted keys of all numbers of a configuration."""
+    keys = []
+    for key, hint in get_type_hints(type(config)).items():
+        value = getattr(config, key)
+        if is_dataclass(value):
+            keys += _numbers(value, f"{place}{key}.")
+        elif hint in (int, float, int | None, float | None):
+            keys.append(f"{place}{key}")
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(kind, key) for kind in (AgentConfig, VerifierConfig) for key in _numbers(kind())],
+)
+def test_no_number_may_be_nan_or_infinite_or_far_below_zero(kind: type[Any], key: str) -> None:
+    # What a reconnection may wait is checked by its policy.
+    below = () if key.startswith("reconnect.") else (-1e9, -(10**9))
+    for value in (math.nan, math.inf, -math.inf, *below):
+        with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but must be"):
+            load_config(kind, None, {key: value})
+
+
+def test_every_number_of_the_configuration_was_found() -> None:
+    found = {*_numbers(AgentConfig()), *_numbers(VerifierConfig())}
+    assert {"link.rtt_ms", "policy.gamma", "limits.lease_s", "port", "sampling.seed"} <= found
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

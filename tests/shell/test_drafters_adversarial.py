@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter, random_ids
 from edgespec.drafters.paced import PacedDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.ports import Candidate, ModelInfo
+from edgespec.ports import Cancelled, Candidate, ModelInfo, StepCancelledError, never_cancelled
 
 MODEL = ToyModel(vocabulary_size=20)
 
@@ -76,7 +76,13 @@ class SlowDrafter:
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None: ...
 
-    def step(self, keep_length: int, feed: Sequence[int], width: int) -> tuple[Candidate, ...]:
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
         self._time.now_s += self._step_s
         return (Candidate(0, 0.0),)
 
@@ -96,6 +102,14 @@ def test_a_paced_step_takes_its_time_in_total(
     assert paced.step(0, [1] * feed_length, 1) == (Candidate(0, 0.0),)
     assert time.now_s - 5.0 == pytest.approx(expected_s)
     assert all(duration > 0 for duration in time.slept_s)
+
+
+def test_a_paced_step_that_nobody_wants_any_more_does_not_sleep_to_its_end() -> None:
+    time = ManualTime()
+    paced = PacedDrafter(SlowDrafter(time, 0.0), 60_000.0, sleep=time.pause, clock=time.clock)
+    with pytest.raises(StepCancelledError):
+        paced.step(0, [1], 1, lambda: time.now_s > 6.0)
+    assert time.now_s < 6.1
 
 
 @pytest.mark.parametrize("step_ms", [-1.0, 1e9, float("nan")])

@@ -7,13 +7,14 @@ differently, so there a chunked feed is compared by logits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.export import export_draft
@@ -21,7 +22,7 @@ from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.paced import PacedDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.folders import model_info
-from edgespec.ports import Drafter, ModelInfo
+from edgespec.ports import Drafter, ModelInfo, StepCancelledError
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
@@ -142,8 +143,33 @@ def test_the_whole_context_can_be_used(drafter: Drafter) -> None:
         drafter.begin(CONTEXT_LENGTH + 1, SamplingParams())
 
 
+def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
+    drafter.begin(200, SAMPLED)
+    expected = drafter.step(0, TOKENS[:200], 4)
+    for allowed in range(3):
+        asked = itertools.count(1)
+        drafter.begin(200, SAMPLED)
+        try:
+            found = drafter.step(0, TOKENS[:200], 4, lambda: next(asked) > allowed)  # noqa: B023
+            assert found == expected
+        except StepCancelledError:
+            continue
+        assert allowed > 0, "nobody asked whether the step was cancelled"
+    drafter.begin(200, SAMPLED)
+    assert drafter.step(0, TOKENS[:200], 4) == expected
+
+
+def test_a_long_feed_asks_before_every_chunk(drafter_of: Callable[[str], Drafter]) -> None:
+    drafter, asked = drafter_of("onnx-8"), itertools.count(1)
+    drafter.begin(200, SAMPLED)
+    with pytest.raises(StepCancelledError, match="cancelled with 128 of 200 tokens fed"):
+        drafter.step(0, TOKENS[:200], 1, lambda: next(asked) == 3)
+    with pytest.raises(ValueError, match="keep_length is 1, but 0 tokens are cached"):
+        drafter.step(1, TOKENS[:1], 1)
+
+
 def test_a_toy_draft_of_the_same_law_guesses_what_the_law_chooses() -> None:
-    from edgespec.core.sampling import choose
+    from edgespec.core.protocol.sampling import choose
 
     model = ToyModel(vocabulary_size=50)
     drafter = ToyDrafter(model)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.checkpoint import CheckpointError
 from edgespec.drafters.export import export_draft
 from edgespec.drafters.manifest import DraftModelError, read_manifest

@@ -1,4 +1,4 @@
-"""The vectorised shared noise. Oracle: the scalar specification in ``core/noise.py``."""
+"""The vectorised shared noise. Oracle: the scalar specification in ``core/protocol/noise.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core import noise as scalar
+from edgespec.core.protocol import noise as scalar
 from edgespec.drafters import noise
 
 SEEDS = st.integers(0, (1 << 64) - 1)

@@ -1,4 +1,4 @@
-"""The draft's sampler. Oracle: the scalar law, ``core/sampling.choose`` and ``warp``.
+"""The draft's sampler. Oracle: the scalar law, ``core/protocol/sampling.choose`` and ``warp``.
 
 float32 against float64 may order two nearly equal scores differently; the examples draw logits on
 a grid and noise from a hash, so such a tie would be found once and then be a fact of the test.
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.noise import gumbel, noise_bits
-from edgespec.core.sampling import SamplingParams, choose, warp
+from edgespec.core.protocol.noise import gumbel, noise_bits
+from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
 
 VOCABULARY_SIZE = 40
@@ -135,9 +135,24 @@ def test_the_frequency_of_a_first_guess_is_its_probability() -> None:
     np.testing.assert_allclose(np.bincount(draws, minlength=3) / 4000, expected, atol=0.03)
 
 
-def test_a_tiny_temperature_neither_overflows_nor_divides_by_zero() -> None:
-    params = SamplingParams(temperature=1e-300, seed=3)
-    assert best_candidates(row([0.0, 1.0, 2.0]), params, 0, 1)[0].token == 2
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.1, seed=3)
+    found = best_candidates(row([0.0, 1.0, 2.0]), params, 0, 2)
+    assert found == best_candidates(row([0.0, 1.0, 2.0]), SamplingParams(), 0, 2)
+    assert [candidate.token for candidate in found] == [2, 1]
+
+
+@pytest.mark.parametrize("min_p", [5e-324, 1e-60])
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_tiny_shares_and_extreme_penalties_warn_of_nothing(min_p: float, penalty: float) -> None:
+    """Warnings are errors in this suite."""
+    params = SamplingParams(
+        temperature=1e-6, min_p=min_p, top_p=5e-324, repetition_penalty=penalty, seed=3
+    )
+    logits = row([60.0, -70.0, 65.0, 0.0])
+    [best] = best_candidates(logits, params, 4, 1, (0, 1), (2,))
+    assert best.token == choose(logits.tolist(), params, 4, (0, 1), (2,))
 
 
 def test_tokens_without_a_finite_logit_are_not_offered() -> None:

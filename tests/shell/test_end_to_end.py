@@ -22,9 +22,9 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.messages import FaultCode, FinishReason, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.adversarial import AdversarialDrafter
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.models.toy_tokenizer import ToyTokenizer
@@ -187,15 +187,12 @@ async def test_a_refusal_says_why(
             assert caught.value.code is code
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [([], "prompt"), ([-1], "-1"), ([1 << 20], str(1 << 20))],
-    ids=["empty", "negative id", "id beyond the vocabulary"],
-)
-async def test_a_prompt_that_cannot_be_is_refused_at_once(prompt: list[int], message: str) -> None:
-    async with serving() as (address, _), build_agent(config(address)) as agent:
-        with pytest.raises(GenerationError, match=message):
-            await anext(agent.generate(prompt, GREEDY))
+@pytest.mark.parametrize(("draft", "error"), [("none", GenerationError), ("toy", ValueError)])
+async def test_an_id_beyond_the_vocabulary_is_refused(draft: str, error: type[Exception]) -> None:
+    """By the verifier, or by the device when it knows the vocabulary."""
+    async with serving() as (address, _), build_agent(config(address, draft)) as agent:
+        with pytest.raises(error, match=str(1 << 20)):
+            await anext(agent.generate([1 << 20], GREEDY))
 
 
 async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from edgespec.compose import build_agent
+from edgespec.config import AgentConfig, DraftSection
 from edgespec.models import folders
 from edgespec.models.folders import (
+    BUNDLED_FOLDER,
     ModelFolderError,
     Role,
     check_folder,
@@ -108,6 +113,25 @@ def test_the_info_of_a_checkpoint(source: Path) -> None:
     assert info.context_length == CONTEXT_LENGTH
     assert info.eos_token_ids == (0,)
     assert len(info.vocabulary) == 32
+
+
+def test_a_draft_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(BUNDLED_FOLDER / "draft", folder)
+    config = AgentConfig(draft=DraftSection(model=str(folder)))
+    assert model_info(folder) == model_info(BUNDLED_FOLDER / "draft")
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
+    a, b = tokens[-1], tokens[-2]
+    vocab = data["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    message = r"tokenizer\.json: its vocabulary is \w+, but the draft was exported with \w+"
+    with pytest.raises(ModelFolderError, match=message):
+        model_info(folder)
+    for elsewhere in ("", "bundled"):  # the draft's tokenizer need not be the one that is used
+        with pytest.raises(ModelFolderError, match=message):
+            build_agent(replace(config, tokenizer=elsewhere))
 
 
 def test_eos_ids_come_from_the_generation_config_first(source: Path) -> None:

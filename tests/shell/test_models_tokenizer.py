@@ -76,6 +76,31 @@ def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer: TextToken
     assert stream.push(tokenizer.encode("ok")) == "ok"
 
 
+@pytest.mark.parametrize("broken_count", range(1, 3 * MAX_HELD_TOKENS))
+def test_a_character_behind_broken_bytes_is_whole(
+    tokenizer: TextTokenizer, broken_count: int
+) -> None:
+    broken = tokenizer.encode("漢")[1]
+    tokens = [broken] * broken_count + tokenizer.encode("漢") + [broken] + tokenizer.encode("字!")
+    stream = tokenizer.stream()
+    text = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert text == tokenizer.decode(tokens) == REPLACEMENT * broken_count + f"漢{REPLACEMENT}字!"
+
+
+@given(data=st.data())
+def test_no_character_is_lost_however_much_is_broken(
+    tokenizer: TextTokenizer, data: st.DataObject
+) -> None:
+    """What is no replacement character arrives, whole and in order, in long broken texts too."""
+    size = tokenizer.vocabulary_size
+    tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=80))
+    tokens += [tokenizer.encode("漢")[1]] * data.draw(st.integers(0, 40))
+    tokens += tokenizer.encode(data.draw(st.text(max_size=3)))
+    stream = tokenizer.stream()
+    got = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert got.replace(REPLACEMENT, "") == tokenizer.decode(tokens).replace(REPLACEMENT, "")
+
+
 def test_special_tokens_have_no_text(tokenizer: TextTokenizer) -> None:
     end = tokenizer.encode("<|end|>")
     assert set(end) <= tokenizer.special_ids
@@ -93,16 +118,40 @@ def test_spaces_of_a_metaspace_vocabulary_stay(tmp_path: Path) -> None:
     assert [stream.push([t]) for t in (0, 1, 2, 0)] == ["the", " fox", "es", " the"]
 
 
-def test_characters_of_a_byte_fallback_vocabulary_are_held(tmp_path: Path) -> None:
+def byte_fallback(folder: Path) -> TextTokenizer:
+    """A vocabulary in which token i is byte i, and 256 a word."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "?": 257}
     inner = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    inner.save(str(tmp_path / "tokenizer.json"))
-    stream = TextTokenizer(tmp_path).stream()
+    inner.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(folder)
+
+
+def test_characters_of_a_byte_fallback_vocabulary_are_held(tmp_path: Path) -> None:
+    stream = byte_fallback(tmp_path).stream()
     pieces = [stream.push([t]) for t in (256, *"é€".encode(), 256)]
     assert pieces == [" a", "", "é", "", "", "€", " a"]
+
+
+@given(
+    parts=st.lists(st.sampled_from([b"\xff", b"\x82", b"\xe2", b"\xf0\x9f"]), max_size=40),
+    text=st.sampled_from(["é", "€", "😀", "é€😀"]),
+)
+def test_a_character_between_broken_fallback_bytes_is_whole(
+    fallback: TextTokenizer, parts: list[bytes], text: str
+) -> None:
+    """Oracle: Python's own decoder, which loses no character either."""
+    run = b"".join(parts) + text.encode() + b"\xff" + text.encode()
+    stream = fallback.stream()
+    pieces = [stream.push([token]) for token in (256, *run, 256)]
+    assert "".join(pieces) == " a" + run.decode("utf-8", errors="replace") + " a"
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return byte_fallback(tmp_path_factory.mktemp("fallback"))
 
 
 def test_saved_padding_and_truncation_do_not_touch_a_prompt(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from edgespec.benchmark.tape_recorder import record_tape, tape_report
 from edgespec.benchmark.workload import Workload
 from edgespec.cli.main import app
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.telemetry.cost_profile import read_profile

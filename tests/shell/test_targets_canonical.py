@@ -21,12 +21,14 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
-from edgespec.targets import torch_target
-from edgespec.targets.sampler import SampleRow, choose_tokens
+from edgespec.targets import canonical_mode, torch_target
+from edgespec.targets.canonical_mode import CanonicalModeError
+from edgespec.targets.row_tiles import agreeing_linear_sizes
 from edgespec.targets.self_test import SelfTest
 from edgespec.targets.torch_target import TorchTarget
+from tests.shell.random_schedules import Recorder, check_random_schedule, random_tree
 
 VOCABULARY = 131
 GREEDY = SamplingParams()
@@ -70,113 +72,21 @@ def _save_model(family: str, folder: Path, **extra: Any) -> Path:
     return folder
 
 
-class Recorder:
-    """A target whose every pass leaves its logits in ``logits``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
-        self.target = TorchTarget(
-            str(folder),
-            name="tiny",
-            vocabulary="v",
-            dtype=dtype,
-            device="cpu",
-            max_cached_tokens=8192,
-        )
-        assert self.target.canonical, self.target.self_test()
-
-        def record(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-            self.logits = logits.clone()
-            return choose_tokens(logits, rows)
-
-        monkeypatch.setattr(torch_target, "choose_tokens", record)
-
-    def reference(self, text: list[int], first: int) -> torch.Tensor:
-        """Logits behind text[first - 1], text[first], .., one token a pass."""
-        target, rows = self.target, []
-        target.open("reference", first, GREEDY)
-        target.forward([PassRequest("reference", 0, tuple(text[:first]))])
-        rows.append(self.logits[0])
-        for position in range(first, len(text)):
-            target.forward([PassRequest("reference", position, (text[position],))])
-            rows.append(self.logits[0])
-        target.close("reference")
-        return torch.stack(rows)
-
-
-def _random_tree(rng: random.Random, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    tokens = tuple(rng.randrange(VOCABULARY) for _ in range(count))
-    reach = rng.choice([1, 3, count])
-    return tokens, tuple(rng.randrange(max(-1, i - reach), i) for i in range(count))
-
-
-def _path(tokens: tuple[int, ...], parents: tuple[int, ...], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
-
-
-def _noise_sessions(rng: random.Random, recorder: Recorder) -> list[PassRequest]:
-    """Up to three other sessions with work of their own."""
-    requests = []
-    for index in range(rng.randrange(4)):
-        key = f"other {index}"
-        recorder.target.open(key, 1, GREEDY)
-        feed = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 5, 40])))
-        tokens, parents = _random_tree(rng, rng.randrange(6))
-        sample = bool(tokens) or rng.random() < 0.5
-        requests.append(PassRequest(key, 0, feed, tokens, parents, sample))
-    return requests
-
-
-def _sampled_rows(request: PassRequest) -> int:
-    return 1 + len(request.tokens) if request.sample else 0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [5, 251, 509])
 def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(
-    folder: Path, dtype: str, length: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, dtype: str, length: int
 ) -> None:
-    recorder = Recorder(monkeypatch, folder, dtype)
-    target = recorder.target
+    recorder = Recorder(folder, dtype)
     rng = random.Random(f"{length}{dtype}")
-    prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
     for _ in range(3):
-        tokens, parents = _random_tree(rng, rng.randrange(1, 14))
-        feed_length = rng.randrange(1, min(length, 12))
-        target.open("tested", length, GREEDY)
-        cached = 0
-        while cached < length - feed_length:
-            stop = min(cached + rng.choice([1, 3, 17, 100, 400]), length - feed_length)
-            request = PassRequest("tested", cached, tuple(prompt[cached:stop]), sample=False)
-            target.forward([request])
-            cached = stop
-        tested = PassRequest("tested", cached, tuple(prompt[cached:]), tokens, parents)
-        batch = [tested, *_noise_sessions(rng, recorder)]
-        rng.shuffle(batch)
-        target.forward(batch)
-        before = sum(_sampled_rows(r) for r in batch[: batch.index(tested)])
-        logits = recorder.logits[before : before + _sampled_rows(tested)]
-        for request in batch:
-            target.close(request.key)
-        for node in [n for n in range(len(tokens)) if n not in parents]:
-            path = _path(tokens, parents, node)
-            expected = recorder.reference(prompt + path, length)
-            assert torch.equal(logits[0], expected[0])
-            while node >= 0:
-                assert torch.equal(logits[1 + node], expected[len(path)]), (node, parents)
-                path.pop()
-                node = parents[node]
+        check_random_schedule(rng, recorder, length)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kept_branches_leave_the_same_bits_behind(
-    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_branches_leave_the_same_bits_behind(folder: Path, dtype: str) -> None:
     """Pass after pass on one session, keeping a random path of a random tree each time."""
-    recorder = Recorder(monkeypatch, folder, dtype)
+    recorder = Recorder(folder, dtype)
     target = recorder.target
     rng = random.Random(3)
     text = [rng.randrange(VOCABULARY) for _ in range(240)]
@@ -185,7 +95,7 @@ def test_kept_branches_leave_the_same_bits_behind(
     target.open("tested", first, GREEDY)
     cached = 0
     for _ in range(12):
-        tokens, parents = _random_tree(rng, rng.randrange(1, 9))
+        tokens, parents = random_tree(rng, rng.randrange(1, 9), VOCABULARY)
         target.forward([PassRequest("tested", cached, tuple(text[cached:]), tokens, parents)])
         seen[len(text)] = recorder.logits[0]
         path: list[int] = []
@@ -223,17 +133,57 @@ def test_plain_mode_differs_only_in_the_last_bits(folder: Path) -> None:
     assert target.self_test().max_difference < 1e-4
 
 
-def test_a_failed_self_test_falls_back_to_plain_mode(
+def _disagree(monkeypatch: pytest.MonkeyPatch, *, least_base: int) -> None:
+    """Let no matrix product have a size that holds, from ``least_base`` rows on."""
+    true = agreeing_linear_sizes
+    monkeypatch.setattr(
+        canonical_mode,
+        "agreeing_linear_sizes",
+        lambda weight, bias, base: () if base >= least_base else true(weight, bias, base),
+    )
+
+
+def test_where_nothing_holds_the_default_is_plain_mode_that_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = torch.get_num_threads()
-    failed = SelfTest(False, 0.5, "tree differs by 5.0e-01")
-    monkeypatch.setattr(torch_target, "run_self_test", lambda *_: failed)
+    _disagree(monkeypatch, least_base=1)
     with caplog.at_level(logging.WARNING):
         target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu")
     assert not target.canonical
+    assert not target.exact
+    assert target.mode == "plain (texts may differ where two tokens nearly tie)"
     assert torch.get_num_threads() == threads
-    assert "tree differs by 5.0e-01" in caplog.text
+    assert "texts may differ where two tokens nearly tie: row tiles of 8: a 64 x " in caplog.text
+    assert not any("forward" in vars(part) for part in target._model.modules())
+
+
+def test_where_nothing_holds_asking_for_canonical_mode_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _disagree(monkeypatch, least_base=1)
+    with pytest.raises(CanonicalModeError, match=r"row tiles of 32: a 64 x .* row by row: a 64 x"):
+        TorchTarget(str(folder), name="t", vocabulary="v", device="cpu", canonical=True)
+
+
+def test_row_by_row_is_only_for_those_who_ask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _disagree(monkeypatch, least_base=2)
+    assert not TorchTarget(str(folder), name="t", vocabulary="v", device="cpu").canonical
+    recorder = Recorder(folder, "float32")
+    assert recorder.target.mode == "canonical (row by row)"
+    check_random_schedule(random.Random(4), recorder, 60)
+
+
+def test_a_base_whose_passes_differ_is_left_for_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [SelfTest(False, 0.5, "tree differs by 5.0e-01"), SelfTest(True, 0.0, "all agree")]
+    monkeypatch.setattr(torch_target, "run_self_test", lambda *_: results.pop(0))
+    target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu")
+    assert target.mode.startswith("canonical (row tiles of 16")
+    assert target.exact
 
 
 def test_too_small_a_pool_is_said_in_the_self_test(folder: Path) -> None:

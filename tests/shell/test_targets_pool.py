@@ -10,10 +10,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, PassRequest
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.pass_plan import CanonicalGroup, PlainGroup, plan_pass
+from edgespec.targets.row_tiles import RowTiles
 
 GREEDY = SamplingParams()
 
@@ -75,18 +76,38 @@ def test_random_passes_keep_what_they_should_and_leak_nothing() -> None:
     assert pool.session_count == 0
 
 
-def test_a_prompt_is_reserved_until_close() -> None:
+def test_tables_of_requests_are_used_as_they_are() -> None:
     pool = _pool(4)
-    pool.open("a", 3 * BLOCK_SIZE, GREEDY)
-    with pytest.raises(CapacityError, match="a prompt of 17 tokens does not fit: 16 of 64"):
-        pool.open("b", BLOCK_SIZE + 1, GREEDY)
-    _pass(pool, PassRequest("a", 0, (1, 2), (3,), (-1,)))
-    pool.keep("a", [])
-    assert pool.free_tokens == BLOCK_SIZE
-    pool.open("b", BLOCK_SIZE, GREEDY)
-    pool.close("a")
-    pool.close("a")
-    assert pool.free_tokens == 3 * BLOCK_SIZE
+    for key in "ab":
+        pool.open(key, 1, GREEDY)
+    _pass(pool, PassRequest("a", 0, (7,) * 20, blocks=(4, 2)))
+    _pass(pool, PassRequest("b", 0, (8,) * 5, (9, 6), (-1, -1), blocks=(1,)))
+    pool.keep("b", [1])
+    assert _keys(pool, "a") == [7.0] * 20
+    assert _keys(pool, "b") == [8.0] * 5 + [6.0]
+    assert pool.data[0, 0, 4 * BLOCK_SIZE, 0] == 7.0
+    _pass(pool, PassRequest("a", 0, (5,) * 3, blocks=(3,)))  # evicted, and computed again
+    assert _keys(pool, "a") == [5.0] * 3
+    assert pool.free_tokens == 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((1,), "17 rows, but its blocks hold 16"),
+        ((1, 5), "blocks 1 to 5, limit 4"),
+        ((0, 1), "blocks 0 to 1, limit 4"),
+    ],
+)
+def test_a_wrong_table_is_refused_before_anything_changes(
+    blocks: tuple[int, ...], message: str
+) -> None:
+    pool = _pool(4)
+    pool.open("a", 1, GREEDY)
+    _pass(pool, PassRequest("a", 0, (1, 2), blocks=(3,)))
+    with pytest.raises(ValueError, match=message):
+        pool.reserve([PassRequest("a", 1, (5,) * 16, blocks=blocks)])
+    assert _keys(pool, "a") == [1.0, 2.0]
 
 
 def test_exhaustion_changes_nothing() -> None:
@@ -96,7 +117,7 @@ def test_exhaustion_changes_nothing() -> None:
     _pass(pool, PassRequest("a", 0, (1, 2)))
     big = [PassRequest("a", 1, (5,) * 20), PassRequest("b", 0, (6,) * 20)]
     assert pool.missing_tokens(big) == BLOCK_SIZE
-    with pytest.raises(CapacityError, match="needs 16 more cached tokens than the 16 free of 48"):
+    with pytest.raises(CapacityError, match="needs 16 more cached tokens than the 32 free of 48"):
         pool.reserve(big)
     assert pool.sequence("a").tokens == [1, 2]
     assert _keys(pool, "a") == [1.0, 2.0]
@@ -137,7 +158,7 @@ def _cached(canonical: bool) -> tuple[CanonicalGroup | PlainGroup, ...]:
     pool.open("a", 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (9, 9, 9)))
     pool.reserve([TREE])
-    plan = plan_pass(pool, [TREE], canonical=canonical)
+    plan = plan_pass(pool, [TREE], tiles=RowTiles() if canonical else None)
     assert plan.row_count == 11
     assert plan.positions[0, :11].tolist() == [3, 4, 5, 5, 6, 6, 6, 7, 7, 6, 7]
     assert plan.sampled_rows[: plan.sampled_count].tolist() == list(range(1, 11))

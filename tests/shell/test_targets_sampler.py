@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,11 +13,13 @@ pytest.importorskip("torch")
 
 import torch
 
-from edgespec.core.noise import gumbel
-from edgespec.core.noise import noise_bits as scalar_bits
-from edgespec.core.sampling import SamplingParams, choose, warp
+from edgespec.core.protocol.noise import gumbel
+from edgespec.core.protocol.noise import noise_bits as scalar_bits
+from edgespec.core.protocol.sampling import SamplingParams, choose, warp
+from edgespec.ports import ModelOutputError
 from edgespec.targets.noise import gumbel_noise, noise_bits
-from edgespec.targets.sampler import SampleRow, choose_tokens, warp_rows
+from edgespec.targets.sampler import SampleBlock, choose_tokens, warp_rows
+from edgespec.targets.token_counts import TokenCounts, TokenCountsCache
 
 CPU = torch.device("cpu")
 SIZE = 61
@@ -26,6 +29,19 @@ DEVICES = [
 ]
 SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, (1 << 64) - 1, 0x123456789ABCDEF0]
 POSITIONS = [0, 1, 1000, (1 << 20) + 3, 77, 5]
+
+
+def _block(
+    params: SamplingParams,
+    position: int = 0,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    key: str = "s",
+) -> SampleBlock:
+    """One row, whose text so far is ``prompt`` and ``output``."""
+    counts = TokenCounts(len(prompt))
+    counts.follow([*prompt, *output], 0)
+    return SampleBlock(key, params, (position,), counts.before((), ()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,32 +94,33 @@ def _all_parameters() -> list[SamplingParams]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_all_parameters_together_equal_the_specification(device: str) -> None:
     rng = random.Random(0)
-    logits, rows = [], []
+    logits, rows, texts = [], [], []
     for params in _all_parameters():
         prompt = [rng.randrange(SIZE) for _ in range(rng.randrange(6))]
         output = [rng.randrange(SIZE) for _ in range(rng.randrange(6))]
-        rows.append(SampleRow(params, rng.randrange(5000), prompt, output))
+        rows.append(_block(params, rng.randrange(5000), prompt, output))
+        texts.append((prompt, output))
         logits.append([float(torch.tensor(rng.gauss(0, 2))) for _ in range(SIZE)])
     table = torch.tensor(logits, device=device)
     before = table.clone()
     warped = warp_rows(table, rows).tolist()
     chosen = choose_tokens(table, rows)
     assert torch.equal(table, before)
-    for row, line, scores, token in zip(rows, logits, warped, chosen, strict=True):
-        expected = warp(line, row.params, row.prompt, row.output)
+    for row, line, text, scores, token in zip(rows, logits, texts, warped, chosen, strict=True):
+        expected = warp(line, row.params, *text)
         if not row.params.greedy:
             assert [s == -math.inf for s in scores] == [s == -math.inf for s in expected]
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        assert token == choose(line, row.params, row.position, row.prompt, row.output)
+        assert token == choose(line, row.params, row.positions[0], *text)
 
 
 def test_ties_go_to_the_lowest_id() -> None:
     table = torch.tensor([[1.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0]])
-    plain = SampleRow(SamplingParams(), 0)
-    biased = SampleRow(SamplingParams(logit_bias={0: 1.0}), 0)
+    plain = _block(SamplingParams())
+    biased = _block(SamplingParams(logit_bias={0: 1.0}))
     assert choose_tokens(table, [plain, plain]) == [1, 0]
     assert choose_tokens(table, [biased, plain]) == [0, 0]
-    nucleus = SampleRow(SamplingParams(temperature=1.0, top_p=0.5), 0)
+    nucleus = _block(SamplingParams(temperature=1.0, top_p=0.5))
     assert [s > -math.inf for s in warp_rows(table[1:], [nucleus])[0].tolist()] == [
         True,
         True,
@@ -113,7 +130,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 def test_sampling_is_float32_whatever_the_logits_are() -> None:
-    row = SampleRow(SamplingParams(temperature=0.9, seed=4), 12)
+    row = _block(SamplingParams(temperature=0.9, seed=4), 12)
     logits = torch.linspace(-1, 1, 300).to(torch.bfloat16)[None]
     assert warp_rows(logits, [row]).dtype == torch.float32
     assert choose_tokens(logits, [row]) == choose_tokens(logits.float(), [row])
@@ -129,7 +146,7 @@ def test_draws_follow_the_warped_softmax(extra: dict[str, float]) -> None:
     draws, size = 40_000, 12
     line = [math.sin(3.0 * t) * 1.5 for t in range(size)]
     table = torch.tensor(line).expand(draws, size)
-    chosen = choose_tokens(table, [SampleRow(params, position) for position in range(draws)])
+    chosen = choose_tokens(table, [SampleBlock("s", params, range(draws))])
     counts = torch.bincount(torch.tensor(chosen), minlength=size).tolist()
     expected = (torch.tensor(warp(line, params)).softmax(0) * draws).tolist()
     cells = [
@@ -137,3 +154,130 @@ def test_draws_follow_the_warped_softmax(extra: dict[str, float]) -> None:
     ]
     assert sum(counts[token] for token in range(size) if expected[token] == 0) == 0
     assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
+
+
+def _random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1e-7, 1e-3, 0.7, 1.0, 3.0]),
+        top_k=rng.choice([0, 0, 1, 5, 40, 300, 5000]),
+        top_p=rng.choice([1.0, 1e-320, 0.1, 0.5, 0.9, 0.999]),
+        min_p=rng.choice([0.0, 1e-320, 0.05, 1.0]),
+        repetition_penalty=rng.choice([1.0, 0.01, 0.8, 1.3, 100.0]),
+        presence_penalty=rng.choice([0.0, 0.5, -1.0]),
+        frequency_penalty=rng.choice([0.0, 0.3, -0.2]),
+        logit_bias=rng.choice([{}, {3: 4.0, 7: -9.0, 4000: 1.0}]),
+        seed=rng.randrange(1 << 64),
+    )
+
+
+@pytest.mark.parametrize("size", [61, 320, 1000])
+def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(size: int) -> None:
+    """Random texts, trees and parameters; logits on a coarse grid, so that many are equal."""
+    rng = random.Random(size)
+    for _ in range(12):
+        blocks, lines, wanted = [], [], []
+        for session in range(rng.randrange(1, 5)):
+            prompt = [rng.randrange(size) for _ in range(rng.randrange(1, 30))]
+            output = [rng.randrange(size) for _ in range(rng.randrange(30))]
+            nodes = tuple(rng.randrange(size) for _ in range(rng.randrange(5)))
+            parents = tuple(rng.randrange(-1, node) if node else -1 for node in range(len(nodes)))
+            params, first = _random_params(rng), len(prompt) + len(output)
+            counts = TokenCounts(len(prompt))
+            counts.follow(prompt + output, 0)
+            paths: list[list[int]] = [[]]
+            for token, parent in zip(nodes, parents, strict=True):
+                paths.append([*paths[1 + parent], token])
+            positions = [first + len(path) for path in paths]
+            before = counts.before(nodes, parents)
+            blocks.append(SampleBlock(f"s{session}", params, positions, before))
+            step = rng.choice([0.25, 1e-3])
+            for path, position in zip(paths, positions, strict=True):
+                line = [round(rng.gauss(0, 3) / step) * step for _ in range(size)]
+                lines.append(torch.tensor(line).tolist())
+                wanted.append(choose(lines[-1], params, position, prompt, output + path))
+        table = torch.tensor(lines)
+        assert choose_tokens(table, blocks) == wanted
+        together, first = warp_rows(table, blocks), 0
+        for block in blocks:
+            stop = first + len(block.positions)
+            assert torch.equal(warp_rows(table[first:stop], [block]), together[first:stop])
+            first = stop
+
+
+def test_a_wide_nucleus_among_narrow_ones_is_whole() -> None:
+    flat = [0.001 * (token % 7) for token in range(2000)]
+    steep = [-0.5 * token for token in range(2000)]
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+    table = torch.tensor([flat, steep])
+    scores = warp_rows(table, [_block(params), _block(params)])
+    for line, row in zip(table.tolist(), scores.tolist(), strict=True):
+        kept = [token for token, score in enumerate(row) if score > -math.inf]
+        assert kept == [t for t, score in enumerate(warp(line, params)) if score > -math.inf]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    table = torch.randn((8, 100), generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=temperature, top_k=3, top_p=0.2, min_p=0.5, seed=3)
+    blocks = [_block(params, position) for position in range(8)]
+    expected = table.argmax(dim=-1).tolist()
+    assert choose_tokens(table, blocks) == expected
+    assert [choose(line, params, p) for p, line in enumerate(table.tolist())] == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)])
+def test_logits_that_are_no_numbers_name_their_session(
+    value: float, params: SamplingParams
+) -> None:
+    table = torch.zeros((3, 70))
+    table[2, 69] = value
+    blocks = [SampleBlock("good", params, (4,)), SampleBlock("bad", params, (7, 8))]
+    with pytest.raises(ModelOutputError, match="'bad': the largest logit at position 8 is") as info:
+        choose_tokens(table, blocks)
+    assert info.value.key == "bad"
+    table[2] = -math.inf
+    with pytest.raises(ModelOutputError, match="'bad': the largest logit at position 8 is -inf"):
+        choose_tokens(table, blocks)
+
+
+def _operations(text_length: int, sessions: int) -> int:
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1, seed=1
+    )
+    text = [token % 97 for token in range(text_length)]
+    blocks = [_block(params, text_length, text[:9], text[9:]) for _ in range(sessions)]
+    table = torch.randn((sessions, 200), generator=torch.Generator().manual_seed(1))
+    with torch.profiler.profile() as profile:
+        choose_tokens(table, blocks)
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
+
+
+def test_operations_of_a_pass_depend_neither_on_its_rows_nor_on_its_texts() -> None:
+    assert abs(_operations(20, 8) - _operations(800, 8)) < 20
+    assert _operations(100, 16) < _operations(100, 2) + 40
+    assert _operations(500, 8) < 300
+
+
+def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
+    rng = random.Random(8)
+    cache, text = TokenCountsCache(1), [3, 1, 4]
+    for _ in range(200):
+        kept = rng.randrange(max(0, len(text) - 9), len(text) + 1)
+        del text[kept:]
+        text += [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
+        counts = cache.of("a", text, 3, kept)
+        fresh = TokenCounts(3)
+        fresh.follow(text, 0)
+        assert _table(counts) == _table(fresh)
+        if rng.random() < 0.3:
+            cache.of("b", [1], 1, 0)  # takes the only place: "a" is counted anew
+    other = [7, 7, 7, 7]
+    assert _table(cache.of("a", other, 3, 2)) == {7: (True, [1, 2, 1])}
+
+
+def _table(counts: TokenCounts) -> dict[int, tuple[bool, list[int]]]:
+    found = counts.before((7, 5), (-1, -1))
+    rows = found.output_counts.T.tolist()
+    entries = zip(found.tokens.tolist(), found.in_prompt.tolist(), rows, strict=True)
+    return {token: (prompt, row) for token, prompt, row in entries if prompt or row[0]}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.core.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
 from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
 from edgespec.targets.paced import PacedTarget
@@ -141,7 +141,7 @@ def test_kept_nodes_are_a_path(nodes: list[int]) -> None:
     ("request_", "message"),
     [
         (PassRequest("s", 3, ()), "feed is empty"),
-        (PassRequest("s", 3, (99,)), "token id is outside 0 to 31"),
+        (PassRequest("s", 3, (99,)), "token ids 99 to 99, limit 0 to 31"),
         (PassRequest("s", 3, (1,), (2,), (0,)), "must come before"),
         (PassRequest("s", 3, (1,), (2,), ()), "nodes need parents"),
         (PassRequest("s", 3, (1,), (2,), (-1,), sample=False), "sample=True"),

@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from edgespec.core.messages import Cancel, Commit, Fault, FaultCode
+from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode
 from edgespec.ports import LinkError
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, echo, opened, served, works
+from tests.shell.echo_verifier import INFO, PATIENCE_S, echo, opened, served, works
 
 
 async def test_a_port_in_use_is_an_error_that_names_it() -> None:
@@ -75,7 +75,7 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
         assert isinstance(await running.receive(), Commit)
         watch.cancel()
         await channel.close(None)
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, PATIENCE_S)
 
 
 async def test_a_stop_without_grace_tells_the_devices_why() -> None:

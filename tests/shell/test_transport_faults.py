@@ -18,15 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.messages import Limits, Open, Opened, Received
+from edgespec.core.protocol.messages import Limits, Open, Opened, Received
 from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_options import Keepalive
 from edgespec.transport.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO
+from tests.shell.echo_verifier import INFO, PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 5.0
 
 
 @contextmanager
@@ -86,7 +85,7 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
 async def test_an_idle_stream_outlives_many_pings() -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
     with verifier_process() as (_, address):
-        transport = GrpcTransport(address, keepalive=Keepalive(0.1, 1.0))
+        transport = GrpcTransport(address, keepalive=Keepalive(0.1, PATIENCE_S))
         stream = await opened(transport)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.receive(), 2.5)

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
@@ -26,7 +26,7 @@ from edgespec.transport.codec import encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.metered import TrafficMeter
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
-from tests.shell.echo_verifier import INFO, OPEN, echo, opened, served, works
+from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
 
@@ -239,7 +239,7 @@ async def test_the_verifier_learns_that_a_device_left() -> None:
     async with served(watch) as (_, transport):
         stream = await opened(transport)
         await stream.close()
-        error = await asyncio.wait_for(ended, 5)
+        error = await asyncio.wait_for(ended, PATIENCE_S)
         assert "device at ipv4:127.0.0.1" in str(error)
         assert error.retryable
 
@@ -282,7 +282,7 @@ async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
 
     async with served(flood) as (_, transport):
         stream = await transport.connect()
-        await asyncio.wait_for(stuck.wait(), 20)
+        await asyncio.wait_for(stuck.wait(), PATIENCE_S)
         # 8 kB each: two windows, the library's buffers and the socket's hold far less than this.
         assert sent < 4000
         await stream.close()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edgespec.core.messages import (
+from edgespec.core.protocol.messages import (
     Commit,
     Draft,
     Fault,

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from edgespec.core import draft_events
-from edgespec.core.acceptance import ExactRule, Walk
-from edgespec.core.commit_reader import CommitReader
-from edgespec.core.draft_cache import DraftCache
-from edgespec.core.draft_events import Deliver
-from edgespec.core.draft_inbox import DraftInbox
-from edgespec.core.draft_outbox import DraftOutbox
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.ending import Ending
-from edgespec.core.messages import Commit, Draft, Fault, FinishReason, Open, Opened
-from edgespec.core.tree import ROOT, Node, SpeculationTree
-from edgespec.core.verify_events import Keep, Offer, Send, VerifyAction
-from edgespec.core.verify_session import VerifySession
+from edgespec.core.device import events as draft_events
+from edgespec.core.device.cache import DraftCache
+from edgespec.core.device.commit_reader import CommitReader
+from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.events import Deliver
+from edgespec.core.device.outbox import DraftOutbox
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.ending import Ending
+from edgespec.core.protocol.messages import (
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Open,
+    Opened,
+)
+from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.verifier.acceptance import ExactRule, Walk
+from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import (
+    Evicted,
+    Keep,
+    Offer,
+    PassFailed,
+    Send,
+    VerifyAction,
+    VerifyEvent,
+)
+from edgespec.core.verifier.session_registry import SessionRegistry
 
 Patches = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,7 +58,9 @@ _place, _keep, _reset = SpeculationTree.place, VerifySession._on_pass_done, Draf
 _read, _receive, _cut = CommitReader.read, DraftInbox.receive, Ending.cut
 _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
-_step_done, _offer = DraftSession._on_step_done, VerifySession._on_offer
+_handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
+_end, _probe_done = SessionRegistry.end, VerifyEngine._probe_done
+_step_done, _offer = DraftSteps.done, VerifySession._on_offer
 
 
 def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
@@ -61,7 +84,7 @@ def _late_drafts_move_along(tree: SpeculationTree, parent: int, base_position: i
 
 
 def _old_tree_stays(inbox: DraftInbox, drafting: bool) -> None:
-    inbox.told_to_go, inbox._waiting_since = not drafting, None
+    inbox.no_draft_coming, inbox._waiting_since = not drafting, None
 
 
 def _overlap_is_new(reader: CommitReader, commit: Commit, now: float) -> Deliver | None:
@@ -135,27 +158,90 @@ def _siblings_are_independent(
     return Walk(tuple(path), (*(tokens[node] for node in path), last))
 
 
-def _acknowledges_rarely(session: DraftSession, opened: Opened) -> list[draft_events.DraftAction]:
-    actions = _opened(session, opened)
+def _acknowledges_rarely(
+    session: DraftSession, opened: Opened, now: float
+) -> list[draft_events.DraftAction]:
+    actions = _opened(session, opened, now)
     session._reader.max_unreceived = 1 << 20
     return actions
 
 
-def _repeats_empty_steps(
-    session: DraftSession, done: draft_events.StepDone, now: float
-) -> list[draft_events.DraftAction]:
-    actions = _step_done(session, done, now)
-    session._barren = None
-    return actions
+def _repeats_empty_steps(steps: DraftSteps, done: draft_events.StepDone, now: float) -> None:
+    _step_done(steps, done, now)
+    steps._speechless_at = None
 
 
 def _flow_control_off(session: VerifySession, offer: Offer, now: float) -> tuple[VerifyAction, ...]:
-    session._received = session.prefix.length
+    session.device.received = session.prefix.length
+    session.device.unread_since = None
     return _offer(session, offer, now)
 
 
-def _failed_pass_hangs(session: VerifySession) -> None:
-    session._pass = None
+def _failed_pass_hangs(
+    session: VerifySession, event: VerifyEvent, now: float
+) -> tuple[VerifyAction, ...]:
+    if isinstance(event, PassFailed):
+        session._pass = None
+        return ()
+    return _handle(session, event, now)
+
+
+def _eviction_is_not_told(
+    session: VerifySession, event: VerifyEvent, now: float
+) -> tuple[VerifyAction, ...]:
+    return () if isinstance(event, Evicted) else _handle(session, event, now)
+
+
+def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
+    _trim(ledger, key, length - ledger.block_tokens)
+
+
+def _reserves_held_blocks(ledger: BlockLedger, key: str, length: int) -> bool:
+    table = ledger._tables.setdefault(key, [])
+    missing = ledger.missing(key, length)
+    table += (ledger._free + [1] * missing)[:missing]
+    return True
+
+
+def _releases_nothing(ledger: BlockLedger, key: str) -> int:
+    return 0
+
+
+def _older_ones_give_way(
+    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
+) -> list[str]:
+    """Any holder is a victim: two sessions take blocks from each other in turns."""
+    return [other for other in keeper.sessions if other != key and other not in spared]
+
+
+def _nobody_gives_way(
+    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
+) -> list[str]:
+    return []
+
+
+def _evicts_from_the_pass(
+    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
+) -> list[str]:
+    return _victims(keeper, key, (), now)
+
+
+def _blamed_session_stays(registry: SessionRegistry, key: str, fault: Fault | None) -> None:
+    if fault is None or fault.code is not FaultCode.INTERNAL:
+        _end(registry, key, fault)
+
+
+def _probe_hangs(engine: VerifyEngine, broken: str | None) -> None:
+    """The suspect is judged, but no pass is ever formed again."""
+    suspect = engine._suspect
+    _probe_done(engine, broken)
+    engine._suspect = suspect
+
+
+def _probe_keeps_its_block(engine: VerifyEngine, broken: str | None) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.keeper, "release", lambda key: None)
+        _probe_done(engine, broken)
 
 
 def _newest_nodes_first(
@@ -186,7 +272,7 @@ MUTANTS = (
     Mutant("keep is one short", _patch(VerifySession, "_on_pass_done", _keeps_one_short), 20),
     Mutant("dead parents count", _patch(SpeculationTree, "place", _dead_parents_count), 60),
     Mutant("late drafts move along", _patch(SpeculationTree, "place", _late_drafts_move_along), 20),
-    Mutant("attach keeps the old tree", _patch(DraftInbox, "reset", _old_tree_stays), 300),
+    Mutant("attach keeps the old tree", _patch(DraftInbox, "reset", _old_tree_stays), 800),
     Mutant("overlap delivered twice", _patch(CommitReader, "read", _overlap_is_new), 30),
     Mutant("hash not matched", _patch(DraftInbox, "receive", _hash_is_ignored), 400),
     Mutant("base ahead is taken", _patch(DraftInbox, "receive", _base_ahead_is_taken), 400),
@@ -194,18 +280,26 @@ MUTANTS = (
     Mutant("stop only as last token", _patch(Ending, "cut", _stop_only_at_the_end), 60),
     Mutant("max_tokens overshot", _overshoots, 60),
     Mutant("draft cache trusted", _patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
-    Mutant("resume skips a token", _patch(VerifySession, "_on_attach", _resume_skips_one), 20),
-    Mutant("resume sends nothing", _patch(VerifySession, "_on_attach", _resume_sends_nothing), 20),
+    Mutant("resume skips a token", _patch(VerifySession, "_on_attach", _resume_skips_one), 200),
+    Mutant("resume sends nothing", _patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),
     Mutant("independent siblings", _patch(ExactRule, "walk", _siblings_are_independent), 60),
     Mutant("acknowledges rarely", _patch(DraftSession, "_on_opened", _acknowledges_rarely), 20),
-    Mutant(
-        "empty steps repeated", _patch(DraftSession, "_on_step_done", _repeats_empty_steps), 300
-    ),
+    Mutant("empty steps repeated", _patch(DraftSteps, "done", _repeats_empty_steps), 300),
     Mutant("new stream, old marks", _patch(DraftOutbox, "new_stream", lambda outbox: None), 500),
     Mutant("flow control off", _patch(VerifySession, "_on_offer", _flow_control_off), 20),
-    Mutant("failed pass hangs", _patch(VerifySession, "_on_pass_failed", _failed_pass_hangs), 50),
+    Mutant("failed pass hangs", _patch(VerifySession, "handle", _failed_pass_hangs), 50),
+    Mutant("eviction is not told", _patch(VerifySession, "handle", _eviction_is_not_told), 50),
+    Mutant("trims one block too many", _patch(BlockLedger, "trim", _trims_one_too_many), 50),
+    Mutant("blocks are given twice", _patch(BlockLedger, "reserve", _reserves_held_blocks), 50),
+    Mutant("blocks are never freed", _patch(BlockLedger, "release", _releases_nothing), 50),
+    Mutant("older ones give way", _patch(CacheKeeper, "_victims", _older_ones_give_way), 200),
+    Mutant("nobody gives way", _patch(CacheKeeper, "_victims", _nobody_gives_way), 300),
+    Mutant("evicts from the pass", _patch(CacheKeeper, "_victims", _evicts_from_the_pass), 300),
+    Mutant("blamed session stays", _patch(SessionRegistry, "end", _blamed_session_stays), 100),
+    Mutant("probe never ends", _patch(VerifyEngine, "_probe_done", _probe_hangs), 200),
+    Mutant("probe keeps blocks", _patch(VerifyEngine, "_probe_done", _probe_keeps_its_block), 200),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
     Mutant(
-        "silence when resting", _patch(DraftSession, "_nothing_to_come", lambda session: []), 60
+        "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
     ),
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits, RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.ports import Drafter
-from edgespec_sim.worlds import DrafterFactory, WorldOptions, WorldResult, good_drafter, run_world
+from edgespec_sim.world_options import DrafterFactory, WorldOptions, WorldResult, good_drafter
+from edgespec_sim.worlds import run_world
 
 REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
 
@@ -71,7 +73,22 @@ def draw_options(seed: int) -> WorldOptions:
         step_s=dice.choice((0.001, 0.005, 0.05)),
         pass_s=dice.choice((0.0, 0.005, 0.03)),
     )
-    return options if quiet else _with_faults(options, dice)
+    options = options if quiet else _with_faults(options, dice)
+    return _under_pressure(options, dice) if dice.random() < 0.4 else options
+
+
+def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """A cache that holds the longest text of one device, and little more."""
+    block_tokens = dice.choice((1, 4, 16))
+    longest = options.prompt_length + options.sampling.max_tokens
+    context_length = min(options.limits.context_length, longest)
+    blocks = -(-context_length // block_tokens) + dice.choice((0, 0, 1, 5))
+    return replace(
+        options,
+        policies=options.policies * dice.choice((1, 2)),
+        limits=replace(options.limits, context_length=context_length),
+        engine_limits=replace(options.engine_limits, cache=CacheShape(blocks, block_tokens)),
+    )
 
 
 def _with_faults(options: WorldOptions, dice: random.Random) -> WorldOptions:
@@ -84,6 +101,8 @@ def _with_faults(options: WorldOptions, dice: random.Random) -> WorldOptions:
         duplicate_chance=dice.choice((0.0, 0.1, 0.5)),
         forge_chance=dice.choice((0.0, 0.0, 0.1)),
         batch_failure_chance=dice.choice((0.0, 0.2)),
+        target_failure_chance=dice.choice((0.0, 0.0, 0.02, 0.1)),
+        session_failure_chance=dice.choice((0.0, 0.0, 0.02, 0.1)),
     )
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.core.arms import Arm, arm_settings
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits, Open
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec_sim.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.device import SimulatedDevice

@@ -14,11 +14,11 @@ from functools import cache
 
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.link_model import LinkSettings
-from edgespec.core.messages import RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.benchmark.arms import Arm
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.network.link_model import LinkSettings
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, ModelInfo, TargetModel
 from edgespec_sim.bounds import (
     ONE_PASS_A_TOKEN,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.arms import Arm
+from edgespec.benchmark.arms import Arm
 from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.city.run import Job, jobs_of, play, summarise

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.draft_events import Deliver
-from edgespec.core.link_model import LinkModel
-from edgespec.core.messages import Commit, Downlink
-from edgespec.core.shared_queue import SharedQueue
-from edgespec_sim.city.conservation import ConservationError, Way
+from edgespec.benchmark.arms import Arm
+from edgespec.core.device.events import Deliver
+from edgespec.core.network.link_model import LinkModel
+from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.protocol.messages import Commit, Downlink
+from edgespec_sim.city.audit import ConservationError
+from edgespec_sim.city.conservation import Way
 from edgespec_sim.city.metered_stream import MeteredStream
 from edgespec_sim.city.run import Job, play
 from edgespec_sim.city.user import User

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.engine_events import EngineLimits, SendTo, StreamOpened
-from edgespec.core.messages import Fault, Limits, Open
-from edgespec.core.sampling import SamplingParams
+from edgespec.benchmark.arms import Arm
+from edgespec.core.protocol.messages import Fault, Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
 from edgespec.ports import PassRequest
 from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
-from edgespec_sim.city.conservation import ConservationError
+from edgespec_sim.city.audit import ConservationError
 from edgespec_sim.city.run import Job, jobs_of, play, summarise
 from edgespec_sim.city.site import Machine
 from edgespec_sim.city.world import WorldOutcome
@@ -191,8 +191,8 @@ def test_without_a_spare_the_others_take_over_the_layers() -> None:
     ("changes", "complaint"),
     [
         ({"nodes": 2, "lost_at_s": (1.0, 2.0)}, "lost_at_s names 2 losses, but 2 nodes"),
-        ({"reroute_s": -1.0}, r"reroute_s is -1, but must be in \[0, 1e\+06\]"),
-        ({"link_mbps": 0.0}, "link_mbps is 0, but must be in"),
+        ({"reroute_s": -1.0}, r"reroute_s is -1.0, but must be in \[0.0, 1000000.0\]"),
+        ({"link_mbps": 0.0}, "link_mbps is 0.0, but must be in"),
         ({"hidden_bytes": 0}, "hidden_bytes is 0, but must be in"),
     ],
 )
@@ -312,5 +312,5 @@ def test_a_verifier_follows_its_rule_and_no_other() -> None:
 def test_only_the_toy_knows_how_likely_a_wrong_token_is() -> None:
     with pytest.raises(ValueError, match=r"lossy_threshold is 0\.3, but only source: toy"):
         TokensSection(lossy_threshold=0.3)
-    with pytest.raises(ValueError, match=r"lossy_threshold is 2, but must be in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"lossy_threshold is 2.0, but must be in \[0.0, 1.0\]"):
         TokensSection(source=TokensFrom.TOY, lossy_threshold=2.0)

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import association_policy
 from edgespec_sim.acceptance_process import AcceptanceLaw
-from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World
 from edgespec_sim.mean_field import MeanField, MeanFieldModel, Station, Users
 from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.scenario.loading import load_scenario

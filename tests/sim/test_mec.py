@@ -14,11 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import DeviceView, LinkView, VerifierView, association_policy
-from edgespec.core.shared_queue import SharedQueue
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import (
+    DeviceView,
+    LinkView,
+    VerifierView,
+    association_policy,
+)
+from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.city.allocation import Allocation, FixedAssociation
-from edgespec_sim.city.conservation import ConservationError
+from edgespec_sim.city.audit import ConservationError
 from edgespec_sim.city.radio_network import (
     DEVICE_NOISE_DB,
     LEAST_BITS_PER_HZ,
@@ -29,7 +34,8 @@ from edgespec_sim.city.radio_network import (
     grid_m,
 )
 from edgespec_sim.city.run import token_source
-from edgespec_sim.city.world import Surrounding, World, WorldOutcome
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World, WorldOutcome
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES, LinkSection, RadioSection
@@ -353,7 +359,7 @@ def test_the_air_is_the_first_hop() -> None:
     device = replace(MEC.devices["phone"], path=("metro",))
     with pytest.raises(ValueError, match=r"devices\.phone\.path names links, but with radio"):
         replace(MEC, devices={"phone": device})
-    with pytest.raises(ValueError, match=r"load is 0.99, but must be in \[0, 0.95\]"):
+    with pytest.raises(ValueError, match=r"load is 0.99, but must be in \[0.0, 0.95\]"):
         RadioSection(load=0.99)
 
 

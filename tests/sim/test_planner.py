@@ -146,14 +146,14 @@ def test_equal_settings_give_equal_plans_and_seeds_other_texts() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("rtt_ms", -1.0, r"rtt_ms is -1, but must be in \[0, 10000\]"),
-        ("draft_ms", 0.0, r"draft_ms is 0, but must be in \[0.1, 10000\]"),
+        ("rtt_ms", -1.0, r"rtt_ms is -1.0, but must be in \[0.0, 10000.0\]"),
+        ("draft_ms", 0.0, r"draft_ms is 0.0, but must be in \[0.1, 10000.0\]"),
         ("pass_ms", float("nan"), r"pass_ms is nan, but must be in"),
-        ("acceptance", 1.0, r"acceptance is 1, but must be in \[0.01, 0.99\]"),
-        ("loss", 0.6, r"loss is 0.6, but must be in \[0, 0.5\]"),
+        ("acceptance", 1.0, r"acceptance is 1.0, but must be in \[0.01, 0.99\]"),
+        ("loss", 0.6, r"loss is 0.6, but must be in \[0.0, 0.5\]"),
         ("up_mbps", 0.001, r"up_mbps is 0.001, but must be in"),
         ("tokens", 5, r"tokens is 5, but must be in \[100, 10000\]"),
-        ("local_tpot_ms", 0.0, r"local_tpot_ms is 0, but must be in"),
+        ("local_tpot_ms", 0.0, r"local_tpot_ms is 0.0, but must be in"),
     ],
 )
 def test_mistakes_name_the_value_and_the_range(field: str, value: float, text: str) -> None:

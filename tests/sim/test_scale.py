@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.simulate import simulate
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
+from edgespec.core.association.policies import association_policy
 from edgespec_sim.acceptance_process import AcceptanceLaw
 from edgespec_sim.city.run import jobs_of, play, summarise
-from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.scenario.loading import load_scenario

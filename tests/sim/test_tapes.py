@@ -11,15 +11,15 @@ from functools import cache
 
 import pytest
 
-from edgespec.core.arms import Arm, arm_settings
-from edgespec.core.draft_events import DraftCounters, TokenKind
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits, Open
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.ports import Drafter
 from edgespec.targets.toy import ToyTarget

@@ -10,20 +10,28 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.draft_policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.messages import FinishReason, RunAhead
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.protocol.messages import FinishReason, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_session import VerifySession
+from edgespec.core.verifier.session import VerifySession
 from edgespec_sim.checks import CheckFailure, target_stream
-from edgespec_sim.worlds import WorldOptions, WorldResult, run_world
+from edgespec_sim.world_options import WorldOptions, WorldResult
+from edgespec_sim.worlds import run_world
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, draw_options, exact_drafter, play
 
 WORLDS = 2400
+SLOW_WORLDS = 5600
 BATCH = 200
 
 
-@pytest.mark.parametrize("first", range(0, WORLDS, BATCH))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, WORLDS, BATCH),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(WORLDS, SLOW_WORLDS, BATCH)),
+    ],
+)
 def test_every_device_gets_the_targets_text(first: int) -> None:
     for seed in range(first, first + BATCH):
         try:
@@ -42,6 +50,7 @@ def test_the_worlds_are_eventful() -> None:
     assert {device.expected.reason for device in devices} == {
         FinishReason.STOP,
         FinishReason.LENGTH,
+        FinishReason.CONTEXT,
     }
     assert {type(policy) for o in options for policy in o.policies} == {
         FixedPolicy,

@@ -15,7 +15,14 @@ from edgespec_uara.association import shipped_association
 from edgespec_uara.comparison import Cell, Effort, Result, compare, gains, over_the_papers
 from edgespec_uara.cost import objective
 from edgespec_uara.matching import best_gain
-from edgespec_uara.methods import NO_SPECULATION, TMA_MASAC, Situation, max_compute, methods
+from edgespec_uara.methods import (
+    NO_SPECULATION,
+    TMA_MASAC,
+    TMA_MASAC_MOVES,
+    Situation,
+    max_compute,
+    methods,
+)
 from edgespec_uara.paper import CorrectedCost, PaperCost
 from edgespec_uara.planning import follow, plan, views
 from edgespec_uara.policy import Actor
@@ -47,7 +54,20 @@ def test_a_method_is_compared_on_the_same_worlds_each_time() -> None:
     assert [result.method for result in one] == [*every, NO_SPECULATION]
     by_name = {result.method: result.cost_ms for result in one}
     for baseline in ("random", "max-SINR", "max-compute"):
-        assert by_name[TMA_MASAC] < by_name[baseline]
+        assert by_name[TMA_MASAC_MOVES] < by_name[baseline]
+
+
+@pytest.mark.parametrize(("name", "kept"), [(TMA_MASAC, True), (TMA_MASAC_MOVES, False)])
+def test_the_papers_method_swaps_devices_and_moves_none(name: str, kept: bool) -> None:
+    """A swap leaves every server with as many devices as the first phase gave it."""
+    now = snapshot(0)
+    method = methods(Actor.shipped())[name]
+    decision = method(Situation(now, PaperCost().terms(now), np.random.default_rng(0)))
+    counts, first = (
+        np.bincount(association, minlength=now.settings.servers).tolist()
+        for association in (decision.association, best_gain(now.gains))
+    )
+    assert (counts == first) is kept
 
 
 def test_the_learned_association_beats_the_simple_rules() -> None:
@@ -93,7 +113,9 @@ def test_the_sweep_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "23.7%" in done.output
     for name in ("paper", "corrected"):
         data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-        assert {gain["baseline"] for gain in data["gains"]} >= {"random", "max-SINR"}
+        for ours in (TMA_MASAC, TMA_MASAC_MOVES):
+            assert {gain["baseline"] for gain in data["gains"][ours]} >= {"random", "max-SINR"}
+            assert ours in done.output
         page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
         assert "Plotly.newPlot" in page
         assert '<script src="http' not in page

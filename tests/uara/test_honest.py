@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import association_policy
 from edgespec_sim.city.run import token_source
-from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World
 from edgespec_uara.cost import Decision
 from edgespec_uara.honest import (
     ASKED,

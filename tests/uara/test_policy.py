@@ -10,7 +10,7 @@ import pytest
 
 from edgespec_uara import train
 from edgespec_uara.cost import CostModel, objective
-from edgespec_uara.matching import best_gain
+from edgespec_uara.matching import Steps, best_gain
 from edgespec_uara.methods import Situation, methods, two_phase
 from edgespec_uara.paper import PaperCost
 from edgespec_uara.policy import PAIR_ACTIONS, Actor, masac_shares, pair_features, tma_masac
@@ -79,7 +79,7 @@ def test_the_shipped_shares_lie_between_even_and_optimal(cost: CostModel) -> Non
 def test_rounds_only_help() -> None:
     actor, now = Actor.shipped(), snapshot(6)
     given, start = PaperCost().terms(now), best_gain(now.gains)
-    decision = tma_masac(actor, given, start)
+    decision = tma_masac(actor, given, start, Steps.SWAPS_AND_MOVES)
     assert objective(given, decision) < objective(given, masac_shares(actor, given, start))
 
 

@@ -1,0 +1,85 @@
+"""A verifier that streams a given text in given commits, in this event loop, over the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from edgespec.agent.agent import Agent, AgentOptions, Chunk
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import Commit, FinishReason, Limits, Open, Opened
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
+from edgespec.telemetry.trace import Tracer
+from edgespec.transport.loopback import LoopbackTransport
+from tests.shell.echo_verifier import INFO
+
+TEXT = ToyTokenizer()
+PROMPT = TEXT.encode("once")
+QUICK = ReconnectPolicy(first_s=0.001, longest_s=0.002, give_up_first_s=0.2, give_up_s=0.2)
+
+
+def streaming(
+    tokens: Sequence[int], sizes: Sequence[int] = (1,), finish: FinishReason = FinishReason.LENGTH
+) -> ServeStream:
+    """Commits of ``sizes`` tokens, over and over, until all are committed."""
+
+    async def serve(stream: VerifierStream) -> None:
+        opening = await stream.receive()
+        if not isinstance(opening, Open):  # a device that failed before it opened
+            return
+        await play(stream, opening, tokens, sizes, finish)
+
+    return serve
+
+
+async def play(
+    stream: VerifierStream,
+    opening: Open,
+    tokens: Sequence[int],
+    sizes: Sequence[int] = (1,),
+    finish: FinishReason = FinishReason.LENGTH,
+) -> None:
+    """Answer ``opening`` with what it does not hold of ``tokens``, and wait for the device."""
+    held = len(opening.committed)
+    assert list(opening.committed) == list(tokens[:held])
+    position = len(opening.prompt) + held
+    await stream.send(Opened(Limits(), "scripted", position))
+    for part in _parts(tokens[held:], sizes):
+        await stream.send(Commit(position, tuple(part)))
+        position += len(part)
+    await stream.send(Commit(position, (), finish=finish))
+    with contextlib.suppress(LinkError):
+        while True:
+            await stream.receive()
+
+
+def loopback(serve: ServeStream) -> LoopbackTransport:
+    return LoopbackTransport(serve, lambda: INFO)
+
+
+def agent(
+    transport: Transport,
+    drafter: Drafter | None = None,
+    reconnect: ReconnectPolicy = QUICK,
+    tracer: Tracer | None = None,
+) -> Agent:
+    options = AgentOptions(reconnect=reconnect)
+    return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, tracer=tracer)
+
+
+def generate(
+    one: Agent, count: int, stop: tuple[str, ...] = (), prompt: Sequence[int] = tuple(PROMPT)
+) -> AsyncGenerator[Chunk, None]:
+    return one.generate(prompt, SamplingParams(max_tokens=count, stop=stop))
+
+
+def _parts(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    at = 0
+    for size in itertools.cycle(sizes):
+        if at >= len(tokens):
+            return
+        yield tokens[at : at + size]
+        at += size

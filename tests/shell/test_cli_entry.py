@@ -1,0 +1,156 @@
+"""How commands begin and end in a real process: closed streams, readers that leave, arguments that
+are not text, Ctrl-C during the imports, a parent that is killed.
+
+Oracle: the exit code that was promised, and not one line of a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli.running import on_stopping_signals
+from edgespec.cli.verifier import _End
+from tests.shell.live_verifier import environment, start
+from tests.sources import ROOT
+
+WITHIN_S = 120
+NOWHERE = ("--verifier", "127.0.0.1:1")
+
+
+def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
+    """Exit code and all output that got through of ``script``, where "$@" is the command."""
+    command = [sys.executable, "-m", "edgespec", *arguments]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    output = (done.stdout + done.stderr).decode(errors="replace")
+    assert "Traceback" not in output
+    assert "ignored" not in output  # what the interpreter says of errors at its own end
+    return done.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code", "said"),
+    [
+        (">&-", ("--version",), 0, ""),
+        (">&-", ("generate", "x", *NOWHERE), 1, "no verifier answers"),
+        ("2>&-", ("generate", "x", *NOWHERE), 1, ""),
+        ("<&-", ("generate", "-"), 2, "the prompt is empty"),
+        ("<&- >&- 2>&-", ("doctor",), 0, ""),
+    ],
+)
+def test_closed_streams_are_empty_ones(
+    streams: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    found, output = shell(f'"$@" {streams}', *arguments)
+    assert found == code
+    assert said in output
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("doctor",)])
+def test_a_reader_that_leaves_ends_a_command_silently(arguments: tuple[str, ...]) -> None:
+    code, output = shell('{ "$@"; echo "code $?" >&2; } | true', *arguments)
+    assert (code, output) == (0, "code 1\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named() -> None:
+    code, output = shell('"$@" > /dev/full', "--version")
+    assert (code, output) == (1, "error: [Errno 28] No space left on device\n")
+    assert shell('"$@" > /dev/full 2>&1', "--version") == (1, "")
+
+
+def test_an_argument_that_is_not_utf8_is_named() -> None:
+    code, output = shell('"$@"', "generate", b"\xff\xfe", "--draft", "toy")
+    assert (code, output) == (2, "error: argument 2 is b'\\xff\\xfe', but must be UTF-8\n")
+    code, output = shell("""EDGESPEC_MODEL=$(printf '\\377') "$@" """, "verifier")
+    assert (code, output) == (2, "error: EDGESPEC_MODEL is b'\\xff', but must be UTF-8\n")
+
+
+def test_a_ctrl_c_during_the_imports_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgespec", "--version"],
+        env={**environment(), "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
+    times = ("--rtt-ms", "20", "--pass-ms", "20", "-n", "3000")
+    with start("demo", "--model", "toy", "--draft", "toy", *times) as demo:
+        assert demo.stdout is not None
+        port = None
+        while port is None:
+            line = demo.stdout.readline()
+            assert line, "the demo ended before it had a verifier"
+            port = re.search(r"verifier on 127.0.0.1:(\d+)", line)
+        with socket.create_connection(("127.0.0.1", int(port[1])), WITHIN_S) as probe:
+            demo.kill()
+            try:
+                while probe.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port[1])), WITHIN_S)
+
+
+def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    end = _End()
+    with pytest.raises(SystemExit) as left:
+        end.ask(signal.SIGTERM)  # the model is still being loaded
+    assert left.value.code == 143
+    assert not end.asked.is_set()
+    end.devices_know = True
+    end.ask(signal.SIGTERM)
+    assert end.asked.is_set()
+    with pytest.raises(SystemExit) as left:
+        end.ask(signal.SIGINT)
+    assert left.value.code == 130
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    async def heeded() -> list[int]:
+        numbers = on_stopping_signals(lambda number: None)
+        for number in numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        return numbers
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(heeded()) == [signal.SIGINT, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in asyncio.run(heeded())

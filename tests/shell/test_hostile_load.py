@@ -1,0 +1,59 @@
+"""A small run of ``benchmarks/hostile_load.py``: oracle and findings are the script's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shell.live_verifier import environment
+from tests.sources import ROOT
+
+
+def load(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "benchmarks/hostile_load.py", "--any-latency", *options],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path) -> None:
+    report = tmp_path / "load.json"
+    done = load(
+        *("--devices", "12", "--seconds", "3", "--phase", "1.5", "--lease-s", "0.5"),
+        *("--seed", "3", "--json", str(report)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 findings" in done.stdout
+    found = json.loads(report.read_text())
+    assert found["texts"] > 0
+    sent = found["rows"][0]["pairs"][0]["sent"]
+    assert all(sent[kind] for kind in sent), sent  # every kind of client has played
+    assert found["rest"]["full"]["sessions"] > 0 == found["rest"]["after"]["sessions"]
+
+
+def test_what_a_verifier_still_holds_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    held = importlib.import_module("hostile_load").held
+    before = {"sessions": 0, "streams": 0, "blocks": 0, "tasks": 8, "descriptors": 13}
+    assert held(before, before) == []
+    after = {**before, "sessions": 2, "tasks": 90}
+    assert [text.split(", ")[0] for text in held(before, after)] == [
+        "after the rest 2 sessions are left",
+        "after the rest 90 tasks are left",
+    ]
+
+
+def test_an_unknown_kind_of_client_is_refused() -> None:
+    done = load("--kinds", "stale-drafts,martians")
+    assert done.returncode == 2
+    assert "unknown: martians; known: only-cpu, stale-drafts" in done.stderr

@@ -1,0 +1,104 @@
+"""Slots for streams and the addresses they are counted by. Oracle: a table kept by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgespec.transport.peer_address import peer_address
+from edgespec.transport.stream_slots import Entry, StreamSlots
+
+
+@pytest.mark.parametrize(
+    ("uri", "peer"),
+    [
+        ("ipv4:127.0.0.1:51234", "ipv4:127.0.0.1"),
+        ("ipv6:%5B2001:db8:1:2:3::4%5D:51234", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2:ffff::9]:1", "ipv6:2001:db8:1:2::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:51234", "ipv4:10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:51234", "ipv6:fe80::/64"),
+        ("ipv6:nonsense:1", "ipv6:nonsense"),
+        ("unix:", "unix"),
+        ("unix:edge/verifier.sock", "unix"),
+        ("unknown", "unknown"),
+    ],
+)
+def test_all_connections_of_a_peer_share_an_address(uri: str, peer: str) -> None:
+    assert peer_address(uri) == peer
+
+
+def test_a_new_stream_takes_the_place_of_the_oldest_that_has_not_opened() -> None:
+    slots: StreamSlots[int] = StreamSlots(3, 1.0)
+    for stream in (1, 2, 3):
+        assert slots.enter(stream, "a") == Entry()
+    slots.opened(1)
+    assert slots.enter(4, "b") == Entry(evicted=2)
+    assert slots.enter(5, "b") == Entry(evicted=3)  # "a" and "b" have one idle each
+    slots.opened(4)
+    slots.opened(5)
+    assert slots.enter(6, "c") == Entry(refusal="3 streams are open, the limit is 3")
+    slots.leave(1)
+    assert slots.enter(6, "c") == Entry()
+
+
+def test_the_peer_with_most_idle_streams_gives_way() -> None:
+    slots: StreamSlots[int] = StreamSlots(4, 1.0)
+    slots.enter(1, "honest, in the middle of its round trip")
+    for stream in (2, 3, 4):
+        slots.enter(stream, "hostile")
+    assert slots.enter(5, "another") == Entry(evicted=2)
+
+
+def test_a_peer_has_a_share_and_no_more() -> None:
+    slots: StreamSlots[int] = StreamSlots(8, 0.75)
+    for stream in range(6):
+        assert slots.enter(stream, "a") == Entry()
+        slots.opened(stream)
+    assert slots.enter(6, "a") == Entry(refusal="6 streams of a are open, the limit is 6")
+    assert slots.enter(7, "b") == Entry()
+    assert slots.enter(8, "b") == Entry()
+    assert slots.enter(9, "b") == Entry(evicted=7)
+    slots.leave(0)
+    assert slots.enter(10, "a") == Entry()
+    assert slots.enter(11, "a") == Entry(evicted=10)  # at its share it gives way to itself
+
+
+def test_a_share_is_at_least_one_stream() -> None:
+    assert StreamSlots[int](1, 0.75).peer_streams == 1
+    for share in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"peer_share is .*, but must be in \(0, 1\]"):
+            StreamSlots(4, share)
+    with pytest.raises(ValueError, match="max_streams is 0"):
+        StreamSlots(0, 0.75)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
+    dice = random.Random(seed)
+    slots: StreamSlots[int] = StreamSlots(dice.randrange(1, 9), dice.choice((0.3, 0.75, 1.0)))
+    held: dict[int, str] = {}
+    opened: set[int] = set()
+    for stream in range(400):
+        peer = dice.choice("aaab")
+        entry = slots.enter(stream, peer)
+        if entry.evicted is not None:
+            assert entry.refusal is None
+            assert entry.evicted not in opened
+            del held[entry.evicted]
+        if entry.refusal is None:
+            held[stream] = peer
+        if dice.random() < 0.6:
+            slots.opened(stream)
+            opened |= {stream} & held.keys()
+        if held and dice.random() < 0.4:
+            left = dice.choice(list(held))
+            slots.leave(left)
+            slots.leave(left)
+            del held[left]
+        assert len(slots) == len(held) <= slots.max_streams
+        assert sum(p == "a" for p in held.values()) <= slots.peer_streams
+    for stream in list(held):
+        slots.leave(stream)
+    assert len(slots) == 0
+    assert slots.enter(1000, "a") == Entry()

@@ -1,0 +1,348 @@
+"""Peers that take more than their part: each waits, or loses its place, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    Open,
+    Opened,
+    Received,
+    VerifierInfo,
+)
+from edgespec.core.verifier.stream_budget import CallLimits, UplinkLimits
+from edgespec.ports import DeviceStream, LinkError, VerifierStream
+from edgespec.transport.codec import encode_info, encode_uplink
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.grpc_server import GrpcServer
+from edgespec.transport.wire_limits import WireLimits
+from tests.shell.echo_verifier import INFO, OPEN, echo, opened, served, works
+
+SPECULATE = "/edgespec.v1.Verifier/Speculate"
+SLOW = UplinkLimits(message_rate=1e-3, message_burst=4.0)
+CALLS = CallLimits(
+    peer_rate=50.0, peer_burst=1.0, total_rate=100.0, total_burst=50.0, max_wait_s=5.0
+)
+PATIENCE_S = 10.0
+
+
+@asynccontextmanager
+async def raw_call(transport: GrpcTransport, *options: tuple[str, int]) -> AsyncIterator[Any]:
+    """A stream of raw bytes on a connection of its own."""
+    channel = grpc.aio.insecure_channel(
+        transport.address, options=[("grpc.use_local_subchannel_pool", 1), *options]
+    )
+    method: Any = channel.stream_stream(SPECULATE, None, None)
+    try:
+        yield method()
+    finally:
+        await channel.close(None)
+
+
+async def _end(stream: DeviceStream) -> LinkError:
+    """Read a stream to its end."""
+    try:
+        while True:
+            await stream.receive()
+    except LinkError as error:
+        return error
+
+
+# --- the uplink -----------------------------------------------------------------------------
+
+
+async def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate() -> None:
+    """Its burst is 4 messages and no more come in this test's time: what was sent beyond waits."""
+    read: list[int] = []
+
+    async def listen(stream: VerifierStream) -> None:
+        while True:
+            match await stream.receive():
+                case Received(position=position):
+                    read.append(position)
+                case Open():
+                    await stream.send(Opened(INFO.limits, "toy", 3))
+
+    async with served(listen, uplink=SLOW) as (_, transport):
+        flood = await transport.connect()
+        await flood.send(OPEN)
+        assert isinstance(await flood.receive(), Opened)
+        for position in range(100):
+            await flood.send(Received(position, 0))
+        for _ in range(5):  # round trips of others, in which the verifier could have read it all
+            quiet = await transport.connect()
+            await quiet.send(OPEN)
+            assert isinstance(await quiet.receive(), Opened)
+            await quiet.close()
+        # Four from the burst, and one more by which the stream got into debt.
+        assert read == [0, 1, 2, 3]
+
+
+async def test_what_waits_for_the_budget_arrives_whole_and_in_order() -> None:
+    brisk = UplinkLimits(message_rate=500.0, message_burst=2.0)
+    async with served(uplink=brisk) as (_, transport):
+        stream = await opened(transport)
+        for token in range(50):
+            await stream.send(Draft(1 + token, (0,), (token,), 3, 9))
+        received = [await stream.receive() for _ in range(50)]
+        assert received == [Commit(3 + n, (n,), 1) for n in range(50)]
+
+
+async def test_commits_earn_a_stream_its_messages() -> None:
+    """A device that waits for each commit is never slowed, whatever the base rate."""
+    earning = replace(SLOW, earned_message_rate=1e9, earned_node_rate=1e9)
+    async with served(uplink=earning) as (_, transport):
+        stream = await opened(transport)
+        for _ in range(100):
+            assert await asyncio.wait_for(works(stream), PATIENCE_S)
+
+
+async def test_a_stream_that_waits_for_its_budget_hears_of_its_end() -> None:
+    async with served(echo, uplink=SLOW) as (server, transport):
+        stream = await opened(transport)
+        for position in range(20):
+            await stream.send(Draft(1 + position, (), ()))
+        await asyncio.wait_for(server.stop(), PATIENCE_S)
+        assert "UNAVAILABLE" in str(await asyncio.wait_for(_end(stream), PATIENCE_S))
+
+
+# --- slots ----------------------------------------------------------------------------------
+
+
+async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
+    async with served(max_streams=2, peer_share=1.0) as (_, transport):
+        first = await opened(transport)
+        idle = await transport.connect()
+        second = await opened(transport)
+        fault = await asyncio.wait_for(idle.receive(), PATIENCE_S)
+        assert isinstance(fault, Fault)
+        assert fault.code is FaultCode.OVERLOADED
+        assert "no Open has come" in fault.message
+        third = await transport.connect()
+        refusal = await third.receive()
+        assert refusal == Fault(FaultCode.OVERLOADED, "2 streams are open, the limit is 2")
+        assert await works(first)
+        assert await works(second)
+
+
+async def test_a_peer_cannot_take_all_slots() -> None:
+    async with served(max_streams=4, peer_share=0.5) as (_, transport):
+        held = [await opened(transport) for _ in range(2)]
+        third = await transport.connect()
+        refusal = await third.receive()
+        text = "2 streams of ipv4:127.0.0.1 are open, the limit is 2"
+        assert refusal == Fault(FaultCode.OVERLOADED, text)
+        await held[0].close()
+        assert await works(held[1])
+
+
+async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> None:
+    """The peer leaves its window full, sends on and reads nothing, not even the fault."""
+    refused = asyncio.Event()
+
+    async def refuse(stream: VerifierStream) -> None:
+        if await stream.receive() != Cancel():
+            return await stream.send(Opened(INFO.limits, "toy", 3))
+        with suppress(TimeoutError):
+            while True:
+                await asyncio.wait_for(stream.send(Commit(0, (1,) * 4000)), 0.2)
+        with pytest.raises(LinkError):
+            await stream.send(Fault(FaultCode.OVERLOADED, "no room"))
+        refused.set()
+        await asyncio.Event().wait()  # a driver that never lets go
+
+    async with served(refuse, max_streams=1) as (_, transport), raw_call(transport) as call:
+        await call.write(encode_uplink(Cancel()))
+        await asyncio.wait_for(refused.wait(), PATIENCE_S)
+        again = await transport.connect()
+        await again.send(OPEN)
+        assert isinstance(await asyncio.wait_for(again.receive(), PATIENCE_S), Opened)
+
+
+async def test_a_device_that_never_reads_is_let_go() -> None:
+    ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+
+    async def flood(stream: VerifierStream) -> None:
+        await stream.receive()
+        try:
+            while True:
+                await stream.send(Commit(0, (1,) * 4000))
+        except LinkError as error:
+            ended.set_result(error)
+
+    async with served(flood, stalled_s=0.3) as (_, transport), raw_call(transport) as call:
+        await call.write(encode_uplink(OPEN))
+        error = await asyncio.wait_for(ended, PATIENCE_S)
+        assert "did not read for 0.3 s" in str(error)
+        assert error.retryable
+
+
+async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One has the slot, 64 more wait for their refusal, and the others hear a status at once."""
+    monkeypatch.setattr("edgespec.transport.grpc_server._REFUSAL_DELAY_S", 3600.0)
+    calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
+    async with served(max_streams=1, opens=calls) as (_, transport):
+        first = await opened(transport)
+        waiting = [await transport.connect() for _ in range(64)]
+        for _ in range(5):
+            error: Exception | None = None
+            try:  # its status may come before or after the stream stands
+                error = await asyncio.wait_for(_end(await transport.connect()), PATIENCE_S)
+            except LinkError as refused:
+                error = refused
+            assert "65 calls of ipv4:127.0.0.1 are under way, the limit is 65" in str(error)
+        assert await works(first)
+        await waiting[0].close()
+
+
+# --- opens and questions --------------------------------------------------------------------
+
+
+async def test_streams_over_the_rate_wait_for_their_turn() -> None:
+    async with served(opens=CALLS) as (_, transport):
+        streams = await asyncio.gather(*(opened(transport) for _ in range(10)))
+        assert all([await works(stream) for stream in streams])
+
+
+async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() -> None:
+    calls = replace(CALLS, peer_rate=1e-3)
+    async with served(opens=calls) as (_, transport):
+        first = await opened(transport)
+        second = await transport.connect()
+        fault = await second.receive()
+        assert isinstance(fault, Fault)
+        assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 1.0)
+        assert "ipv4:127.0.0.1 opens streams too often: the wait would be 10" in fault.message
+        assert "the limit is 5 s" in fault.message
+        assert await works(first)
+
+
+async def test_a_stream_in_the_line_hears_that_the_verifier_stops() -> None:
+    calls = replace(CALLS, peer_rate=0.25)
+    async with served(opens=calls) as (server, transport):
+        await opened(transport)
+        waiting = await transport.connect()
+        await waiting.send(OPEN)
+        await transport.info()  # answered after the stream before it has come to the line
+        stopping = asyncio.ensure_future(server.stop())
+        fault = await asyncio.wait_for(waiting.receive(), PATIENCE_S)
+        assert fault == Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
+        await stopping
+
+
+async def test_a_device_that_leaves_the_line_takes_no_slot() -> None:
+    calls = replace(CALLS, peer_rate=2.0)
+    async with served(opens=calls, max_streams=1) as (_, transport):
+        first = await opened(transport)
+        async with raw_call(transport) as call:
+            await call.wait_for_connection()
+            call.cancel()
+        await first.send(Cancel())
+        assert isinstance(await first.receive(), Commit)
+        assert await asyncio.wait_for(works(await opened(transport)), PATIENCE_S)
+
+
+async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, encoded = [INFO], []
+
+    def counted(info: VerifierInfo, limits: WireLimits) -> bytes:
+        encoded.append(info)
+        return encode_info(info, limits)
+
+    monkeypatch.setattr("edgespec.transport.info_answers.encode_info", counted)
+    calls = replace(CALLS, peer_rate=1e-3, peer_burst=20.0)
+    server = GrpcServer("127.0.0.1:0", echo, lambda: told[-1], infos=calls)
+    await server.start()
+    transport = GrpcTransport(f"127.0.0.1:{server.port}")
+    answers = await asyncio.gather(*(transport.info() for _ in range(19)))
+    assert answers == [INFO] * 19
+    assert encoded == [INFO]
+    told.append(replace(INFO, sessions=4))
+    assert await transport.info() == told[-1]  # at once, not some time later
+    with pytest.raises(LinkError, match=r"asks too often: the wait would be .* s") as caught:
+        await transport.info()
+    assert caught.value.retryable
+    await transport.close()
+    await server.stop()
+
+
+async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
+    calls = replace(CALLS, peer_rate=1e-3, peer_burst=2.0)
+    async with served(infos=calls) as (_, transport):
+        stream = await opened(transport)
+        channel = grpc.aio.insecure_channel(transport.address)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        question = health_pb2.HealthCheckRequest()
+        for _ in range(2):
+            reply = await health.Check(question)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
+        services = reflection_pb2.ServerReflectionRequest(list_services="")
+        asks: tuple[Callable[[], Any], ...] = (
+            lambda: health.Check(question),
+            lambda: health.Watch(question).read(),
+            lambda: reflection.ServerReflectionInfo(iter([services])).read(),
+        )
+        for ask in asks:
+            with pytest.raises(grpc.aio.AioRpcError, match="asks too often") as caught:
+                await ask()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await channel.close(None)
+        assert await works(stream)
+
+
+# --- ends -----------------------------------------------------------------------------------
+
+
+async def test_a_half_closed_stream_gets_the_status_of_its_fault() -> None:
+    """The fault is still on its way when the device says that it sends no more."""
+    fault = Fault(FaultCode.UNKNOWN_MODEL, "no such model")
+
+    async def refuse(stream: VerifierStream) -> None:
+        await stream.receive()
+        with pytest.raises(LinkError, match="sends no more"):
+            await stream.receive()
+        await stream.send(fault)
+
+    async with served(refuse) as (_, transport), raw_call(transport) as call:
+        await call.write(encode_uplink(OPEN))
+        await call.done_writing()
+        assert b"no such model" in await call.read()
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_open_beyond_the_context_is_refused_in_words_about_tokens() -> None:
+    async with served(limits=WireLimits.for_context(1024)) as (server, _):
+        wide = GrpcTransport(f"127.0.0.1:{server.port}", limits=WireLimits.for_context(1 << 20))
+        stream = await wide.connect()
+        await stream.send(Open("session", "", "", (7,) * 2000))
+        text = "Open has 2000 tokens (prompt and committed), but the context is 1024"
+        assert await stream.receive() == Fault(FaultCode.CONTEXT_TOO_LONG, text)
+        with pytest.raises(LinkError, match="OUT_OF_RANGE") as caught:
+            await stream.receive()
+        assert not caught.value.retryable
+        stream = await wide.connect()
+        await stream.send(Open("session", "", "", (7,) * 500_000))
+        with pytest.raises(LinkError, match=r"larger than max \(\d+ vs. 262144\)") as caught:
+            await stream.receive()
+        assert not caught.value.retryable
+        await wide.close()

@@ -1,0 +1,287 @@
+"""No failure of a verifier's parts is silent, and none reaches further than it must.
+
+Oracle: a part is made to raise at one place. Then either everybody else's text is the target's own
+and the one session concerned hears a retryable fault, or the verifier says that it is broken and
+every stream hears a retryable fault. Nobody waits for ever: each test ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.compose import build_agent, connect, load_target
+from edgespec.config import VerifierConfig
+from edgespec.core.protocol.messages import (
+    Commit,
+    Downlink,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    Opened,
+    Received,
+    RunAhead,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier import engine_events as ee
+from edgespec.ports import DeviceStream
+from edgespec.targets.toy import ToyTarget
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.daemon import Verifier
+from tests.shell.live_verifier import GatedTarget, ready, serving, start, toy_text
+from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
+
+MODEL = ToyModel(vocabulary_size=16, order=2)
+PROMPT = (1, 2, 3)
+SAMPLING = SamplingParams(max_tokens=12)
+TEXT = toy_text(PROMPT, SAMPLING, MODEL)
+CACHE = CacheShape(64, 4)
+
+
+class Fragile(ToyTarget):
+    """``fails(operation, keys)`` says whether an operation raises."""
+
+    def __init__(self, fails: Callable[[str, tuple[str, ...]], bool]) -> None:
+        super().__init__(MODEL, cache=CACHE)
+        self._fails = fails
+
+    def _maybe(self, operation: str, *keys: str) -> None:
+        if self._fails(operation, keys):
+            raise RuntimeError(f"{operation} was chosen to fail")
+
+    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+        self._maybe("open", key)
+        super().open(key, prompt_length, sampling)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self._maybe("forward", *(request.key for request in batch))
+        return super().forward(batch)
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self._maybe("keep", key)
+        super().keep(key, nodes)
+
+    def close(self, key: str) -> None:
+        super().close(key)
+        self._maybe("close", key)
+
+
+def _verifier(target: ToyTarget) -> tuple[Verifier, LoopbackTransport]:
+    verifier = Verifier(target, Limits(context_length=256), ee.EngineLimits(cache=CACHE))
+    return verifier, LoopbackTransport(verifier.serve, lambda: verifier.info)
+
+
+async def _open(transport: LoopbackTransport, key: str) -> DeviceStream:
+    stream = await transport.connect()
+    await stream.send(
+        Open(key, "", "", PROMPT, sampling=SAMPLING, run_ahead=RunAhead.ALWAYS, drafting=False)
+    )
+    return stream
+
+
+async def _read(stream: DeviceStream) -> tuple[list[int], Fault | None]:
+    """What a stream says until its text or itself ends."""
+    tokens: list[int] = []
+    while True:
+        message: Downlink = await stream.receive()
+        match message:
+            case Opened():
+                pass
+            case Commit(_, committed, finish=finish):
+                tokens += committed
+                if finish is not None:
+                    await stream.send(Received(len(PROMPT) + len(tokens), 0))
+                    return tokens, None
+            case Fault():
+                return tokens, message
+
+
+@pytest.mark.parametrize("operation", ["open", "forward", "keep"])
+async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> None:
+    verifier, transport = _verifier(Fragile(lambda what, keys: what == operation and "bad" in keys))
+    streams = [await _open(transport, key) for key in ("a", "bad", "c")]
+    (first, bad, last) = await asyncio.gather(*(_read(stream) for stream in streams))
+    assert (first, last) == ((TEXT, None), (TEXT, None))
+    tokens, fault = bad
+    assert fault is not None
+    assert fault.code is FaultCode.INTERNAL
+    assert fault.code.retryable
+    assert tokens == TEXT[: len(tokens)]
+    assert not verifier.broken.is_set()
+    await transport.close()
+    await verifier.stop()
+
+
+async def test_a_sequence_that_cannot_be_closed_hurts_nobody() -> None:
+    verifier, transport = _verifier(Fragile(lambda what, keys: what == "close"))
+    for key in "ab":
+        stream = await _open(transport, key)
+        assert await _read(stream) == (TEXT, None)
+        await stream.close()
+    assert not verifier.broken.is_set()
+    await transport.close()
+    await verifier.stop()
+
+
+async def test_a_target_that_always_raises_breaks_the_verifier_and_everybody_hears_it() -> None:
+    passes = 0
+
+    def after_three(what: str, keys: tuple[str, ...]) -> bool:
+        nonlocal passes
+        passes += what == "forward"
+        return what == "forward" and passes > 3
+
+    verifier, transport = _verifier(Fragile(after_three))
+    streams = [await _open(transport, key) for key in ("a", "b")]
+    for said, fault in await asyncio.gather(*(_read(stream) for stream in streams)):
+        assert fault is not None
+        assert fault.code is FaultCode.SHUTTING_DOWN
+        assert fault.retry_after_s > 0
+        assert said == TEXT[: len(said)]
+    await verifier.broken.wait()
+    assert verifier.why_broken is not None
+    assert "forward was chosen to fail" in verifier.why_broken
+    late = await _read(await _open(transport, "late"))
+    assert late[1] is not None
+    assert late[1].code is FaultCode.SHUTTING_DOWN
+    await transport.close()
+    await verifier.stop()
+
+
+@pytest.mark.parametrize(
+    "event", [ee.StreamOpened, ee.StreamMessage, ee.BatchDone, ee.StreamLost, ee.Poll]
+)
+async def test_an_engine_that_raises_breaks_the_verifier(
+    event: type[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier, transport = _verifier(ToyTarget(MODEL, cache=CACHE))
+    handle = verifier.engine.handle
+    seen: list[object] = []
+
+    def broken(stimulus: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
+        seen.append(stimulus)
+        if isinstance(stimulus, event):
+            raise ZeroDivisionError("a bug of the engine")
+        return handle(stimulus, now)
+
+    monkeypatch.setattr(verifier.engine, "handle", broken)
+    watching = asyncio.create_task(_read(await _open(transport, "watching")))
+    if event is ee.StreamMessage:
+        await (other := await _open(transport, "other")).send(Received(3, 0))
+        await _read(other)
+    elif event is ee.StreamLost:
+        await (await _open(transport, "leaving")).close()
+    elif event is ee.Poll:
+        verifier._on_timer()
+    await verifier.broken.wait()
+    assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
+    tokens, fault = await watching
+    if tokens != TEXT:
+        assert fault is not None
+        assert fault.code is FaultCode.SHUTTING_DOWN
+    await transport.close()
+    await verifier.stop()
+
+
+@pytest.mark.parametrize("place", ["receive", "send"])
+async def test_a_stream_that_raises_ends_alone(place: str) -> None:
+    verifier, transport = _verifier(ToyTarget(MODEL, cache=CACHE))
+    serve = verifier.serve
+    ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+    async def serve_one_broken(stream: Any) -> None:
+        if ended.done() or verifier.engine.sessions:
+            await serve(stream)
+            return
+        original = getattr(stream, place)
+        calls = 0
+
+        async def raising(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ZeroDivisionError("a bug of the transport")
+            return await original(*arguments)
+
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(stream, place, raising)
+        try:
+            await serve(stream)
+        except ZeroDivisionError as error:
+            ended.set_result(error)
+        else:
+            ended.set_result(None)
+        finally:
+            monkey.undo()
+
+    transport = LoopbackTransport(serve_one_broken, lambda: verifier.info)
+    await _open(transport, "broken")
+    await ended
+    assert await _read(await _open(transport, "fine")) == (TEXT, None)
+    assert not verifier.broken.is_set()
+    await transport.close()
+    await verifier.stop()
+
+
+async def test_a_full_cache_makes_texts_wait_and_ends_none() -> None:
+    """Eight texts of fifteen tokens, and a cache for twenty: they take turns."""
+    small = CacheShape(5, 4)
+    verifier = Verifier(
+        ToyTarget(MODEL, cache=small), Limits(context_length=20), ee.EngineLimits(cache=small)
+    )
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    streams = [await _open(transport, f"s{number}") for number in range(8)]
+    said = await asyncio.gather(*(_read(stream) for stream in streams))
+    assert said == [(TEXT, None)] * 8
+    await transport.close()
+    await verifier.stop()
+
+
+async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_next_one(
+    tmp_path: Path,
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    params = replace(GREEDY, max_tokens=60, ignore_eos=True)
+    breaking = start("0", "5", str(trace), module="tests.shell.breaking_verifier")
+    with ready(breaking) as (address, process):
+        async with build_agent(config(address)) as agent:
+            text = asyncio.create_task(collect(agent, params))
+            assert await asyncio.to_thread(process.wait) == 1
+            assert process.stderr is not None
+            assert "error: the verifier failed: RuntimeError: CUDA error" in process.stderr.read()
+            last = trace.read_text(encoding="utf-8").splitlines()[-1]
+            assert '"name":"GiveUp"' in last  # the trace is written out to its end
+            assert not text.done()
+            async with serving(port=int(address.rpartition(":")[2])):
+                assert tokens(await text) == toy_text(IDS, params)
+
+
+async def test_stopping_in_mid_pass_starts_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """The pass ends, and nothing is handed to a thread that is being closed."""
+    target = GatedTarget(load_target(VerifierConfig(model="toy")), 3)
+    with caplog.at_level(logging.INFO):
+        async with serving(target) as (address, verifier):
+            transport = connect(address)
+            stream = await transport.connect()
+            sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+            await stream.send(Open("s", "", "", PROMPT, sampling=sampling))
+            await asyncio.to_thread(target.reached.wait)
+            stopping = asyncio.ensure_future(verifier.stop())
+            await asyncio.sleep(0)
+            target.gate.set()
+            await stopping
+            _, fault = await _read(stream)
+            assert fault is not None
+            assert fault.code is FaultCode.SHUTTING_DOWN
+            await transport.close()
+    bad = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING or r.exc_info]
+    assert not bad
