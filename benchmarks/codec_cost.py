@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from edgespec.benchmark.report import machine, versions
-from edgespec.core.messages import Commit, Draft, Received
+from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec.transport.codec import (
     decode_downlink,
     decode_uplink,

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from edgespec.core.draft_policy import DraftPolicy, FixedPolicy, WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits, Open, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec_sim.city.hardware import Stages
 from edgespec_sim.city.site import Machine

@@ -25,7 +25,8 @@ from pathlib import Path
 from statistics import median
 
 from edgespec.agent.agent import Agent
-from edgespec.benchmark.arms import arm_options
+from edgespec.benchmark.arm_options import arm_options
+from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.lent_drafter import LentDrafter
 from edgespec.benchmark.measurement import Measurement, measure
 from edgespec.benchmark.prompts import DEFAULT_PROMPTS
@@ -42,16 +43,16 @@ from edgespec.compose import (
     tokenizer_reference,
 )
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.association.policies import association_policy
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, TargetModel
 from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.transport.shaped import ShapedTransport
 from edgespec_sim.city.meters import RequestRecord
-from edgespec_sim.city.world import Surrounding, World
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World
 from edgespec_sim.links.from_trace import link_pair
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (

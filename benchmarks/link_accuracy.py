@@ -15,12 +15,12 @@ import statistics
 import sys
 import time
 
-from edgespec.benchmark.arms import parse_rtts_ms
+from edgespec.benchmark.arm_options import parse_rtts_ms
 from edgespec.benchmark.report import machine, versions
 from edgespec.benchmark.rows import percentile
-from edgespec.core.link_model import LinkModel, LinkSettings
-from edgespec.core.messages import Commit, Downlink, Draft, Limits, Uplink, VerifierInfo
-from edgespec.core.work import ModelInfo
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.protocol.messages import Commit, Downlink, Draft, Limits, Uplink, VerifierInfo
+from edgespec.core.protocol.work import ModelInfo
 from edgespec.ports import DeviceStream
 from edgespec.transport.pipe import Pipe
 from edgespec.transport.shaped import ShapedTransport

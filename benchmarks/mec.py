@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgespec.core.arms import Arm
-from edgespec.core.association import POLICIES, DeviceView, association_policy
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import POLICIES, DeviceView, association_policy
 from edgespec_sim.city.allocation import Allocation
 from edgespec_sim.city.run import token_source
-from edgespec_sim.city.world import Surrounding, World, WorldOutcome
+from edgespec_sim.city.surrounding import Surrounding
+from edgespec_sim.city.world import World, WorldOutcome
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.tokens import TokenSource

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgespec.benchmark.report import machine, versions
-from edgespec.core.sampling import SamplingParams
-from edgespec.core.work import PassRequest
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
 from edgespec.drafters.export import export_draft
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model

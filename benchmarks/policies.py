@@ -13,15 +13,15 @@ import argparse
 from dataclasses import dataclass
 from statistics import fmean
 
-from edgespec.core.draft_policy import WindowedPolicy
-from edgespec.core.draft_session import DraftSession
-from edgespec.core.engine_events import EngineLimits
-from edgespec.core.messages import Limits, Open, RunAhead
-from edgespec.core.reconnect import ReconnectPolicy
-from edgespec.core.run_ahead import AlwaysRunAhead, AutoRunAhead, RunAheadPolicy
-from edgespec.core.sampling import SamplingParams
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verify_engine import VerifyEngine
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.run_ahead import AlwaysRunAhead, AutoRunAhead, RunAheadPolicy
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.device import SimulatedDevice

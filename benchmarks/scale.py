@@ -18,13 +18,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.pool import default_processes
 from edgespec.cli.sim.simulate import simulate
-from edgespec.core.arms import Arm
-from edgespec.core.association import association_policy
+from edgespec.core.association.policies import association_policy
 from edgespec.telemetry.run_summary import RunSummary
 from edgespec_sim.city.run import Job, play, token_source
-from edgespec_sim.city.world import Surrounding
+from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario

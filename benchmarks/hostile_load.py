@@ -1,0 +1,365 @@
+"""What hostile clients of a verifier cost the honest ones, and what they leave behind.
+
+    python benchmarks/hostile_load.py [--devices 200] [--seconds 60] [--seed 1] [--json FILE]
+    python benchmarks/hostile_load.py --each [--kinds stale-drafts,info] [--devices 8] [--phase 4]
+
+A real verifier (toy model with an emulated pass time, or ``--model bundled``), a crowd of honest
+devices that join, generate and leave, and four measured devices among them, the victims. Calm
+phases, in which there is nobody else, take turns with hostile ones, in which all kinds of
+``hostile_clients.py`` play at once and the links of every tenth honest device break; then their
+process is killed. ``--seconds`` is the time of the hostile phases together. ``--each`` plays one
+kind after the other instead, so that one sees which one hurts; the row ``only-cpu`` tells what the
+second process costs the victims even if it sends nothing.
+
+Every text of an honest device is compared with the target's own. Findings, each of which makes the
+exit status 1: a text that is wrong or lost; messages beyond the verifier's budget; a traceback in
+its log; after a rest, sessions, blocks, tasks, descriptors or memory that it still holds; and,
+unless ``--any-latency``, a p99 of the victims' token latency above 1.5 times the calm one (median
+over pairs of phases). The hostile process is niced to 10, the crowd to 5: measured is what the
+verifier does for a victim, not who gets the two cores. On a machine whose cores are all busy in the
+calm phases already, the ratio says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from honest_devices import (
+    Device,
+    Request,
+    Tally,
+    Waits,
+    device_agent,
+    make_requests,
+    toy_text,
+    write_requests,
+)
+from hostile_clients import CONTROL, KINDS, kinds
+from load_processes import ROOT, Crowd, Hostile, Verifier, kill
+
+from edgespec.benchmark.report import machine, versions
+
+VICTIMS = 4
+ASKED_RATIO = 1.5
+# What the verifier may still hold after a rest, beyond what it held before the first device.
+SPARE_TASKS, SPARE_DESCRIPTORS, SPARE_BYTES = 4, 16, 64 << 20
+# The budget of all streams is 2,000 messages a second beyond what quiet streams send.
+MAX_READ_RATE = 2_500.0
+REST_WITHIN_S = 30.0
+
+
+class Load:
+    """One verifier under load: phases, and what was measured in them."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.verifier, self.crowd = Verifier(options, folder), Crowd()
+        self.tally, self.findings = Tally(), list[str]()
+        self.victims: list[Device] = []
+        self.hostile: Hostile | None = None
+        self.rows: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        options = self.options
+        await self.verifier.start()
+        before = await self.verifier.look()
+        async with AsyncExitStack() as stack:
+            address = f"127.0.0.1:{self.verifier.port}"
+            for number in range(VICTIMS):
+                agent = device_agent(address, options.model, drafting=number % 2 == 1)
+                await stack.enter_async_context(agent)
+                dice = random.Random(f"{options.seed} victim {number}")
+                self.victims.append(Device(agent, dice, self.tally))
+            requests = await self._requests()
+            path = self.folder / "requests.json"
+            write_requests(path, requests)
+            await self.crowd.start(self.verifier.port, path, options)
+            asked = [one for one in requests if len(one.prompt) <= 40]  # their TTFT is comparable
+            living = [asyncio.create_task(one.live(asked, 0.1)) for one in self.victims]
+            try:
+                await asyncio.sleep(options.phase)  # caches and pools fill
+                full = await self.verifier.look()
+                for names in (
+                    [[name] for name in options.kinds] if options.each else [options.kinds]
+                ):
+                    await self._take_turns(names)
+            finally:
+                for task in living:
+                    task.cancel()
+                await asyncio.gather(*living, return_exceptions=True)
+            others = await self.crowd.stop()
+        self._judge_texts(others)
+        await self._judge_rest(before, full)
+
+    async def _requests(self) -> list[Request]:
+        """Questions with the target's own answers: the toy's from its law, another's from the
+        verifier while nobody else is there."""
+        options = self.options
+        requests = make_requests(24, options.seed, 160)
+        if options.model == "toy":
+            return [replace(one, expected=toy_text(one)) for one in requests]
+        agent, answered = self.victims[0].agent, list[Request]()
+        for one in requests:
+            chunks = [chunk async for chunk in agent.generate(one.prompt, one.sampling)]
+            expected = tuple(token for chunk in chunks for token in chunk.tokens)
+            answered.append(replace(one, expected=expected))
+        return answered
+
+    async def _take_turns(self, names: list[str]) -> None:
+        """Calm, hostile, calm, hostile, ... with these kinds."""
+        options = self.options
+        pairs: list[dict[str, Any]] = []
+        for turn in range(options.rounds):
+            self.hostile = Hostile()
+            seed = options.seed * 1_000 + turn
+            await self.hostile.start(self.verifier, names, options.phase, seed)
+            calm, calm_rates, _ = await self._phase(asyncio.sleep(options.phase))
+            await self.crowd.cut_links(not options.each)
+            loud, loud_rates, sent = await self._phase(self.hostile.play())
+            await self.crowd.cut_links(False)
+            pairs.append(pair(calm, calm_rates, loud, loud_rates, sent))
+            await asyncio.sleep(options.lease_s + 1.0)
+        row = {"kinds": names, **summary(pairs), "pairs": pairs}
+        self.rows.append(row)
+        print(line(row), flush=True)
+        if row["read_rate"] > row["calm_read_rate"] + MAX_READ_RATE:
+            self.findings.append(f"{label(names)}: {row['read_rate']:.0f} messages a second read")
+        judged = not options.any_latency and names != [CONTROL]
+        if judged and row["ratio"] > ASKED_RATIO:
+            self.findings.append(
+                f"{label(names)}: p99 of the victims' token latency is {row['ratio']:.2f} times"
+                f" the calm one, asked is at most {ASKED_RATIO}"
+            )
+
+    async def _phase(self, what: Any) -> tuple[Waits, dict[str, float], Any]:
+        """The victims' waits while ``what`` runs, rates a second of the verifier, the result."""
+        waits, start, started_s = Waits(), await self.verifier.look(), time.perf_counter()
+        for victim in self.victims:
+            victim.waits = waits
+        result = await what
+        for victim in self.victims:
+            victim.waits = None
+        end, took_s = await self.verifier.look(), time.perf_counter() - started_s
+        names = ("read", "passes", "fed", "drafted", "cpu_s")
+        rates = {name: (end[name] - start[name]) / took_s for name in names}
+        return waits, {**rates, "took_s": took_s}, result
+
+    def _judge_texts(self, others: dict[str, Any]) -> None:
+        for name in ("wrong", "lost"):
+            found = [*getattr(self.tally, name), *others[name]]
+            if found:
+                self.findings.append(f"{len(found)} texts are {name}; the first: {found[0]}")
+        self.texts = self.tally.texts + others["texts"]
+        self.reconnects = self.tally.reconnects + others["reconnects"]
+
+    async def _judge_rest(self, before: dict[str, Any], full: dict[str, Any]) -> None:
+        deadline_s = time.perf_counter() + REST_WITHIN_S
+        after = await self.verifier.look()
+        while time.perf_counter() < deadline_s and held(before, after):
+            await asyncio.sleep(0.5)
+            after = await self.verifier.look()
+        self.findings += held(before, after)
+        grown = after["resident_bytes"] - full["resident_bytes"]
+        if grown > SPARE_BYTES:
+            self.findings.append(f"memory grew by {grown >> 20} MiB since the first calm phase")
+        self.rest = {"before": before, "full": full, "after": after}
+        if status := await self.verifier.stop():
+            self.findings.append(f"the verifier's exit status is {status}")
+        log = self.verifier.log
+        if "Traceback" in log:
+            first = log[log.index("Traceback") :][:4_000]
+            self.findings.append(f"{log.count('Traceback')} tracebacks; the first:\n{first}")
+
+
+def held(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What is left after a rest that should not be."""
+    bounds = {
+        "sessions": 0,
+        "streams": 0,
+        "blocks": 0,
+        "tasks": before["tasks"] + SPARE_TASKS,
+        "descriptors": before["descriptors"] + SPARE_DESCRIPTORS,
+    }
+    return [
+        f"after the rest {after[name]} {name} are left, {bound} may be"
+        for name, bound in bounds.items()
+        if after[name] > bound
+    ]
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of all do not exceed; NaN of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def pair(
+    calm: Waits,
+    calm_rates: dict[str, float],
+    loud: Waits,
+    loud_rates: dict[str, float],
+    sent: dict[str, dict[str, int]],
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"sent": sent}
+    for name, waits, rates in (("calm", calm, calm_rates), ("hostile", loud, loud_rates)):
+        found[name] = {
+            "tokens": len(waits.next_s),
+            "p50_ms": 1e3 * percentile(waits.next_s, 0.5),
+            "p99_ms": 1e3 * percentile(waits.next_s, 0.99),
+            "worst_ms": 1e3 * max(waits.next_s, default=float("nan")),
+            "ttft_p50_ms": 1e3 * percentile(waits.first_s, 0.5),
+            "ttft_worst_ms": 1e3 * max(waits.first_s, default=float("nan")),
+            "rates": rates,
+        }
+    messages = ("Open", "Draft", "Received", "Cancel", "asked", "malformed")
+    total = sum(tally.get(name, 0) for tally in sent.values() for name in messages)
+    found["sent_rate"] = total / loud_rates["took_s"]
+    found["ratio"] = found["hostile"]["p99_ms"] / found["calm"]["p99_ms"]
+    return found
+
+
+def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the pairs; of the ratio also the extremes."""
+    ratios = [one["ratio"] for one in pairs]
+    found: dict[str, Any] = {
+        "ratio": median(ratios),
+        "least_ratio": min(ratios),
+        "most_ratio": max(ratios),
+        "sent_rate": median(one["sent_rate"] for one in pairs),
+        "read_rate": median(one["hostile"]["rates"]["read"] for one in pairs),
+        "calm_read_rate": median(one["calm"]["rates"]["read"] for one in pairs),
+    }
+    for phase in ("calm", "hostile"):
+        for name in ("p50_ms", "p99_ms", "worst_ms", "ttft_p50_ms", "ttft_worst_ms"):
+            found[f"{phase}_{name}"] = median(one[phase][name] for one in pairs)
+        found[f"{phase}_cpu"] = median(one[phase]["rates"]["cpu_s"] for one in pairs)
+    return found
+
+
+HEAD = (
+    f"{'':16} {'token ms: calm':>16} {'hostile':>18} {'ratio of p99':>18} {'TTFT ms: calm':>14}"
+    f" {'hostile':>8} {'worst':>7} {'sent/s':>8} {'read/s: calm':>13} {'hostile':>8}"
+    f" {'CPU: calm':>10} {'hostile':>8}\n"
+    f"{'':16} {'p50':>8} {'p99':>7} {'p50':>5} {'p99':>6} {'worst':>5} {'median':>6} {'spread':>11}"
+)
+
+
+def label(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"all {len(names)} kinds"
+
+
+def line(row: dict[str, Any]) -> str:
+    spread = f"{row['least_ratio']:.2f}-{row['most_ratio']:.2f}"
+    return (
+        f"{label(row['kinds']):16} {row['calm_p50_ms']:8.1f} {row['calm_p99_ms']:7.1f}"
+        f" {row['hostile_p50_ms']:5.1f} {row['hostile_p99_ms']:6.1f}"
+        f" {row['hostile_worst_ms']:5.0f} {row['ratio']:6.2f} {spread:>11}"
+        f" {row['calm_ttft_p50_ms']:14.0f} {row['hostile_ttft_p50_ms']:8.0f}"
+        f" {row['hostile_ttft_worst_ms']:7.0f} {row['sent_rate']:8.0f}"
+        f" {row['calm_read_rate']:13.0f} {row['read_rate']:8.0f}"
+        f" {row['calm_cpu']:10.2f} {row['hostile_cpu']:8.2f}"
+    )
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> Load:
+    load = Load(options, folder)
+    try:
+        await load.run()
+    finally:
+        for part in (load.verifier, load.crowd, load.hostile):
+            kill(getattr(part, "process", None))
+    return load
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, help="honest ones (default: 200, 8 with --each)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of all hostile phases")
+    parser.add_argument("--phase", type=float, help="seconds of one phase (default: 10, or 4)")
+    parser.add_argument("--rounds", type=int, help="pairs of phases (default: by --seconds, or 2)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--each", action="store_true", help="one kind after the other")
+    parser.add_argument("--kinds", type=kinds, default=kinds("all"), help=", ".join(KINDS))
+    parser.add_argument("--model", default="toy", choices=("toy", "bundled"))
+    parser.add_argument("--pass-ms", type=float, help="emulated (default: 5; bundled 0)")
+    parser.add_argument("--max-sessions", type=int, help="(default: 512, 64 with --each)")
+    parser.add_argument("--cached-tokens", type=int, default=65_536, help="the KV pool")
+    parser.add_argument("--lease-s", type=float, default=2.0)
+    parser.add_argument("--any-latency", action="store_true", help="judge no ratio")
+    parser.add_argument("--profile", type=Path, help="cProfile of the verifier's event loop")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    smaller = options.each
+    defaults = {
+        "devices": 8 if smaller else 200,
+        "phase": 4.0 if smaller else min(10.0, options.seconds),
+        "max_sessions": 64 if smaller else 512,
+        "pass_ms": 5.0 if options.model == "toy" else 0.0,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.rounds is None:
+        options.rounds = 2 if smaller else max(1, round(options.seconds / options.phase))
+    if not 1 <= options.devices <= 1_000:
+        parser.error(f"--devices is {options.devices}, but must be in [1, 1000]")
+    if not 0.5 <= options.phase <= 600.0:
+        parser.error(f"--phase is {options.phase}, but must be in [0.5, 600]")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    sys.path.append(str(ROOT))  # the oracle is that of the tests
+    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}\n{HEAD}")
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        load = asyncio.run(measure(options, Path(folder)))
+    took_s = time.perf_counter() - started_s
+    if options.json is not None:
+        found = {
+            "machine": machine(),
+            "versions": versions(),
+            "command": " ".join(sys.argv),
+            "took_s": round(took_s, 1),
+            "texts": load.texts,
+            "rows": load.rows,
+            "rest": load.rest,
+            "findings": load.findings,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(f"{load.texts} honest texts compared, {load.reconnects} reconnects; took {took_s:.0f} s")
+    for name in ("before", "full", "after"):
+        look = load.rest[name]
+        memory = f"{look['resident_bytes'] >> 20} MiB"
+        counts = ", ".join(f"{look[k]} {k}" for k in ("sessions", "blocks", "tasks", "descriptors"))
+        print(f"the verifier {name:6}: {memory}, {counts}")
+    print(f"{len(load.findings)} findings")
+    for finding in load.findings:
+        print(f"  {finding[:4_000]}")
+    return 1 if load.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
