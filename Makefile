@@ -1,11 +1,13 @@
 # Everything runs in .venv, which the first target that needs it makes. Wanted: Python 3.11 or newer,
 # make, and a package index. Variables: PYTHON (which interpreter), PIP_FLAGS (an index, a proxy,
-# a cache), TORCH_FLAGS (another index for PyTorch alone).
+# a cache), TORCH_FLAGS (another index for PyTorch alone), PARALLEL (how tests share the cores).
 
 PYTHON      ?= python3
 PIP_FLAGS   ?=
 TORCH_FLAGS ?=
 TORCH       := $(shell sed -n '/^torch==/p' constraints.txt)
+# A process a core; empty: all tests in one, as `pytest` alone does it.
+PARALLEL    ?= -n auto --dist worksteal
 EXTRAS      := cpu,server,export,dev,sim,uara
 
 VENV  := .venv
@@ -15,7 +17,7 @@ PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit format proto bench bench-gpu clean
+.PHONY: help demo test test-all lint types unit unit-slow format proto bench bench-gpu clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -23,7 +25,9 @@ help:  ## List the targets.
 demo: $(READY)  ## Run device, verifier and a slow link on this machine, and compare.
 	$(BIN)/edgespec demo
 
-test: lint types unit  ## Run every check: style, types, tests.
+test: lint types unit  ## Run every check: style, types, tests but the slow ones.
+
+test-all: test unit-slow  ## The same, and then the slow tests.
 
 lint: $(READY)  ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -32,8 +36,11 @@ lint: $(READY)  ## Check style and formatting.
 types: $(READY)  ## Check types, strictly.
 	$(BIN)/mypy
 
-unit: $(READY)  ## Run the tests alone; PYTEST_ARGS chooses some of them.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+unit: $(READY)  ## Run the tests alone, but the slow ones; PYTEST_ARGS chooses some of them.
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS)
+
+unit-slow: $(READY)  ## Run the slow tests alone.
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(PYTEST_ARGS)
 
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .

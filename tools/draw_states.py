@@ -1,16 +1,19 @@
-"""Draw ``docs/session-states.md`` from the tables the sessions enforce (core/transitions.py)."""
+"""Draw ``docs/session-states.md`` from the tables the sessions enforce."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgespec.core.transitions import DRAFT_MOVES, VERIFY_MOVES, State
+from edgespec.core.device.transitions import DRAFT_MOVES
+from edgespec.core.protocol.transitions import State
+from edgespec.core.verifier.transitions import VERIFY_MOVES
 
 PAGE = Path(__file__).parents[1] / "docs" / "session-states.md"
 HEAD = """# Session states
 
-Drawn from `edgespec/core/transitions.py` by `python -m tools.draw_states`; a test fails when this
+Drawn from the tables in `edgespec/core/device/transitions.py` and
+`edgespec/core/verifier/transitions.py` by `python -m tools.draw_states`; a test fails when this
 page and the code differ. A move that is not listed is an assertion failure.
 """
 
