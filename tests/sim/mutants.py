@@ -29,7 +29,7 @@ from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
@@ -59,7 +59,7 @@ _read, _receive, _cut = CommitReader.read, DraftInbox.receive, Ending.cut
 _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
 _handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
-_end, _probe_done = SessionRegistry.end, VerifyEngine._probe_done
+_end, _probe_done = SessionRegistry.end, Containment.probe_done
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
 
 
@@ -231,17 +231,17 @@ def _blamed_session_stays(registry: SessionRegistry, key: str, fault: Fault | No
         _end(registry, key, fault)
 
 
-def _probe_hangs(engine: VerifyEngine, broken: str | None) -> None:
+def _probe_hangs(containment: Containment, broken: str | None) -> None:
     """The suspect is judged, but no pass is ever formed again."""
-    suspect = engine._suspect
-    _probe_done(engine, broken)
-    engine._suspect = suspect
+    suspect = containment._suspect
+    _probe_done(containment, broken)
+    containment._suspect = suspect
 
 
-def _probe_keeps_its_block(engine: VerifyEngine, broken: str | None) -> None:
+def _probe_keeps_its_block(containment: Containment, broken: str | None) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.keeper, "release", lambda key: None)
-        _probe_done(engine, broken)
+        patched.setattr(containment._keeper, "release", lambda key: None)
+        _probe_done(containment, broken)
 
 
 def _newest_nodes_first(
@@ -296,8 +296,8 @@ MUTANTS = (
     Mutant("nobody gives way", _patch(CacheKeeper, "_victims", _nobody_gives_way), 300),
     Mutant("evicts from the pass", _patch(CacheKeeper, "_victims", _evicts_from_the_pass), 300),
     Mutant("blamed session stays", _patch(SessionRegistry, "end", _blamed_session_stays), 100),
-    Mutant("probe never ends", _patch(VerifyEngine, "_probe_done", _probe_hangs), 200),
-    Mutant("probe keeps blocks", _patch(VerifyEngine, "_probe_done", _probe_keeps_its_block), 200),
+    Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
+    Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
     Mutant(
         "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60

@@ -6,10 +6,7 @@ touched are looked after: what is over is forgotten, what may use a pass stands 
 seconds a *sweep* ends the streams of devices that stopped reading, and tells those whose sessions
 wait that they are alive.
 
-Failures stay where they belong. A session whose own machine or sequence fails is ended, and its
-device told to come back. A pass that fails is tried again session by session; when a session fails
-alone, a *probe* (one row of a fresh sequence) finds out whether the session or the target is to
-blame. A broken target ends everything (``GiveUp``), and so does a pass that does not end.
+Failures stay where they belong: ``containment.py``.
 
 Law of the file: the engine routes and schedules; what is committed is the sessions' business.
 ``deadline`` is when ``Poll`` is worth sending if nothing else happens.
@@ -20,20 +17,19 @@ from __future__ import annotations
 import heapq
 from typing import assert_never
 
-from edgespec.core.protocol.messages import EXACT_RULE, Fault, FaultCode, Limits
-from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, Limits
+from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.containment import RESTARTS, Containment
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session_registry import RunAheadFactory, SessionRegistry
 
 SWEEP_S = 2.0
-_PROBE_KEY = "\0probe"  # no session has it: ids on the wire are printable
-_RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
 
 
 class VerifyEngine:
@@ -52,8 +48,6 @@ class VerifyEngine:
         cache = engine_limits.cache
         assert cache is None or cache.tokens >= limits.context_length
         self.model, self.limits, self.engine_limits = model, limits, engine_limits
-        self.broken: str | None = None
-        """Why this verifier serves nobody any more."""
         rules = rules or {EXACT_RULE: ExactRule()}
         self.registry = SessionRegistry(
             model, limits, engine_limits, rules, run_ahead, contain=contain
@@ -64,7 +58,12 @@ class VerifyEngine:
         self._scheduler = PassScheduler(engine_limits, self.keeper, self.registry.ask)
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
-        self._suspect: tuple[str, str, float] | None = None  # who failed alone, why, and when
+        self._containment = Containment(self.registry, self._scheduler, self.keeper)
+
+    @property
+    def broken(self) -> str | None:
+        """Why this verifier serves nobody any more; None while it does."""
+        return self._containment.broken
 
     @property
     def deadline(self) -> float | None:
@@ -76,7 +75,7 @@ class VerifyEngine:
     @property
     def running(self) -> bool:
         """Whether the target is at work, or about to be."""
-        return self._scheduler.running is not None or self._suspect is not None
+        return self._scheduler.running is not None or self._containment.probing_since is not None
 
     @property
     def passes(self) -> int:
@@ -100,11 +99,13 @@ class VerifyEngine:
             case ee.StreamLost(stream):
                 registry.lost(stream, now)
             case ee.BatchFailed():
-                self._batch_failed(event, now)
+                self._containment.batch_failed(event, now)
             case ee.SequenceFailed(key, why, full):
-                self._end(key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why)
+                self._containment.end(
+                    key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why
+                )
             case ee.ProbeDone(why):
-                self._probe_done(why)
+                self._containment.probe_done(why)
             case ee.Poll():
                 pass
             case _:
@@ -158,10 +159,10 @@ class VerifyEngine:
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        limits, batch, suspect = self.engine_limits, self._scheduler.running, self._suspect
-        since = batch.started_at if batch is not None else now if suspect is None else suspect[2]
-        if now - since >= limits.stuck_pass_s:
-            return self._give_up(f"a pass has not ended for {now - since:.0f} s")
+        limits, batch = self.engine_limits, self._scheduler.running
+        since = self._containment.probing_since if batch is None else batch.started_at
+        if since is not None and now - since >= limits.stuck_pass_s:
+            return self._containment.give_up(f"a pass has not ended for {now - since:.0f} s")
         for key, session in tuple(self.sessions.items()):
             device = session.device
             if not device.attached:
@@ -189,7 +190,9 @@ class VerifyEngine:
             if self.sessions.get(key) is not session:
                 continue
             if result is None:
-                self._end(key, FaultCode.INTERNAL, "the pass was run without this session")
+                self._containment.end(
+                    key, FaultCode.INTERNAL, "the pass was run without this session"
+                )
                 continue
             self._scheduler.run_with_others(key)
             before = session.prefix.length
@@ -198,53 +201,9 @@ class VerifyEngine:
             self.keeper.trim(key, session.prefix.length)
         self._scheduler.count(tokens)
 
-    def _batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
-        batch = self._scheduler.finish(now)
-        for session, request in batch.parts:
-            key = request.key
-            if self.sessions.get(key) is not session:
-                continue
-            self.registry.tell(key, ev.PassFailed(), now)
-            if failure.culprit == key:
-                self._end(key, FaultCode.INTERNAL, failure.why)
-            elif len(batch.parts) > 1:
-                if not failure.culprit:
-                    self._scheduler.run_alone(key)
-            elif failure.full:
-                self._end(key, FaultCode.OVERLOADED, failure.why)
-            else:
-                self._probe(key, failure.why, now)
-
-    def _probe(self, key: str, why: str, now: float) -> None:
-        self._suspect = key, why, now
-        self.keeper.release(key)
-        self.registry.tell(key, ev.Evicted(), now)
-        table = self.keeper.reserve(_PROBE_KEY, 1)
-        request = PassRequest(_PROBE_KEY, 0, (0,), blocks=table)
-        self.registry.actions.append(ee.RunProbe(request))
-
-    def _probe_done(self, broken: str | None) -> None:
-        assert self._suspect is not None
-        (key, why, _), self._suspect = self._suspect, None
-        self.keeper.release(_PROBE_KEY)
-        if broken is None:
-            self._end(key, FaultCode.INTERNAL, why)
-        else:
-            self._give_up(f"{why}; then a probe failed: {broken}")
-
     # --- the end ---------------------------------------------------------------------------
-
-    def _end(self, key: str, code: FaultCode, why: str) -> None:
-        """End one session; its device may come back in a second."""
-        self.registry.end(key, Fault(code, why, retry_after_s=1.0))
-
-    def _give_up(self, why: str) -> None:
-        self.broken = why
-        for key in tuple(self.sessions):
-            self.registry.end(key, _RESTARTS)
-        self.registry.actions.append(ee.GiveUp(why))
 
     def _refuse(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
         if not isinstance(event, ee.StreamOpened):
             return ()
-        return ee.SendTo(event.stream, _RESTARTS), ee.CloseStream(event.stream)
+        return ee.SendTo(event.stream, RESTARTS), ee.CloseStream(event.stream)

@@ -9,6 +9,7 @@ from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Recei
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.credential import ANYBODY, Credential
 
 
 @statically_frozen
@@ -41,6 +42,7 @@ class StreamOpened:
     request: Open
     peer: str = ""
     """Whom the session counts for: the device's address."""
+    credential: Credential = ANYBODY
 
 
 @statically_frozen
