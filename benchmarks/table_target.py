@@ -57,13 +57,13 @@ class TableTarget:
         tails = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
             tails.append((*(tails[parent] if parent >= 0 else root)[1:], token))
-        return PassResult(key, tuple([_next(root), *map(_next, tails)]))
+        return PassResult(key, tuple([next_token(root), *map(next_token, tails)]))
 
 
 _TABLE: dict[tuple[int, ...], int] = {}
 
 
-def _next(tail: tuple[int, ...]) -> int:
+def next_token(tail: tuple[int, ...]) -> int:
     token = _TABLE.get(tail)
     if token is None:
         token = _TABLE[tail] = choose(TOY_MODEL.logits(tail), GREEDY, 0, (), ())
@@ -74,5 +74,5 @@ def answer(prompt: Sequence[int], length: int) -> list[int]:
     """The target's own text behind ``prompt``, of ``length`` tokens."""
     tokens = list(prompt)
     for _ in range(length):
-        tokens.append(_next(tuple(tokens[-TOY_MODEL.order :])))
+        tokens.append(next_token(tuple(tokens[-TOY_MODEL.order :])))
     return tokens[len(prompt) :]
