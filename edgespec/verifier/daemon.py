@@ -62,12 +62,14 @@ class Verifier:
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
         self.why_broken: str | None = None
-        self._target, self._clock, self._tracer = target, clock, tracer or NoTrace()
+        self._target, self._clock = target, clock
+        self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, asyncio.Queue[Downlink | None]] = {}
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._pass: asyncio.Future[tuple[PassResult, ...]] | None = None
         self._cutting: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -172,10 +174,12 @@ class Verifier:
             self._break(f"{type(error).__name__}: {error}")
 
     def _step(self, event: ee.EngineEvent) -> None:
-        now = self._clock()
-        self._tracer.record(now, "verifier", "", "event", event)
+        now, tracer = self._clock(), self._tracer
+        if tracer is not None:
+            tracer.record(now, "verifier", "", "event", event)
         for action in self.engine.handle(event, now):
-            self._tracer.record(now, "verifier", "", "action", action)
+            if tracer is not None:
+                tracer.record(now, "verifier", "", "action", action)
             self._do(action)
         if self._worker.has_queued and not self.engine.running:
             self._worker.submit(()).add_done_callback(self._on_work_done)
@@ -228,18 +232,26 @@ class Verifier:
             self._handle(ee.ProbeDone(why))
 
     def _arm(self) -> None:
-        """One timer, at the engine's deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """One timer, at the engine's deadline or before: deadlines move at every event, mostly
+        away, and a timer that was too early looks again."""
         deadline = self.engine.deadline
-        if deadline is not None and not self._stopping:
-            delay_s = max(0.0, deadline - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        if deadline is None or self._stopping:
+            return
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        delay_s = max(0.0, deadline - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        self._timer_at = deadline
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._handle(ee.Poll())
+        deadline = self.engine.deadline
+        if deadline is not None and deadline <= self._clock():
+            self._handle(ee.Poll())
+        else:
+            self._arm()
 
     # --- stopping --------------------------------------------------------------------------
 
