@@ -81,9 +81,7 @@ class Device:
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
         name = f"load-{self._options.seed}-{self._number}-{self._texts}"
         # Always: so that every session takes part in every pass, with a draft or without.
-        request = Open(
-            name, "", "", text.prompt, sampling=sampling, run_ahead=RunAhead.ALWAYS
-        )
+        request = Open(name, "", "", text.prompt, sampling=sampling, run_ahead=RunAhead.ALWAYS)
         self._send(encode_uplink(request), "Open")
 
     def read(self) -> bool:

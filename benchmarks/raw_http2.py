@@ -52,7 +52,10 @@ class RawCall:
         """Queue nothing: the kernel takes the message whole, or it is an error."""
         length = len(message)
         self._write(
-            (length + 5).to_bytes(3, "big") + b"\0\0\0\0\0\1\0" + length.to_bytes(4, "big") + message
+            (length + 5).to_bytes(3, "big")
+            + b"\0\0\0\0\0\1\0"
+            + length.to_bytes(4, "big")
+            + message
         )
 
     def receive(self) -> list[bytes]:
