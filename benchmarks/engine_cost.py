@@ -144,7 +144,9 @@ def main() -> int:
         gc.enable()
         # The quickest passes: what the code costs when nothing else runs.
         best = max(1, (options.passes - RUN_IN) // 8)
-        heard, passed = (sum(sorted(kind)[:best]) / best for kind in zip(*took[RUN_IN:], strict=True))
+        heard, passed = (
+            sum(sorted(kind)[:best]) / best for kind in zip(*took[RUN_IN:], strict=True)
+        )
         each = [1e6 * seconds / sessions for seconds in (heard, passed, heard + passed)]
         print(f"{sessions:8d} {each[0]:12.1f} {each[1]:8.1f} {each[2]:12.1f} {1e3 * passed:7.2f}")
     return 0
