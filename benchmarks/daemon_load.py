@@ -7,9 +7,8 @@ table) and so many emulated devices in a process of their own (``emulated_device
 run in, and measures for ``--seconds``. Of each point: the period from the start of a pass to the
 start of the next; the CPU time of the event loop's thread, of the whole process (gRPC's threads and
 the target's with it) and of the load generator, a session and pass; messages and bytes a session
-and pass. ``--variants`` are settings of the load that take turns within a repeat, such as
-"messages=1,messages=4". Every token is compared with the target's own text: the exit status is 1
-when one differs.
+and pass. All kinds of points take turns within a repeat. Every token is compared with the target's
+own text: the exit status is 1 when one differs.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class Point:
     loop_us: float
     process_us: float
     target_us: float
+    gc_us: float
     devices_us: float
     messages_up: float
     messages_down: float
@@ -104,7 +104,7 @@ def verifier_options(sessions: int, options: argparse.Namespace) -> argparse.Nam
         lease_s=1.0,
         pass_ms=options.pass_ms,
         profile=options.profile,
-        verifier_flags=("--table",),
+        verifier_flags=("--table", *shlex.split(options.verifier_flags)),
     )
 
 
@@ -140,6 +140,7 @@ def point(
         loop_us=each("loop_cpu_s", 0, 1e6),
         process_us=each("process_cpu_s", 0, 1e6),
         target_us=each("target_cpu_s", 0, 1e6),
+        gc_us=each("gc_cpu_s", 0, 1e6),
         devices_us=each("cpu_s", 1, 1e6),
         messages_up=sum(sent),
         messages_down=each("commit", 1),
@@ -161,6 +162,7 @@ _COLUMNS = (
     ("loop us", "loop_us", "{:.0f}"),
     ("process us", "process_us", "{:.0f}"),
     ("target us", "target_us", "{:.0f}"),
+    ("gc us", "gc_us", "{:.1f}"),
     ("devices us", "devices_us", "{:.0f}"),
     ("up", "messages_up", "{:.2f}"),
     ("down", "messages_down", "{:.2f}"),
@@ -213,6 +215,7 @@ def main() -> int:
     parser.add_argument("--pass-ms", type=float, default=25.0)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--verifier-flags", default="", help="of watched_verifier.py")
     parser.add_argument("--profile", type=Path, help="where the verifier's cProfile goes")
     parser.add_argument("--json", type=Path, help="where all points go")
     options = parser.parse_args()

@@ -1,19 +1,21 @@
 """The verifier command as users run it, in a process that a bench can look into.
 
-    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table] [options of edgespec
-    verifier]
+    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table] [--uvloop]
+    [options of edgespec verifier]
 
 At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, key-value blocks
 held, passes and their rows, the messages taken and sent so far, by type, the CPU time of the event
 loop's thread, of the target's and of the whole process, and when the latest passes were started.
 ``--profile`` runs it under cProfile and leaves the statistics of the event loop's thread in FILE.
-``--table`` looks the toy target's tokens up in a table. Nothing else differs.
+``--table`` looks the toy target's tokens up in a table, and ``--uvloop`` runs on that event loop.
+Nothing else differs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import cProfile
+import gc
 import importlib
 import json
 import os
@@ -54,6 +56,7 @@ def watch(report: Path) -> None:
         meter = server._meter = MessageCounter()
         submit, rows, asked = verifier._worker.submit, Counter[str](), 0
         starts: deque[float] = deque(maxlen=_STARTS_KEPT)
+        collecting = CollectorWatch()
 
         def counted(requests: Any) -> Any:
             if requests:
@@ -82,6 +85,7 @@ def watch(report: Path) -> None:
                 "loop_cpu_s": time.thread_time(),
                 "target_cpu_s": sum(map(cpu_s, verifier._worker._thread._threads)),
                 "process_cpu_s": time.process_time(),
+                "gc_cpu_s": collecting.total_s,
                 "starts_s": list(starts),
             }
             draft = report.with_suffix(".part")
@@ -92,6 +96,21 @@ def watch(report: Path) -> None:
         return verifier, server
 
     command.build_verifier = build_watched
+
+
+class CollectorWatch:
+    """The CPU time that garbage collections take from whatever thread they happen in."""
+
+    def __init__(self) -> None:
+        self.total_s = self._began_s = 0.0
+        gc.callbacks.append(self._hear)
+
+    def _hear(self, phase: str, _: dict[str, int]) -> None:
+        now_s = time.thread_time()
+        if phase == "start":
+            self._began_s = now_s
+        else:
+            self.total_s += now_s - self._began_s
 
 
 def cpu_s(thread: threading.Thread) -> float:
@@ -124,9 +143,14 @@ def main() -> None:
     profile = None
     if arguments[:1] == ["--profile"]:
         profile, arguments = Path(arguments[1]), arguments[2:]
-    if arguments[:1] == ["--table"]:
+    if "--table" in arguments:
+        arguments.remove("--table")
         look_tokens_up()
-        arguments = arguments[1:]
+    if "--uvloop" in arguments:
+        import uvloop
+
+        arguments.remove("--uvloop")
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     sys.argv = ["edgespec", "verifier", *arguments]
     if profile is None:
         edgespec()
