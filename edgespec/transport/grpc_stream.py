@@ -114,14 +114,17 @@ class GrpcVerifierStream:
         a bound. Waits while the device does not read, but for no longer than the stream may stall.
         A Fault is the last message."""
         payload = encode_downlink(message, self._limits)
-        async with self._write_lock:
-            self._raise_if_over()
-            if isinstance(message, Fault):
-                await self._send_fault(message, payload)
-            else:
-                if self._writing.busy:
+        if self._writing.busy or self._write_lock.locked() or isinstance(message, Fault):
+            async with self._write_lock:
+                self._raise_if_over()
+                if isinstance(message, Fault):
+                    await self._send_fault(message, payload)
+                else:
                     await self._until_written(None)
-                self._write(payload)
+                    self._write(payload)
+        else:  # as nearly always
+            self._raise_if_over()
+            self._write(payload)
         if self._meter is not None:
             self._meter.count(message, len(payload))
         match message:

@@ -32,6 +32,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
 from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.verifier.backlog import Backlog
 from edgespec.verifier.target_worker import TargetWorker
 
 _LOG = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Verifier:
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
-        self._backlogs: dict[int, asyncio.Queue[Downlink | None]] = {}
+        self._backlogs: dict[int, Backlog] = {}
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -88,7 +89,7 @@ class Verifier:
         """Run one stream to its end; never raises for what a peer does."""
         self._count += 1
         number = self._count
-        backlog: asyncio.Queue[Downlink | None] = asyncio.Queue(_MAX_BACKLOG)
+        backlog = Backlog(_MAX_BACKLOG)
         self._streams[number], self._backlogs[number] = stream, backlog
         reader = asyncio.create_task(self._read(number, stream))
         try:
@@ -140,9 +141,7 @@ class Verifier:
         backlog = self._backlogs.get(number)
         if backlog is None:
             return
-        try:
-            backlog.put_nowait(message)
-        except asyncio.QueueFull:
+        if not backlog.put(message):
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
 
@@ -151,9 +150,7 @@ class Verifier:
         backlog = self._backlogs.pop(number, None)
         if backlog is None:
             return
-        if backlog.full():
-            backlog.get_nowait()
-        backlog.put_nowait(None)
+        backlog.end()
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut, number)
 
     def _cut(self, number: int) -> None:
