@@ -55,22 +55,25 @@ class Verifier:
         self._folder, self._log = folder, folder / "verifier.log"
         self._report = folder / "report.json"
         self._looks = 0
+        rows = getattr(options, "rows_per_pass", LimitsSection.max_rows_per_pass)
         limits = LimitsSection(
             max_sessions=options.max_sessions,
             max_cached_tokens=options.cached_tokens,
+            max_rows_per_pass=rows,
             lease_s=options.lease_s,
         )
         config = VerifierConfig(
             model=options.model, port=0, pacing=PacingSection(options.pass_ms), limits=limits
         )
         (folder / "verifier.yaml").write_text(dump_config(config))
-        self._profile = ("--profile", str(options.profile)) if options.profile else ()
+        self._flags = ("--profile", str(options.profile)) if options.profile else ()
+        self._flags += tuple(getattr(options, "verifier_flags", ()))
 
     async def start(self) -> None:
         settings = ("--config", str(self._folder / "verifier.yaml"))
         with self._log.open("w") as log:
             self.process = await start(
-                "watched_verifier.py", str(self._report), *self._profile, *settings, stderr=log
+                "watched_verifier.py", str(self._report), *self._flags, *settings, stderr=log
             )
         line = await line_of(self.process)
         if "ready on" not in line:

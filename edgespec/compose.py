@@ -27,6 +27,7 @@ from edgespec.config import (
 )
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
+    GATHER_SHARE,
     DraftPolicy,
     FixedPolicy,
     PearlPolicy,
@@ -285,7 +286,7 @@ def build_policy(
     PolicySection(name, gamma, width, window)  # checks the ranges
     match name:
         case PolicyName.WINDOWED:
-            return WindowedPolicy(width=width, window=window)
+            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
         case PolicyName.PEARL:
             return PearlPolicy(gamma=gamma, width=width)
         case PolicyName.FIXED:

@@ -15,7 +15,7 @@ varint, and as 0 for the base; when all of them are 1 they are left out. See
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, assert_never
 
 from google.protobuf.message import DecodeError
@@ -187,7 +187,8 @@ def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
     _check_node_ids(first, count, limits)
     deltas = []
     for node_id, parent in enumerate(draft.parents, first):
-        check_number(f"Draft.parents[{node_id - first}]", parent, 0, node_id - 1)
+        if not 0 <= parent < node_id:  # the name of the field is put together for an error alone
+            check_number(f"Draft.parents[{node_id - first}]", parent, 0, node_id - 1)
         deltas.append(node_id - parent if parent else 0)
     wire = pb.Draft(
         first_node_id=first,
@@ -203,14 +204,15 @@ def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
 def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
     count, first = len(wire.tokens), wire.first_node_id
     _check_node_ids(first, count, limits)
-    deltas: Sequence[int] = wire.parent_deltas
-    if deltas and len(deltas) != count:
+    given = len(wire.parent_deltas)
+    if given and given != count:
         raise ProtocolViolation(
-            f"Draft.parent_deltas has {len(deltas)} entries, but must have none or {count}"
+            f"Draft.parent_deltas has {given} entries, but must have none or {count}"
         )
     parents = []
-    for node_id, delta in enumerate(deltas or (1,) * count, first):
-        check_number(f"Draft.parent_deltas[{node_id - first}]", delta, 0, node_id - 1)
+    for node_id, delta in enumerate(tuple(wire.parent_deltas) or (1,) * count, first):
+        if not 0 <= delta < node_id:
+            check_number(f"Draft.parent_deltas[{node_id - first}]", delta, 0, node_id - 1)
         parents.append(node_id - delta if delta else 0)
     tokens = check_tokens("Draft.tokens", wire.tokens, limits.vocabulary_size)
     if 0 not in parents:
@@ -227,11 +229,16 @@ def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
 
 # --- verifier -> device ---------------------------------------------------------------------
 
+_COMMIT_COUNTS: Final = ("stale", "queue_us", "verify_us", "rows", "held_us")
+_commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
+
 
 def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
     _check_commit(commit, len(commit.tokens), limits)
-    for name in ("stale", "queue_us", "verify_us", "rows", "held_us"):
-        check_number(f"Commit.{name}", getattr(commit, name), 0, MAX_UINT32)
+    counts = _commit_counts(commit)
+    if min(counts) < 0 or max(counts) > MAX_UINT32:
+        for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
+            check_number(f"Commit.{name}", value, 0, MAX_UINT32)
     check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
     return pb.Commit(
         position=commit.position,

@@ -227,8 +227,7 @@ class GrpcServer:
             await stream.over()
             self._slots.leave(stream)
             fault = stream.verdict
-            if fault is not None:
-                await stream.say_last(fault)
+            await stream.say_last(fault)
         except asyncio.CancelledError:  # the device is gone, or the server stops
             stream.lost()
             raise

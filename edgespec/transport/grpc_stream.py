@@ -6,6 +6,10 @@ then returns the verdict; the first one counts, and from then on every ``send`` 
 raises ``LinkError``. A device that only *half-closes* (it sends no more) still reads: ``receive``
 raises, ``send`` goes on, so a Fault that is on its way is the one that ends the stream.
 
+One task reads for as long as the stream lives and is one message ahead of who receives; a message
+is written while its sender goes on, one at a time. So neither costs a task and a wait of its own
+for each message, and cancelling a sender or a receiver cancels no operation of the library.
+
 A stream that is read too fast for its budget is not read for a while: flow control then holds the
 device, and nothing is lost. Messages already handed over leave before the status does.
 """
@@ -13,6 +17,7 @@ device, and nothing is lost. Messages already handed over leave before the statu
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,13 +39,15 @@ from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.codec import decode_uplink, encode_downlink
 from edgespec.transport.peer_address import peer_address
-from edgespec.transport.shielded_call import ShieldedCall
+from edgespec.transport.shielded_call import InterruptedOperation, ShieldedCall
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORD_S = 0.5
 """How long a device that does not read may hold up its own last fault."""
 STALLED_S = 10.0
 """How long a device may leave a message unread, behind a full window, before it counts as gone."""
+# Messages that have come and wait for their receiver, while the next one is read.
+_READ_AHEAD = 1
 # What the library raises when the call is gone; the exact one varies with the moment.
 _GONE = (
     grpc.aio.BaseError,
@@ -77,13 +84,21 @@ class GrpcVerifierStream:
         self._meter = meter
         self._on_open = on_open
         self._stalled_s = stalled_s
-        self._reading: ShieldedCall[Any] = ShieldedCall()
-        self._writing: ShieldedCall[None] = ShieldedCall()
-        self._write_lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[Fault | None] = self._loop.create_future()
-        self._read_at = 0.0
-        """Not before this moment on the loop's clock is the next message read."""
+        self._reading: asyncio.Task[None] | None = None
+        self._arrived: deque[Uplink] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+        """Somebody waits for a message."""
+        self._room: asyncio.Future[None] | None = None
+        """The reading task waits for one to be taken."""
+        self._half_closed = False
+        self._failure: Exception | None = None
+        """A bug in reading, for the receiver."""
+        self._writing: ShieldedCall[None] = ShieldedCall()
+        self._write_lock = asyncio.Lock()
+        self._write_began = 0.0
+        self._watch: asyncio.TimerHandle | None = None
         self._max_nodes = 0
         self._reason = "the stream is open"
         self._retryable = True
@@ -99,23 +114,17 @@ class GrpcVerifierStream:
         a bound. Waits while the device does not read, but for no longer than the stream may stall.
         A Fault is the last message."""
         payload = encode_downlink(message, self._limits)
-        async with self._write_lock:
+        if self._writing.busy or self._write_lock.locked() or isinstance(message, Fault):
+            async with self._write_lock:
+                self._raise_if_over()
+                if isinstance(message, Fault):
+                    await self._send_fault(message, payload)
+                else:
+                    await self._until_written(None)
+                    self._write(payload)
+        else:  # as nearly always
             self._raise_if_over()
-            # A fault ends the stream: who does not read it loses the stream soon, too.
-            patience_s = LAST_WORD_S if isinstance(message, Fault) else self._stalled_s
-            if isinstance(message, Fault):
-                self._spoke_last = True
-            try:
-                await self._writing.settle(self._verdict, patience_s)
-                await self._writing.take(
-                    lambda: self._context.write(payload), self._verdict, patience_s
-                )
-            except TimeoutError:
-                self._stalled(message)
-                raise self._gone() from None
-            except _GONE as error:
-                self._end(None, f"the device at {self.address} is gone: {error}")
-                raise self._gone() from None
+            self._write(payload)
         if self._meter is not None:
             self._meter.count(message, len(payload))
         match message:
@@ -128,30 +137,22 @@ class GrpcVerifierStream:
 
     async def receive(self) -> Uplink:
         """Raises ``LinkError`` when the device is gone, sends no more or broke the protocol."""
-        await self._until_affordable()
         self._raise_if_over()
-        try:
-            payload = await self._reading.take(self._context.read, self._verdict)
-        except _GONE as error:
-            self._end(None, f"the device at {self.address} is gone: {error}")
-            raise self._gone() from None
-        if payload is EOF:  # it may still read, so the stream is not over
+        if self._reading is None:
+            self._reading = self._loop.create_task(self._read_on())
+        while not self._arrived:
+            if self._failure is not None:
+                raise self._failure
+            if self._half_closed:  # it may still read, so the stream is not over
+                raise LinkError(f"the device at {self.address} sends no more")
+            self._receiver = self._loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
             self._raise_if_over()
-            raise LinkError(f"the device at {self.address} sends no more")
-        try:
-            message = decode_uplink(payload, self._limits)
-        except ProtocolViolation as violation:
-            self._retryable = False
-            self.hang_up(Fault(violation.code, str(violation)))
-            raise self._gone() from None
-        nodes = len(message.tokens) if isinstance(message, Draft) else 0
-        now = self._loop.time()
-        self._read_at = now + self._budget.spend(nodes, now)
-        if isinstance(message, Open):
-            self._on_open(self)
-        if self._meter is not None:
-            self._meter.count(message, len(payload))
-        return message
+        _wake(self._room)
+        return self._arrived.popleft()
 
     async def close(self) -> None:
         """End the stream from this side, at once."""
@@ -175,40 +176,128 @@ class GrpcVerifierStream:
         """End the stream, because the library says that the device left."""
         self._end(None, f"the device at {self.address} is gone")
 
-    async def say_last(self, fault: Fault) -> None:
-        """Send the fault after the end, unless one was sent; a device that left does not hear."""
+    async def say_last(self, fault: Fault | None) -> None:
+        """After the end: let what was handed over leave, and the fault behind it, unless one was
+        sent; a device that left does not hear."""
         if self._spoke_last:
             return
         self._spoke_last = True
-        payload = encode_downlink(fault, self._limits)
         try:
             async with asyncio.timeout(LAST_WORD_S), self._write_lock:
                 await self._writing.settle()
+                if fault is None:
+                    return
+                payload = encode_downlink(fault, self._limits)
                 await self._writing.take(lambda: self._context.write(payload))
         except (TimeoutError, *_GONE):
             return
         if self._meter is not None:
             self._meter.count(fault, len(payload))
 
-    async def _until_affordable(self) -> None:
-        """Wait until the budget has recovered from the last message."""
-        while (wait_s := self._read_at - self._loop.time()) > 0.0:
+    # --- reading ---------------------------------------------------------------------------
+
+    async def _read_on(self) -> None:
+        """Read until the device sends no more or the stream is over."""
+        try:
+            while not self._verdict.done():
+                payload = await self._context.read()
+                if payload is EOF:
+                    self._half_closed = True
+                    break
+                now = self._loop.time()
+                wait_s = self._take_in(payload, now)
+                if wait_s > 0.0:
+                    await self._until(now + wait_s)
+                while len(self._arrived) > _READ_AHEAD and not self._verdict.done():
+                    self._room = self._loop.create_future()
+                    await self._room
+        except asyncio.CancelledError:  # the library's word for a call that has ended
+            self.lost()
+            raise
+        except ProtocolViolation as violation:
+            self._retryable = False
+            self.hang_up(Fault(violation.code, str(violation)))
+        except _GONE as error:
+            self._end(None, f"the device at {self.address} is gone: {error}")
+        except Exception as error:
+            self._failure = error
+        _wake(self._receiver)
+
+    def _take_in(self, payload: bytes, now: float) -> float:
+        """Hand a message to its receiver; for how many seconds no other must be read."""
+        message = decode_uplink(payload, self._limits)
+        wait_s = self._budget.spend(len(message.tokens) if isinstance(message, Draft) else 0, now)
+        if isinstance(message, Open):
+            self._on_open(self)
+        if self._meter is not None:
+            self._meter.count(message, len(payload))
+        self._arrived.append(message)
+        _wake(self._receiver)
+        return wait_s
+
+    async def _until(self, moment: float) -> None:
+        """Wait for that moment of the loop's clock, or the end of the stream."""
+        while (wait_s := moment - self._loop.time()) > 0.0:
             if await self.over(wait_s):
                 return
 
-    def _stalled(self, message: Downlink) -> None:
-        """The device did not read in time."""
+    # --- writing ---------------------------------------------------------------------------
+
+    def _write(self, payload: bytes) -> None:
+        """Begin to write; no other write may be under way."""
+        self._write_began = self._loop.time()
+        self._writing.begin(self._context.write(payload), self._on_written)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._stalled_s, self._look_for_stall)
+
+    def _on_written(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._end(None, f"the device at {self.address} is gone: {error}")
+
+    async def _until_written(self, patience_s: float | None) -> None:
+        """Wait for the write under way. Raises ``LinkError`` and, after that time,
+        ``TimeoutError``."""
+        try:
+            await self._writing.settle(self._verdict, patience_s)
+        except InterruptedOperation:
+            raise self._gone() from None
+        self._raise_if_over()
+
+    async def _send_fault(self, fault: Fault, payload: bytes) -> None:
+        """The fault, to its end: who does not read it loses the stream soon, too."""
+        self._spoke_last = True
+        try:
+            await self._until_written(LAST_WORD_S)
+            self._write(payload)
+            await self._until_written(LAST_WORD_S)
+        except TimeoutError:
+            self.hang_up(fault)
+            raise self._gone() from None
+
+    def _look_for_stall(self) -> None:
+        """The one timer of the stream: it looks whether a write takes too long."""
+        self._watch = None
+        if self._verdict.done() or not self._writing.busy:
+            return
+        left_s = self._write_began + self._stalled_s - self._loop.time()
+        if left_s > 0.0:
+            self._watch = self._loop.call_later(left_s, self._look_for_stall)
+            return
         self._spoke_last = True  # there is no room for another word
-        if isinstance(message, Fault):
-            self.hang_up(message)
-        else:
-            why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
-            self.hang_up(Fault(FaultCode.OVERLOADED, why))
+        why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
+        self.hang_up(Fault(FaultCode.OVERLOADED, why))
+
+    # --- the end ---------------------------------------------------------------------------
 
     def _end(self, fault: Fault | None, reason: str) -> None:
-        if not self._verdict.done():
-            self._reason = reason
-            self._verdict.set_result(fault)
+        if self._verdict.done():
+            return
+        self._reason = reason
+        self._verdict.set_result(fault)
+        for waiter in (self._receiver, self._room):
+            _wake(waiter)
+        if self._watch is not None:
+            self._watch.cancel()
 
     def _raise_if_over(self) -> None:
         if self._verdict.done():
@@ -216,3 +305,8 @@ class GrpcVerifierStream:
 
     def _gone(self) -> LinkError:
         return LinkError(self._reason, retryable=self._retryable)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -8,7 +8,7 @@ its own, and the next caller gets the result that a cancelled one left behind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -23,6 +23,31 @@ class ShieldedCall(Generic[_T]):
 
     def __init__(self) -> None:
         self._task: asyncio.Task[_T] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is under way, or has a result that nobody took."""
+        return self._task is not None
+
+    def begin(
+        self,
+        operation: Coroutine[Any, Any, _T],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        """Start ``operation``, for which nobody need wait; ``ended`` hears what it raised, None
+        for a good end. None may be under way."""
+        assert self._task is None
+        self._task = task = asyncio.create_task(operation)
+
+        def forget(done: asyncio.Task[_T]) -> None:
+            if self._task is task:
+                self._task = None
+            if done.cancelled():
+                ended(InterruptedOperation("the operation was cancelled"))
+            else:
+                ended(done.exception())
+
+        task.add_done_callback(forget)
 
     async def take(
         self,

@@ -32,6 +32,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
 from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.verifier.backlog import Backlog
 from edgespec.verifier.target_worker import TargetWorker
 
 _LOG = logging.getLogger(__name__)
@@ -62,12 +63,14 @@ class Verifier:
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
         self.why_broken: str | None = None
-        self._target, self._clock, self._tracer = target, clock, tracer or NoTrace()
+        self._target, self._clock = target, clock
+        self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
-        self._backlogs: dict[int, asyncio.Queue[Downlink | None]] = {}
+        self._backlogs: dict[int, Backlog] = {}
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._pass: asyncio.Future[tuple[PassResult, ...]] | None = None
         self._cutting: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -86,7 +89,7 @@ class Verifier:
         """Run one stream to its end; never raises for what a peer does."""
         self._count += 1
         number = self._count
-        backlog: asyncio.Queue[Downlink | None] = asyncio.Queue(_MAX_BACKLOG)
+        backlog = Backlog(_MAX_BACKLOG)
         self._streams[number], self._backlogs[number] = stream, backlog
         reader = asyncio.create_task(self._read(number, stream))
         try:
@@ -138,9 +141,7 @@ class Verifier:
         backlog = self._backlogs.get(number)
         if backlog is None:
             return
-        try:
-            backlog.put_nowait(message)
-        except asyncio.QueueFull:
+        if not backlog.put(message):
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
 
@@ -149,9 +150,7 @@ class Verifier:
         backlog = self._backlogs.pop(number, None)
         if backlog is None:
             return
-        if backlog.full():
-            backlog.get_nowait()
-        backlog.put_nowait(None)
+        backlog.end()
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut, number)
 
     def _cut(self, number: int) -> None:
@@ -172,10 +171,12 @@ class Verifier:
             self._break(f"{type(error).__name__}: {error}")
 
     def _step(self, event: ee.EngineEvent) -> None:
-        now = self._clock()
-        self._tracer.record(now, "verifier", "", "event", event)
+        now, tracer = self._clock(), self._tracer
+        if tracer is not None:
+            tracer.record(now, "verifier", "", "event", event)
         for action in self.engine.handle(event, now):
-            self._tracer.record(now, "verifier", "", "action", action)
+            if tracer is not None:
+                tracer.record(now, "verifier", "", "action", action)
             self._do(action)
         if self._worker.has_queued and not self.engine.running:
             self._worker.submit(()).add_done_callback(self._on_work_done)
@@ -228,18 +229,26 @@ class Verifier:
             self._handle(ee.ProbeDone(why))
 
     def _arm(self) -> None:
-        """One timer, at the engine's deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """One timer, at the engine's deadline or before: deadlines move at every event, mostly
+        away, and a timer that was too early looks again."""
         deadline = self.engine.deadline
-        if deadline is not None and not self._stopping:
-            delay_s = max(0.0, deadline - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        if deadline is None or self._stopping:
+            return
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        delay_s = max(0.0, deadline - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        self._timer_at = deadline
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._handle(ee.Poll())
+        deadline = self.engine.deadline
+        if deadline is not None and deadline <= self._clock():
+            self._handle(ee.Poll())
+        else:
+            self._arm()
 
     # --- stopping --------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@ rules of each policy as its docstring states them, on hand-made trees."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +127,39 @@ def test_windowed_sends_everything_at_once() -> None:
     assert not WindowedPolicy().flush(_view(*CHAIN, in_flight=4))
 
 
+def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: float) -> bool:
+    """Whether a device that gathers holds a node back: passes of 20 ms, steps of 2 ms, 5 ms to the
+    verifier and back."""
+    world = {"step_s": 0.002, "rtt_s": 0.005, **world}
+    view = _view(*CHAIN, in_flight=in_flight, **world)  # type: ignore[arg-type]
+    view = replace(view, since_commit_s=since_commit_s)
+    return not WindowedPolicy(gather=0.1).flush(view)
+
+
+def test_drafts_gather_until_the_next_pass_is_near() -> None:
+    """What leaves within 20 - 5 = 15 ms of a commit is in the next pass. Held back until a step and
+    a tenth of a pass before: 15 - 2 - 2 = 11 ms."""
+    assert [_waits(since / 1e3) for since in (0, 5, 10, 12, 14)] == [True, True, True, False, False]
+    assert [_waits(since / 1e3) for since in (16, 30, 32)] == [True, True, False]  # the one after
+
+
+@pytest.mark.parametrize("rtt_ms", [25, 45, 205])
+def test_drafts_gather_for_a_later_pass_when_the_verifier_is_far(rtt_ms: int) -> None:
+    assert _waits(0.005, rtt_s=rtt_ms / 1e3)
+    assert not _waits(0.013, rtt_s=rtt_ms / 1e3)
+
+
+def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
+    assert _waits()
+    assert not _waits(in_flight=0)
+    assert not _waits(None)
+    assert not _waits(pass_s=0.018)  # commits come every 20 ms: the verifier waited in between
+    view = replace(_view(*CHAIN, in_flight=1, rtt_s=0.005), since_commit_s=0.0, resting=True)
+    assert WindowedPolicy(gather=0.1).flush(view)
+    nothing = replace(view, unsent=0, in_flight=len(CHAIN))
+    assert not WindowedPolicy(gather=0.1).flush(nothing)
+
+
 def test_windowed_stops_at_its_window() -> None:
     policy = WindowedPolicy(window=3)
     assert [policy.extend(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
@@ -171,7 +206,14 @@ def test_windowed_spares_the_target_rows_that_do_not_pay() -> None:
 
 # --- all --------------------------------------------------------------------------------------
 
-POLICIES = [FixedPolicy(8), FixedPolicy(8, 3), PearlPolicy(8, 3), WindowedPolicy(3), FixedPolicy()]
+POLICIES = [
+    FixedPolicy(8),
+    FixedPolicy(8, 3),
+    PearlPolicy(8, 3),
+    WindowedPolicy(3),
+    WindowedPolicy(3, gather=0.1),
+    FixedPolicy(),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

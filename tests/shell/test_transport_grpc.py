@@ -66,16 +66,60 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
 
 
 async def test_a_verifier_whose_receive_is_cancelled_loses_nothing() -> None:
+    impatience_over = asyncio.Event()
+
     async def impatient(stream: VerifierStream) -> None:
         for _ in range(3):
             waiting = asyncio.ensure_future(stream.receive())
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait((waiting,))
+            assert waiting.cancelled()
+        impatience_over.set()
         await echo(stream)
 
     async with served(impatient) as (_, transport):
-        assert await works(await opened(transport))
+        stream = await transport.connect()
+        await asyncio.wait_for(impatience_over.wait(), PATIENCE_S)
+        await stream.send(OPEN)
+        assert isinstance(await stream.receive(), Opened)
+        assert await works(stream)
+
+
+async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
+    """Its device does not read meanwhile: what is sent waits behind the write under way."""
+    given: list[int] = []
+    read_now = asyncio.Event()
+
+    async def impatient(stream: VerifierStream) -> None:
+        await stream.receive()
+        number = 0
+        while True:
+            sending = asyncio.ensure_future(stream.send(Commit(number, (1,) * 4000)))
+            done, _ = await asyncio.wait((sending,), timeout=0.2)
+            if not done:
+                break
+            given.append(number)
+            number += 1
+        sending.cancel()
+        await asyncio.wait((sending,))
+        assert sending.cancelled()
+        read_now.set()
+        await stream.send(Commit(number + 1, (2,)))
+        given.append(number + 1)
+        await stream.receive()
+
+    async with served(impatient) as (_, transport):
+        stream = await transport.connect()
+        await stream.send(OPEN)
+        await asyncio.wait_for(read_now.wait(), PATIENCE_S)
+        heard: list[int] = []
+        while not heard or heard[-1] != given[-1] or len(heard) < len(given):
+            message = await asyncio.wait_for(stream.receive(), PATIENCE_S)
+            assert isinstance(message, Commit)
+            heard.append(message.position)
+        assert heard == given
+        await stream.close()
 
 
 async def test_both_ends_count_the_same_bytes() -> None:

@@ -181,7 +181,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
     elif event is ee.StreamLost:
         await (await _open(transport, "leaving")).close()
     elif event is ee.Poll:
-        verifier._on_timer()
+        verifier._handle(ee.Poll())
     await verifier.broken.wait()
     assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
     tokens, fault = await watching

@@ -30,6 +30,10 @@ from edgespec.core.statically_frozen import statically_frozen
 # What a draft step on a laptop and a regional link are taken for until they were measured.
 _GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
 MAX_GAMMA = 32
+# Passes follow one another when commits come no further apart than they take, but for jitter.
+_WITHOUT_A_WAIT = 1.06
+GATHER_SHARE = 0.1
+"""The last part of a pass in which an agent's drafts leave at once: for the link's jitter."""
 DEFAULT_WIDTH = 2
 """Choices that a draft step adds unless a policy is told otherwise."""
 
@@ -48,6 +52,11 @@ class DraftView:
     end: int
     """Nodes at this position or later cannot matter any more."""
     estimates: DraftEstimates
+    since_commit_s: float | None = None
+    """How long ago the last commit of a pass came; None when it left nothing in flight, so that the
+    next pass may have waited for a draft."""
+    resting: bool = False
+    """No step runs and none is about to."""
 
     @property
     def round_s(self) -> float:
@@ -189,8 +198,32 @@ class WindowedPolicy:
                         best, best_chance = node.id, chance
         return best or None
 
+    gather: float | None = None
+    """None: every step's nodes leave at once. Else they leave together, just in time for the next
+    pass: in so large a share of a pass before it, or when nothing is in flight."""
+
     def flush(self, view: DraftView) -> bool:
-        return view.unsent > 0
+        if not view.unsent:
+            return False
+        if self.gather is None or view.resting or not view.in_flight:
+            return True
+        return self._in_time_s(view) < view.step_s + self.gather * view.pass_s
+
+    def _in_time_s(self, view: DraftView) -> float:
+        """For how long what leaves still reaches the verifier before the next pass begins.
+
+        Formula: a pass begins when the one before it is committed, so the k-th after the last
+        commit begins k * period - rtt_s / 2 behind the moment when that commit came, and what is to
+        be in it leaves rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round
+        trip of 10 ms and a period of 25 ms, 15 ms are left when a commit comes, and 5 ms later 10.
+        It is 0 where passes do not follow one another at once: nobody knows when the next begins.
+        """
+        estimates = view.estimates
+        if view.since_commit_s is None or not estimates.rtt_s.count:
+            return 0.0
+        if estimates.commit_s.get(math.inf) > _WITHOUT_A_WAIT * view.pass_s:
+            return 0.0
+        return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, 1e-6)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """A step behind a node that is less likely costs more than it saves: its own time, or the
@@ -209,4 +242,4 @@ class WindowedPolicy:
 
 def default_policy() -> DraftPolicy:
     """An agent that was not told otherwise drafts by this policy."""
-    return WindowedPolicy(width=DEFAULT_WIDTH)
+    return WindowedPolicy(width=DEFAULT_WIDTH, gather=GATHER_SHARE)

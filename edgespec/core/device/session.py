@@ -71,6 +71,8 @@ class DraftSession:
         self._steps = DraftSteps(self.tree, self._reader)
         self._said_no_draft_comes = False
         """Whether the verifier was told so since its last commit."""
+        self._busy_since: float | None = None
+        """When the last commit came, if it left nodes in flight."""
         self._end = min(self._bounds.length - 1, draft_context_length)
         """Nodes at this position or later cannot matter any more."""
 
@@ -123,6 +125,7 @@ class DraftSession:
         self.link.connected()
         self._outbox.new_stream()
         self._reader.new_stream()
+        self._busy_since = None
         self._said_no_draft_comes = False
         held = tuple(self.prefix.output)
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
@@ -143,6 +146,9 @@ class DraftSession:
         commit, wrong = self._bounds.fitting(commit)
         self._said_no_draft_comes = False
         delivered = self._reader.read(commit, now)
+        if commit.verify_us:
+            in_flight = len(self.tree.nodes) - self._outbox.unsent
+            self._busy_since = now if in_flight else None
         actions: list[ev.DraftAction] = []
         if delivered is None:
             self.link.heard(now)
@@ -175,16 +181,19 @@ class DraftSession:
             return
         streaming = state is ev.STREAMING
         unsent = self._outbox.unsent
-        if streaming and unsent and self._policy.flush(self._view(unsent)):
+        if streaming and unsent and self._policy.flush(self._view(unsent, now)):
             actions += self._send_drafts()
             unsent = self._outbox.unsent
         if self._steps.running:
             return
         if self.drafting:
-            parent = self._policy.extend(self._view(unsent))
+            parent = self._policy.extend(self._view(unsent, now))
             if parent is not None and self._steps.is_worth_asking(parent):
                 actions.append(self._steps.start(parent, self._policy.width, now))
                 return
+        if streaming and unsent and self._policy.flush(self._view(unsent, now, resting=True)):
+            actions += self._send_drafts()
+            unsent = self._outbox.unsent
         if streaming and unsent == len(self.tree.nodes):
             actions += self._leave_nothing_open()
 
@@ -203,7 +212,15 @@ class DraftSession:
         self._said_no_draft_comes = True
         return [ev.Transmit(self._outbox.nothing())]
 
-    def _view(self, unsent: int) -> DraftView:
-        alive = len(self.tree.nodes)
-        room = self.limits.max_nodes_outstanding - alive
-        return DraftView(self.tree, unsent, alive - unsent, room, self._end, self.estimates)
+    def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:
+        alive, since = len(self.tree.nodes), self._busy_since
+        return DraftView(
+            self.tree,
+            unsent,
+            alive - unsent,
+            self.limits.max_nodes_outstanding - alive,
+            self._end,
+            self.estimates,
+            None if since is None else now - since,
+            resting,
+        )

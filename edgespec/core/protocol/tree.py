@@ -103,7 +103,7 @@ class SpeculationTree:
         if before is not None:
             position, siblings = before.position + 1, before.children
         else:
-            place = self.place(parent, base_position)
+            place = base_position if parent == ROOT else self.place(parent, base_position)
             if place is None:
                 return STALE
             if place < self.prefix.length:
@@ -130,6 +130,9 @@ class SpeculationTree:
     def commit(self, tokens: Sequence[int]) -> int:
         """Append the target's tokens and move the root along them; the number of nodes killed."""
         before, walked = len(self.nodes), 0
+        if not before:
+            self.prefix.extend(tokens)
+            return 0
         for position, token in enumerate(tokens, self.prefix.length):
             walked += self._step(token, position)
         self.prefix.extend(tokens)

@@ -33,12 +33,12 @@ class ExactRule:
     """Commit the target's own tokens and nothing else."""
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
-        child_of = {(parents[i], tokens[i]): i for i in range(len(tokens))}
         nodes: list[int] = []
         committed = [targets[0]]
-        node = child_of.get((-1, targets[0]))
-        while node is not None:
-            nodes.append(node)
-            committed.append(targets[1 + node])
-            node = child_of.get((node, targets[1 + node]))
+        at, wanted = -1, targets[0]
+        for node, parent in enumerate(parents):  # a child comes behind its parent
+            if parent == at and tokens[node] == wanted:
+                nodes.append(node)
+                at, wanted = node, targets[1 + node]
+                committed.append(wanted)
         return Walk(tuple(nodes), tuple(committed))

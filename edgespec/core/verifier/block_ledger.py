@@ -56,11 +56,12 @@ class BlockLedger:
     def reserve(self, key: str, length: int) -> bool:
         """The session can hold ``length`` rows afterwards, unless too few blocks are free."""
         missing = self.missing(key, length)
+        if missing == 0:
+            return True
         if missing > len(self._free):
             return False
-        if missing:
-            table = self._tables.setdefault(key, [])
-            table += [self._free.pop() for _ in range(missing)]
+        table = self._tables.setdefault(key, [])
+        table += [self._free.pop() for _ in range(missing)]
         return True
 
     def trim(self, key: str, length: int) -> None:
@@ -68,9 +69,10 @@ class BlockLedger:
         if length <= 0:
             self.release(key)
         elif (table := self._tables.get(key)) is not None:
-            keep = self.blocks_for(length)
-            self._free += reversed(table[keep:])
-            del table[keep:]
+            keep = -(-length // self.block_tokens)
+            if keep < len(table):
+                self._free += reversed(table[keep:])
+                del table[keep:]
 
     def release(self, key: str) -> int:
         """Free all blocks of a session; how many those were."""

@@ -55,8 +55,9 @@ class CacheKeeper:
         start = session.cache_length
         if start == 0 and not self._enter(session, key, spared, now):
             return 0
-        for spare in (ledger.free_count - waiting, min(1, ledger.free_count)):
-            room = (ledger.held(key) + max(0, spare)) * ledger.block_tokens - start
+        held, free = ledger.held(key), ledger.free_count
+        for spare in (free - waiting, min(1, free)):
+            room = (held + max(0, spare)) * ledger.block_tokens - start
             if room > 0:
                 return min(most, room)
         if not self._make_room(key, start + 1, spared, now):

@@ -69,8 +69,11 @@ class VerifyEngine:
     def deadline(self) -> float | None:
         if self.broken is not None:
             return None
-        first = self._deadlines[0][0] if self._deadlines else None
-        return min((at for at in (first, self._sweep_at) if at is not None), default=None)
+        sweep_at = self._sweep_at
+        if not self._deadlines:
+            return sweep_at
+        first = self._deadlines[0][0]
+        return first if sweep_at is None or first < sweep_at else sweep_at
 
     @property
     def running(self) -> bool:

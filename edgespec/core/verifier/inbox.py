@@ -7,6 +7,8 @@ is a ``Fault`` that makes the device come back with what it holds.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits
 from edgespec.core.protocol.prefix import CommittedPrefix
@@ -55,13 +57,15 @@ class DraftInbox:
 
     def _grow(self, draft: Draft) -> bool:
         useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
+        nodes, grow, first, base = tree.nodes, tree.grow, draft.first_node_id, draft.base_position
+        size = self._vocabulary_size
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
-            if len(tree.nodes) >= most:
+            if len(nodes) >= most:
                 self.overflow += len(draft.tokens) - index
                 break
             growth = STALE
-            if 0 <= token < self._vocabulary_size:  # a padded draft may propose what is no token
-                growth = tree.grow(draft.first_node_id + index, parent, token, draft.base_position)
+            if 0 <= token < size:  # a padded draft may propose what is no token
+                growth = grow(first + index, parent, token, base)
             if growth is ALIVE:
                 useful = True
             elif growth is STALE:
@@ -77,17 +81,20 @@ class DraftInbox:
         have 0.8 * 0.8 = 0.64. A parent is older and likelier than its children, so every node that
         is chosen has its parent chosen too.
         """
+        nodes = self.tree.nodes
+        if not nodes or room <= 0:
+            return []
+        if least_chance <= 0.0:
+            return list(islice((node for node in nodes.values() if node.position < end - 1), room))
         chosen: list[Node] = []
         chances, rate = {ROOT: 1.0}, self._acceptance.rate
-        for node in self.tree.nodes.values():
-            if len(chosen) >= room:
-                break
-            if least_chance > 0.0:
-                chances[node.id] = chance = chances[node.parent] * rate(node.rank)
-                if chance < least_chance:
-                    continue
-            if node.position < end - 1:
+        for node in nodes.values():
+            chance = chances[node.parent] * rate(node.rank)
+            chances[node.id] = chance
+            if chance >= least_chance and node.position < end - 1:
                 chosen.append(node)
+                if len(chosen) == room:
+                    break
         return chosen
 
     def take_queue_s(self, now: float) -> float:
@@ -120,9 +127,14 @@ class DraftInbox:
         for token in tokens:
             if not siblings:
                 break
-            right = next((node for node in siblings if node.token == token), None)
-            self._acceptance.add(None if right is None else right.rank)
-            siblings = [] if right is None else right.children
+            for node in siblings:
+                if node.token == token:
+                    self._acceptance.add(node.rank)
+                    siblings = node.children
+                    break
+            else:
+                self._acceptance.add(None)
+                break
         self.tree.commit(tokens)
         if not self.tree.nodes:
             self._waiting_since = None

@@ -15,7 +15,6 @@ one with the fewest rows left, so that a short prompt does not wait for long one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from edgespec.core.protocol.estimators import GUESSED_PASS_S, MovingAverage, SlopeEstimator
 from edgespec.core.protocol.work import PassRequest
@@ -125,8 +124,19 @@ class PassScheduler:
         return line, prompts, self._prefill.rows
 
     def _with_blocks(self, request: PassRequest) -> PassRequest:
-        table = self._keeper.reserve(request.key, request.cache_length + request.row_count)
-        return replace(request, blocks=table) if table else request
+        rows = len(request.feed) + len(request.tokens)
+        table = self._keeper.reserve(request.key, request.cache_length + rows)
+        if not table:
+            return request
+        return PassRequest(
+            request.key,
+            request.cache_length,
+            request.feed,
+            request.tokens,
+            request.parents,
+            request.sample,
+            table,
+        )
 
     def finish(self, now: float) -> Batch:
         """The pass is over, well or badly."""

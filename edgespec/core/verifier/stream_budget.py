@@ -99,7 +99,10 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> None:
         """Take ``amount`` tokens, also when there are fewer."""
-        self._level = self.level(now) - amount
+        if now > self._at:
+            level = self._level + (now - self._at) * self._rate
+            self._level, self._at = (level if level < self._burst else self._burst), now
+        self._level -= amount
 
     def add(self, amount: float, now: float) -> None:
         """Put ``amount`` tokens in; what is over the burst is lost."""
@@ -111,7 +114,8 @@ class TokenBucket:
 
     def wait_s(self, now: float) -> float:
         """Seconds until the debt is paid; 0 without one."""
-        return max(0.0, -self.level(now) / self._rate)
+        level = self._level if now <= self._at else self.level(now)
+        return 0.0 if level >= 0.0 else -level / self._rate
 
 
 class UplinkBudget:
@@ -157,7 +161,9 @@ class StreamBudget:
         self._shared.take(now)
         self._base.take(1.0, now)
         self._base.limit_debt(0.0)
-        wait_s = max(self._messages.wait_s(now), self._nodes.wait_s(now))
+        wait_s = self._messages.wait_s(now)
+        if (nodes_wait_s := self._nodes.wait_s(now)) > wait_s:
+            wait_s = nodes_wait_s
         if self._base.level(now) < self._limits.message_burst / 2:  # a busy stream
             wait_s = max(wait_s, self._shared.wait_s(now))
         return wait_s

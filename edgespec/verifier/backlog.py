@@ -1,0 +1,51 @@
+"""What a stream is still to be sent: a bounded queue with one reader and an end.
+
+An ``asyncio.Queue`` does more, and takes thrice the time for it at every commit of every session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from edgespec.core.protocol.messages import Downlink
+
+
+class Backlog:
+    """At most ``limit`` messages; ``put`` and ``end`` never wait."""
+
+    __slots__ = ("_ended", "_limit", "_messages", "_reader")
+
+    def __init__(self, limit: int) -> None:
+        self._messages: deque[Downlink] = deque()
+        self._limit, self._ended = limit, False
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, message: Downlink) -> bool:
+        """Append it; False, and nothing changes, when the backlog is full or has ended."""
+        if self._ended or len(self._messages) >= self._limit:
+            return False
+        self._messages.append(message)
+        self._wake()
+        return True
+
+    def end(self) -> None:
+        """No more follows what is in it."""
+        self._ended = True
+        self._wake()
+
+    async def get(self) -> Downlink | None:
+        """The next message, None after the last. One reader at a time; it may be cancelled."""
+        while not self._messages:
+            if self._ended:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._messages.popleft()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
