@@ -17,7 +17,7 @@ from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.core.verifier.session import VerifySession
-from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone
+from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
 from tests.core.fixed_text import LIMITS, MODEL, REQUEST, TEXT
 
 
@@ -73,10 +73,11 @@ def _run(keeper: CacheKeeper, session: VerifySession, now: float = 0.0) -> int:
     key = session.request.session_id
     rows = keeper.rows_for(key, 100, (), 0, now)
     if rows:
-        session.handle(Offer(rows, 0.02), now)
+        [run] = session.handle(Offer(rows, 0.02), now)
+        assert isinstance(run, RunPass)
         keeper.reserve(key, session.prefix.length)
         session.handle(PassDone((TEXT[5],)), now)
-        keeper.trim(key, session.prefix.length)
+        keeper.settle(run.request, session.prefix.length)
     return rows
 
 

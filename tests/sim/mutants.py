@@ -199,7 +199,10 @@ def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
 def _reserves_held_blocks(ledger: BlockLedger, key: str, length: int) -> bool:
     table = ledger._tables.setdefault(key, [])
     missing = ledger.missing(key, length)
-    table += (ledger._free + [1] * missing)[:missing]
+    given = (ledger._blank + [1] * missing)[:missing]
+    table += given
+    for block in given:
+        ledger._holders[block] += 1
     return True
 
 
