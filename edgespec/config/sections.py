@@ -56,9 +56,9 @@ class LimitsSection:
     max_cached_tokens: int = 65_536
     """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
-    """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``, or
-    of ``none``. With ``all``, the time to the first token tells a device whether somebody else has
-    sent the same beginning lately."""
+    """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``,
+    or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
+    has sent the same beginning lately."""
     max_nodes_outstanding: int = 128
     max_nodes_per_pass: int = 64
     max_unreceived: int = 256

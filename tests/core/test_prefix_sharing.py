@@ -44,12 +44,17 @@ SYSTEM = (1, 2, 3, 4, 6, 7, 8, 9)
 class Serving:
     """An engine, what its last event made it do, and the pass that runs."""
 
-    def __init__(self, blocks: int = 40, rows: int = 64, **limits: SharePrefixes) -> None:
+    def __init__(
+        self, blocks: int = 40, rows: int = 64, share: SharePrefixes = SharePrefixes.ALL
+    ) -> None:
         bounds = EngineLimits(
-            cache=CacheShape(blocks, SIZE), max_rows_per_session=rows, max_rows_per_pass=64
+            cache=CacheShape(blocks, SIZE),
+            max_rows_per_session=rows,
+            max_rows_per_pass=64,
+            share_prefixes=share,
         )
         model_limits = replace(LIMITS, context_length=blocks * SIZE)
-        self.engine = VerifyEngine(MODEL, model_limits, replace(bounds, **limits), contain=False)
+        self.engine = VerifyEngine(MODEL, model_limits, bounds, contain=False)
         self.batch: tuple[PassRequest, ...] = ()
         self.actions: tuple[EngineAction, ...] = ()
 
@@ -67,10 +72,10 @@ class Serving:
         max_tokens: int = 3,
         credential: Credential = ANYBODY,
         run_ahead: RunAhead = RunAhead.ALWAYS,
-        **fields: tuple[int, ...],
+        committed: tuple[int, ...] = (),
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Open(key, "", "", prompt, sampling=sampling, run_ahead=run_ahead, **fields)
+        request = Open(key, "", "", prompt, committed, sampling=sampling, run_ahead=run_ahead)
         self.handle(StreamOpened(ord(key[0]), request, credential=credential))
 
     def done(self) -> None:
@@ -238,7 +243,7 @@ def test_a_target_without_room_takes_nothing_from_others() -> None:
     ],
 )
 def test_who_shares_with_whom(share: SharePrefixes, mine: int, others: int) -> None:
-    serving = Serving(share_prefixes=share)
+    serving = Serving(share=share)
     serving.open("a", (*SYSTEM, 10), credential=Credential("ours"))
     serving.finish()
     serving.open("b", (*SYSTEM, 11), credential=Credential("ours"))
@@ -251,8 +256,7 @@ def test_who_shares_with_whom(share: SharePrefixes, mine: int, others: int) -> N
 
 def test_the_other_generation_of_an_id_inherits_nothing() -> None:
     serving = Serving()
-    secret = {"session_secret": b"s" * 16}
-    first = Open("a", "", "", (*SYSTEM, 10), run_ahead=RunAhead.ALWAYS, **secret)
+    first = Open("a", "", "", (*SYSTEM, 10), run_ahead=RunAhead.ALWAYS, session_secret=b"s" * 16)
     serving.handle(StreamOpened(1, first))
     serving.done()
     serving.handle(StreamOpened(2, replace(first, prompt=(*SYSTEM[:4], *range(20, 29)))))
