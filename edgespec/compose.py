@@ -128,6 +128,7 @@ def build_verifier(
         max_rows_per_session=bounds.max_rows_per_session,
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
+        share_prefixes=bounds.share_prefixes,
         stall_s=bounds.stall_s,
     )
     verifier = Verifier(target, limits, engine_limits, tracer=tracer)

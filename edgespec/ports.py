@@ -91,8 +91,9 @@ class Drafter(Protocol):
 class TargetModel(Protocol):
     """The big model: all sessions with work go through one packed ``forward``.
 
-    A pass writes the cache rows of ``feed`` and of the nodes; the next request of that key keeps
-    those it names. Calls come one at a time, off the event loop.
+    A pass writes the cache rows of ``feed`` and of the nodes, and no others: what lies before
+    ``cache_length`` may be shared. The next request of that key keeps those it names. Calls come
+    one at a time, off the event loop.
     """
 
     @property
@@ -103,8 +104,14 @@ class TargetModel(Protocol):
         """Its key-value cache, whose blocks the engine gives out (``PassRequest.blocks``); None
         for a target that always has room."""
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more."""
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more.
+
+        ``text`` are the tokens that are committed already, the prompt first. A pass may begin
+        behind some of them that were never fed: then its ``blocks`` hold their rows, which
+        another sequence has computed."""
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """One pass over all requests, in order, sampling with each session's parameters.

@@ -14,6 +14,7 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.block_names import SharePrefixes
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7420
@@ -54,6 +55,10 @@ class LimitsSection:
     addresses."""
     max_cached_tokens: int = 65_536
     """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
+    share_prefixes: SharePrefixes = SharePrefixes.ALL
+    """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``,
+    or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
+    has sent the same beginning lately."""
     max_nodes_outstanding: int = 128
     max_nodes_per_pass: int = 64
     max_unreceived: int = 256

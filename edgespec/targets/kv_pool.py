@@ -13,7 +13,9 @@ Callers without an engine (tools, the self-test, tests) send requests without ta
 keeps a ledger of its own for them.
 
 Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
-of its last pass lie behind them until ``keep`` or the next ``reserve``.
+of its last pass lie behind them until ``keep`` or the next ``reserve``. A block may stand in
+several tables: a pass writes no row before its ``cache_length``, and the ledger gives out no block
+behind that twice.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class CachedSequence:
     sampling: SamplingParams
     blocks: tuple[int, ...] = ()
     """Its table in the last pass."""
+    text: Sequence[int] = ()
+    """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
     tokens: list[int] = field(default_factory=list)
     """Committed tokens whose keys are cached."""
     nodes: tuple[int, ...] = ()
@@ -51,6 +55,13 @@ class CachedSequence:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def cut(self, length: int) -> None:
+        """Of the committed tokens the first ``length`` are cached."""
+        if length < self.length and len(self.text) < self.length:
+            self.text = tuple(self.tokens)
+        del self.tokens[length:]
+        self.tokens += self.text[self.length : length]
 
     def slots(self, stop: int) -> Slots:
         """Slots of positions 0 .. ``stop - 1``, int64."""
@@ -90,12 +101,14 @@ class KvPool:
     def session_count(self) -> int:
         return len(self._sequences)
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         """Start a sequence; it holds no block before its first pass. Raises ``ValueError`` when
         the key is in use."""
         if key in self._sequences:
             raise ValueError(f"sequence {key!r} is already open")
-        self._sequences[key] = CachedSequence(prompt_length, sampling)
+        self._sequences[key] = CachedSequence(prompt_length, sampling, text=text)
 
     def close(self, key: str) -> None:
         if self._sequences.pop(key, None) is not None:
@@ -106,6 +119,13 @@ class KvPool:
         if key not in self._sequences:
             raise ValueError(f"sequence {key!r} is not open")
         return self._sequences[key]
+
+    def cached_length(self, request: PassRequest) -> int:
+        """How many tokens the request may find cached: those of its session's passes, and, in the
+        blocks of its table, all that are known to be committed. Raises as ``sequence`` does."""
+        sequence = self.sequence(request.key)
+        shared = len(sequence.text) if request.blocks else 0
+        return max(sequence.length, shared)
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
         """By how many tokens (in blocks) the free room is too small for the requests of ``batch``
@@ -118,7 +138,8 @@ class KvPool:
         return max(0, wanted - self._own.free_count) * BLOCK_SIZE
 
     def reserve(self, batch: Sequence[PassRequest]) -> None:
-        """Truncate every sequence to its ``cache_length`` and take over its table.
+        """Truncate every sequence to its ``cache_length``, or lengthen it by what its blocks hold
+        of its text, and take over its table.
 
         All or nothing: raises before anything has changed, ``ValueError`` for a table that is too
         short or names a block that is not there, ``CapacityError`` when requests without tables
@@ -134,7 +155,7 @@ class KvPool:
             )
         for request in batch:
             sequence = self.sequence(request.key)
-            del sequence.tokens[request.cache_length :]
+            sequence.cut(request.cache_length)
             sequence.nodes = sequence.parents = ()
             sequence.blocks = request.blocks or self._own_table(request)
 

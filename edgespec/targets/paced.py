@@ -57,8 +57,10 @@ class PacedTarget:
     def cache(self) -> CacheShape | None:
         return self.inner.cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.open(key, prompt_length, sampling)
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self.inner.open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         end_s = self._clock() + self.pass_s(batch)

@@ -12,14 +12,14 @@ from edgespec.ports import CapacityError, ModelInfo, PassRequest
 
 
 def check_batch(
-    batch: Sequence[PassRequest], cached_length: Callable[[str], int], info: ModelInfo
+    batch: Sequence[PassRequest], cached_length: Callable[[PassRequest], int], info: ModelInfo
 ) -> None:
-    """Check all requests of a pass; ``cached_length`` says how many tokens of a session are cached,
-    and raises ``ValueError`` for one that is not open."""
+    """Check all requests of a pass; ``cached_length`` says how many tokens of a request's session
+    are cached at most, and raises ``ValueError`` for one that is not open."""
     if len({request.key for request in batch}) != len(batch):
         raise ValueError("two requests of one pass have the same key")
     for request in batch:
-        _check_request(request, cached_length(request.key), info)
+        _check_request(request, cached_length(request), info)
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:

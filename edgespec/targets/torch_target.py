@@ -113,7 +113,9 @@ class TorchTarget:
         """Room in the pool, in tokens (whole blocks), for requests that bring no block table."""
         return self._pool.free_tokens
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         if self._pool.session_count >= self._max_sessions:
             raise CapacityError(
                 f"{self._pool.session_count} sessions are open, limit max_sessions "
@@ -124,7 +126,7 @@ class TorchTarget:
                 f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length} "
                 "(context_length)"
             )
-        self._pool.open(key, prompt_length, sampling)
+        self._pool.open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
@@ -132,7 +134,7 @@ class TorchTarget:
         latter names, can go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
-        check_batch(batch, lambda key: self._pool.sequence(key).length, self._info)
+        check_batch(batch, self._pool.cached_length, self._info)
         self._pool.reserve(batch)
         logits = self._run(batch)
         for request in batch:

@@ -23,11 +23,20 @@ from edgespec.targets.toy_memory import ToyMemory
 class _Sequence:
     prompt_length: int
     sampling: SamplingParams
+    text: Sequence[int] = ()
+    """Committed tokens, as many as were ever known at once."""
     tokens: list[int] = field(default_factory=list)
     """Committed tokens in the cache."""
     nodes: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     """Tree of the last pass, until it is kept or dropped."""
+
+    def cut(self, length: int) -> None:
+        """Of the committed tokens the first ``length`` are cached."""
+        if length < len(self.tokens) and len(self.text) < len(self.tokens):
+            self.text = tuple(self.tokens)
+        del self.tokens[length:]
+        self.tokens += self.text[len(self.tokens) : length]
 
 
 class ToyTarget:
@@ -69,7 +78,9 @@ class ToyTarget:
     def cache(self) -> CacheShape | None:
         return self._cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         if key in self._sequences:
             raise ValueError(f"sequence {key!r} is already open")
         if len(self._sequences) >= self._max_sessions:
@@ -78,13 +89,12 @@ class ToyTarget:
             raise CapacityError(
                 f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length}"
             )
-        self._sequences[key] = _Sequence(prompt_length, sampling)
+        self._sequences[key] = _Sequence(prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self._check(batch)
         if self._memory is not None:
-            cached = [self._sequence(r.key).tokens[: r.cache_length] for r in batch]
-            self._memory.write(batch, cached)
+            self._memory.write(batch, [self._cached(request) for request in batch])
         self.passes += 1
         self.rows += sum(request.row_count for request in batch)
         return [self._run(request) for request in batch]
@@ -103,6 +113,8 @@ class ToyTarget:
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
+        if self._memory is not None:
+            self._memory.forget(key)
 
     def cached(self, key: str) -> tuple[int, ...]:
         """The committed tokens in the cache of ``key``, for tests. Raises ``ValueError``."""
@@ -114,13 +126,15 @@ class ToyTarget:
         return self._sequences[key]
 
     def _check(self, batch: Sequence[PassRequest]) -> None:
-        check_batch(batch, lambda key: len(self._sequence(key).tokens), self._info)
+        check_batch(batch, self._cached_length, self._info)
         for request in batch:
-            again = self._sequence(request.key).tokens[request.cache_length :][: len(request.feed)]
-            if tuple(again) != request.feed[: len(again)]:
-                raise ValueError(
-                    f"{request.key!r}: fed tokens differ from the committed ones cached"
-                )
+            sequence, first = self._sequence(request.key), request.cache_length
+            for known in (sequence.tokens, sequence.text):
+                again = known[first : first + len(request.feed)]
+                if tuple(again) != request.feed[: len(again)]:
+                    raise ValueError(
+                        f"{request.key!r}: fed tokens differ from the committed ones cached"
+                    )
         touched = {request.key: request.cache_length + request.row_count for request in batch}
         total = sum(
             touched.get(key, len(sequence.tokens)) for key, sequence in self._sequences.items()
@@ -128,9 +142,19 @@ class ToyTarget:
         if total > self._max_cached_tokens:
             raise CapacityError(f"{total} cached tokens wanted, limit {self._max_cached_tokens}")
 
+    def _cached_length(self, request: PassRequest) -> int:
+        """How many tokens the request may find cached: in its blocks also those of others."""
+        sequence = self._sequence(request.key)
+        return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
+
+    def _cached(self, request: PassRequest) -> Sequence[int]:
+        """The tokens that the request finds cached."""
+        sequence, length = self._sequences[request.key], request.cache_length
+        return (sequence.tokens if length <= len(sequence.tokens) else sequence.text)[:length]
+
     def _run(self, request: PassRequest) -> PassResult:
         sequence = self._sequences[request.key]
-        del sequence.tokens[request.cache_length :]
+        sequence.cut(request.cache_length)
         sequence.tokens.extend(request.feed)
         sequence.nodes, sequence.parents = request.tokens, request.parents
         if not request.sample:

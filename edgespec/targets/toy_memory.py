@@ -1,8 +1,9 @@
-"""A key-value cache in blocks that holds token ids: what the toy target remembers, slot by slot.
+"""A key-value cache in blocks that holds marks: what the toy target remembers, slot by slot.
 
-It makes a wrong block table an error at once. Whatever a sequence has cached is looked up in its
-own slots at every pass, so a block that two sequences hold, or one that was given away too early,
-shows as a token that is not there.
+The *mark* of a token is a hash of it and of all tokens before it, as a model's keys and values
+depend on them all. Whatever a sequence has cached is looked up in its own slots at every pass, so
+a block that was given away too early, or shared by two texts that differ before it, shows as a mark
+that is not there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import PassRequest
 
 _EMPTY = -1
+_BEGINNING = 0
+"""The mark before the first token."""
 
 
 class ToyMemory:
@@ -23,24 +26,27 @@ class ToyMemory:
         self._slots = [_EMPTY] * ((cache.block_count + 1) * cache.block_tokens)
         self._tables: dict[str, tuple[int, ...]] = {}
         """Of each sequence's last pass."""
+        self._marks: dict[str, list[int]] = {}
+        """Of each sequence's committed tokens so far, whose text only grows."""
 
     def write(self, batch: Sequence[PassRequest], cached: Sequence[Sequence[int]]) -> None:
         """Store the rows of a pass. ``cached[i]`` are the tokens that request i finds in its cache.
 
         Raises ``ValueError`` when a table is too short, names a block twice or one that is not
-        there, or when a cached token is not in its slot.
+        there, when a block that is written is also another request's, or when a cached token is
+        not in its slot.
         """
-        blocks = [block for request in batch for block in request.blocks]
-        if len(set(blocks)) != len(blocks):
-            raise ValueError("two rows of a pass share a block")
-        if blocks and not 1 <= min(blocks) <= max(blocks) <= self._block_count:
-            raise ValueError(f"blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}")
+        for request in batch:
+            self._check_table(request)
+        self._check_writes(batch)
         for request, tokens in zip(batch, cached, strict=True):
-            self._check(request, tokens)
+            marks = self._marks.setdefault(request.key, [])
+            marks += _marks(marks, tokens[len(marks) :])
+            self._check(request, marks[: request.cache_length])
         for request in batch:
             self._tables[request.key] = request.blocks
-            for row, token in enumerate((*request.feed, *request.tokens), request.cache_length):
-                self._slots[self._slot(request.key, row)] = token
+            for row, mark in enumerate(self._row_marks(request), request.cache_length):
+                self._slots[self._slot(request.key, row)] = mark
 
     def keep(self, key: str, length: int, nodes: Sequence[int]) -> None:
         """Move the kept nodes of the last pass, which lie behind ``length`` tokens, together."""
@@ -48,23 +54,66 @@ class ToyMemory:
             kept = self._slots[self._slot(key, length + node)]
             self._slots[self._slot(key, length + place)] = kept
 
-    def _check(self, request: PassRequest, tokens: Sequence[int]) -> None:
-        key, rows = request.key, request.cache_length + request.row_count
-        room = len(request.blocks) * self._block_tokens
+    def forget(self, key: str) -> None:
+        """The sequence is closed; its slots keep what they hold."""
+        self._tables.pop(key, None)
+        self._marks.pop(key, None)
+
+    def _check_table(self, request: PassRequest) -> None:
+        key, blocks, rows = request.key, request.blocks, request.cache_length + request.row_count
+        room = len(blocks) * self._block_tokens
         if rows > room:
             raise ValueError(f"{key!r}: {rows} rows, but its blocks hold {room}")
+        if len(set(blocks)) != len(blocks):
+            raise ValueError(f"{key!r}: a block stands in its table twice")
+        if not 1 <= min(blocks) <= max(blocks) <= self._block_count:
+            raise ValueError(
+                f"{key!r}: blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}"
+            )
+
+    def _check_writes(self, batch: Sequence[PassRequest]) -> None:
+        held: set[int] = set()
+        written: set[int] = set()
+        for request in batch:
+            writes = set(request.blocks[request.cache_length // self._block_tokens :])
+            if not writes.isdisjoint(held) or not written.isdisjoint(request.blocks):
+                raise ValueError(f"{request.key!r}: a block that is written is another's too")
+            written |= writes
+            held.update(request.blocks)
+
+    def _check(self, request: PassRequest, marks: Sequence[int]) -> None:
         size = self._block_tokens
         # Whole blocks at once: a long text is looked at in every pass.
-        for block, first in zip(request.blocks, range(0, len(tokens), size), strict=False):
-            part = list(tokens[first : first + size])
+        for block, first in zip(request.blocks, range(0, len(marks), size), strict=False):
+            part = marks[first : first + size]
             found = self._slots[block * size : block * size + len(part)]
             if found != part:
-                place = next(i for i, token in enumerate(part) if found[i] != token)
+                place = next(i for i, mark in enumerate(part) if found[i] != mark)
                 raise ValueError(
-                    f"{key!r}: position {first + place} holds {found[place]},"
-                    f" cached was {part[place]}"
+                    f"{request.key!r}: position {first + place} holds another token than the one"
+                    " that was cached, or the same one behind another text"
                 )
+
+    def _row_marks(self, request: PassRequest) -> list[int]:
+        """Marks of the fed tokens and of the nodes behind them."""
+        known = self._marks[request.key]
+        del known[request.cache_length :]
+        known += _marks(known, request.feed)
+        nodes: list[int] = []
+        for token, parent in zip(request.tokens, request.parents, strict=True):
+            nodes.append(hash((nodes[parent] if parent >= 0 else known[-1], token)))
+        return known[request.cache_length :] + nodes
 
     def _slot(self, key: str, position: int) -> int:
         block, offset = divmod(position, self._block_tokens)
         return self._tables[key][block] * self._block_tokens + offset
+
+
+def _marks(known: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """The marks of ``tokens`` behind a text with these marks; the same in every process."""
+    mark = known[-1] if known else _BEGINNING
+    marks: list[int] = []
+    for token in tokens:
+        mark = hash((mark, token))
+        marks.append(mark)
+    return marks

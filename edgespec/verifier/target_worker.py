@@ -75,8 +75,8 @@ class TargetWorker:
     def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
         try:
             match item:
-                case OpenSequence(key, prompt_length, sampling):
-                    self._target.open(key, prompt_length, sampling)
+                case OpenSequence(key, prompt_length, sampling, text):
+                    self._target.open(key, prompt_length, sampling, text)
                 case KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case CloseSequence(key):

@@ -12,7 +12,7 @@ from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.run_ahead import RunAheadPolicy, RunAheadView
 from edgespec.ports import Cancelled, CapacityError, Drafter, never_cancelled
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.checks import PassCheck, require
+from edgespec_sim.checks import CheckFailure, PassCheck, require
 
 
 class CheckedDrafter:
@@ -55,7 +55,8 @@ class InjectedFailure(Exception):
 
 
 class CheckedTarget:
-    """A toy target whose every pass is judged, and which fails passes of several sessions.
+    """A toy target whose every pass is judged, and which fails passes of several sessions. That
+    each block holds what a session believes to be in it, the toy's own memory sees to.
 
     ``break_down`` is called before and after each operation and may raise ``InjectedFailure``.
     """
@@ -78,9 +79,11 @@ class CheckedTarget:
     def cache(self) -> CacheShape | None:
         return self.inner.cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         self._break_down()
-        self.inner.open(key, prompt_length, sampling)
+        self.inner.open(key, prompt_length, sampling, text)
         self._break_down()
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
@@ -88,7 +91,10 @@ class CheckedTarget:
         if len(batch) > 1 and self._fails():
             raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
         self._break_down()
-        results = self.inner.forward(batch)
+        try:
+            results = self.inner.forward(batch)
+        except ValueError as error:  # a wrong length, a wrong block, another text in a block
+            raise CheckFailure(f"the target refused a pass: {error}") from error
         self._break_down()
         return results
 

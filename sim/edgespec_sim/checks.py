@@ -6,6 +6,7 @@ checks read only public state of the product's machines and raise ``CheckFailure
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -159,13 +160,18 @@ def check_session(
 
 
 def check_ledger(engine: VerifyEngine) -> None:
-    """Every block is free or held once, by a session that is there and as long as it needs."""
+    """Every block is free or held, by sessions that are there and as long as they need it, and
+    nobody else holds what a session may write."""
     ledger = engine.keeper.ledger
     if ledger is None:
         return
     tables = {key: ledger.table(key) for key in ledger.holders}
-    held = [block for table in tables.values() for block in table]
-    require(len(set(held)) == len(held), "two sessions hold one block")
+    held = Counter(block for table in tables.values() for block in table)
+    for key, table in tables.items():
+        require(len(set(table)) == len(table), f"{key}: holds a block twice")
+    for block, count in held.items():
+        counted = ledger.holder_count(block)
+        require(counted == count, f"{count} sessions hold block {block}, {counted} are counted")
     total = len(held) + ledger.free_count
     require(total == ledger.block_count, f"{total} blocks of {ledger.block_count} are left")
     for key, table in tables.items():
@@ -175,6 +181,9 @@ def check_ledger(engine: VerifyEngine) -> None:
             continue
         least = ledger.blocks_for(session.cache_length)
         require(len(table) >= least, f"{key}: {len(table)} blocks, {least} are cached")
+        if session.cache_length:  # else the blocks may be those of an earlier session of this id
+            written = table[session.cache_length // ledger.block_tokens :]
+            require(all(map(ledger.writable, written)), f"{key}: would write a shared block")
 
 
 def check_at_rest(engine: VerifyEngine) -> None:

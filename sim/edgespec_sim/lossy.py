@@ -49,8 +49,10 @@ class ThresholdTarget:
     def cache(self) -> CacheShape | None:
         return self._target.cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self._target.open(key, prompt_length, sampling)
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._target.open(key, prompt_length, sampling, text)
         # Greedy decoding has no temperature; the model's own law is the one at 1.
         self._temperature[key] = sampling.temperature or 1.0
 

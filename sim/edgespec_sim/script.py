@@ -156,7 +156,9 @@ class ScriptedTarget:
     def cache(self) -> CacheShape | None:
         return None
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         if key in self._sequences:
             raise ScriptError(f"sequence {key!r} is already open")
         self._sequences[key] = _Played(prompt_length, sampling.max_tokens, self._find)

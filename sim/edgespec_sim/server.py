@@ -143,9 +143,9 @@ class SimulatedVerifier:
                 self._streams[number].send_down(message)
             case CloseStream(number):
                 self._streams.pop(number).close_from_verifier()
-            case OpenSequence(key, prompt_length, sampling):
+            case OpenSequence(key, prompt_length, sampling, text):
                 self._failed.discard(key)
-                self._attempt(key, lambda: self._target.open(key, prompt_length, sampling))
+                self._attempt(key, lambda: self._target.open(key, prompt_length, sampling, text))
             case CloseSequence(key):
                 self._attempt(key, lambda: self._target.close(key))
             case KeepNodes(key, nodes):

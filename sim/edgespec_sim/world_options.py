@@ -32,6 +32,11 @@ class WorldOptions:
     policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
     """One a device."""
     prompt_length: int = 3
+    shared_length: int = 0
+    """Of the prompt, as many tokens are the same for all devices."""
+    chat: bool = False
+    """Each device but the first goes on with the text of the one before it, once that is whole:
+    its prompt is that text and ``prompt_length`` tokens, if the context has room for it."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
     """Device i adds i to its seed."""
     run_ahead: RunAhead = RunAhead.AUTO
@@ -95,3 +100,5 @@ class WorldResult:
     """Faults that took place."""
     evictions: int
     """Sessions that lost their cache to others, at the last verifier."""
+    hit_tokens: int
+    """Committed tokens that the last verifier found cached and did not compute."""

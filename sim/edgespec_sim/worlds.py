@@ -50,6 +50,7 @@ _NODES_BEFORE_OPENED = 16
 # Worlds end well or not at all: their devices never give up.
 _RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
 _FORGED_ID = 1 << 40
+_LOOK_S = 0.1
 # Twenty times those of the longest world: one that goes round in circles without a clock.
 _EVENTS_MAX = 40_000
 
@@ -88,7 +89,7 @@ class _World:
         self.expected: list[Expected] = []
         self.devices: list[SimulatedDevice] = []
         for index in range(len(options.policies)):
-            prompt = [dice.randrange(size) for _ in range(options.prompt_length)]
+            prompt = self._prompt(index, size)
             mine = replace(sampling, seed=sampling.seed + index)
             context_length = options.limits.context_length
             self.expected.append(target_stream(options.model, prompt, mine, context_length))
@@ -148,8 +149,29 @@ class _World:
             lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)
-        self.queue.after(self.dice.uniform(0.0, 0.1), device.start)
+        self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
         return device
+
+    def _prompt(self, index: int, vocabulary_size: int) -> list[int]:
+        """What all devices begin with, or the text of the one before, and tokens of its own."""
+        options = self.options
+        prompt = [self.dice.randrange(vocabulary_size) for _ in range(options.prompt_length)]
+        if not index:
+            return prompt
+        before = self.expected[index - 1]
+        text = (*before.prompt, *before.tokens)
+        if options.chat and len(text) + len(prompt) < options.limits.context_length:
+            return [*text, *prompt]
+        shared = options.shared_length
+        return [*self.expected[0].prompt[:shared], *prompt[shared:]]
+
+    def _begin(self, index: int, device: SimulatedDevice) -> None:
+        """Start the device, or look again soon whether the text that it continues is whole."""
+        waits = self.options.chat and index and self.devices[index - 1].delivery.ended is None
+        if waits and device is self.devices[index]:
+            self.queue.after(_LOOK_S, lambda: self._begin(index, device))
+        else:
+            device.start()
 
     def _connect(self, index: int) -> tuple[Stream, float] | None:
         if self.queue.now < self.down_until_s:
@@ -280,8 +302,10 @@ class _World:
         )
         passes = sum(target.passes for target in self.targets)
         rows = sum(target.rows for target in self.targets)
-        evictions = self.server.engine.keeper.evictions
-        return WorldResult(tuple(results), passes, rows, self.faults, evictions)
+        keeper = self.server.engine.keeper
+        return WorldResult(
+            tuple(results), passes, rows, self.faults, keeper.evictions, keeper.prefix_hit_tokens
+        )
 
     def _longest_s(self) -> float:
         """Virtual seconds by which everything must have ended: far too few for a verifier that
@@ -291,7 +315,8 @@ class _World:
         rtt_s = 2 * (options.delay_s + options.jitter_s)
         token_s = 2 * rtt_s + (count + 3) * options.pass_s + 40 * options.step_s
         tokens = sum(len(expected.tokens) for expected in self.expected)
-        prefill_s = options.prompt_length * options.pass_s * count
+        prompts = sum(len(expected.prompt) for expected in self.expected)
+        prefill_s = prompts * options.pass_s
         settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
         if (
             options.engine_limits.cache is not None

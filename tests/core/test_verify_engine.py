@@ -42,7 +42,7 @@ from tests.core.fixed_text import LIMITS, PROMPT, REQUEST, TEXT
 def test_a_stream_opens_a_session_and_starts_its_pass() -> None:
     actions = new_engine().handle(StreamOpened(1, RUNNING), 0.0)
     assert actions == (
-        OpenSequence("s", 2, RUNNING.sampling),
+        OpenSequence("s", 2, RUNNING.sampling, PROMPT),
         SendTo(1, Opened(LIMITS, "big", 2)),
         RunBatch((PassRequest("s", 0, PROMPT),)),
     )

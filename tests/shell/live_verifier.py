@@ -64,8 +64,10 @@ class GatedTarget:
     def cache(self) -> CacheShape | None:
         return self._inner.cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.open(key, prompt_length, sampling)
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._inner.open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         if any(request.sample for request in batch):

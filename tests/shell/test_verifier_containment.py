@@ -58,9 +58,11 @@ class Fragile(ToyTarget):
         if self._fails(operation, keys):
             raise RuntimeError(f"{operation} was chosen to fail")
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
         self._maybe("open", key)
-        super().open(key, prompt_length, sampling)
+        super().open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self._maybe("forward", *(request.key for request in batch))

@@ -26,11 +26,15 @@ from edgespec.core.protocol.messages import (
     Opened,
 )
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.core.verifier.block_names import BlockNames, _hash
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
+from edgespec.core.verifier.engine_events import BatchFailed
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.prefix_sharing import PrefixSharing
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -61,6 +65,8 @@ _verifiable = DraftInbox.verifiable
 _handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
+_reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
+_take, _batch_failed = BlockLedger._take, Containment.batch_failed
 
 
 def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
@@ -199,12 +205,72 @@ def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
 def _reserves_held_blocks(ledger: BlockLedger, key: str, length: int) -> bool:
     table = ledger._tables.setdefault(key, [])
     missing = ledger.missing(key, length)
-    table += (ledger._free + [1] * missing)[:missing]
+    given = (ledger._blank + [1] * missing)[:missing]
+    table += given
+    for block in given:
+        ledger._holders[block] += 1
     return True
 
 
 def _releases_nothing(ledger: BlockLedger, key: str) -> int:
     return 0
+
+
+def _prefix_is_not_in_the_name(names: BlockNames, place: int) -> bytes:
+    size = names._block_tokens
+    return _hash(names._pack(*names.prefix.tokens[place * size : (place + 1) * size]))
+
+
+def _published_before_its_pass(keeper: CacheKeeper, key: str, length: int) -> tuple[int, ...]:
+    """Also what a pass that fails was to fill."""
+    table = _reserve(keeper, key, length)
+    if keeper._sharing is not None and key in keeper.sessions:
+        keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
+    return table
+
+
+def _failed_pass_is_published(containment: Containment, failure: BatchFailed, now: float) -> None:
+    batch = containment._scheduler.running
+    assert batch is not None
+    for _, request in batch.parts:
+        if (sharing := containment._keeper._sharing) is not None:
+            sharing.publish(request.key, request.cache_length + len(request.feed))
+    _batch_failed(containment, failure, now)
+
+
+def _nodes_are_published(keeper: CacheKeeper, request: PassRequest, length: int) -> None:
+    """Nobody knows yet whether the target can move them to their places."""
+    if keeper._sharing is not None:
+        keeper._sharing.publish(request.key, length - 1)
+    _settle(keeper, request, length)
+
+
+def _holder_is_not_counted(
+    ledger: BlockLedger, key: str, place: int, blocks: Sequence[int]
+) -> None:
+    _adopt(ledger, key, place, blocks)
+    if blocks:
+        ledger._holders[blocks[-1]] -= 1
+
+
+def _holder_counts_twice(ledger: BlockLedger, key: str, place: int, blocks: Sequence[int]) -> None:
+    _adopt(ledger, key, place, blocks)
+    if blocks:
+        ledger._holders[blocks[-1]] += 1
+
+
+def _gives_away_a_held_block(ledger: BlockLedger) -> int:
+    """The one published longest ago, whoever holds it."""
+    if not ledger._blank:
+        block = next(iter(ledger._name_of))
+        ledger._holders[block] = 0
+        ledger._idle[block] = None
+        ledger._idle.move_to_end(block, last=False)
+    return _take(ledger)
+
+
+def _whole_prefix_is_shared(sharing: PrefixSharing, names: BlockNames) -> int:
+    return names.prefix.length // sharing._ledger.block_tokens
 
 
 def _older_ones_give_way(
@@ -292,6 +358,25 @@ MUTANTS = (
     Mutant("trims one block too many", _patch(BlockLedger, "trim", _trims_one_too_many), 50),
     Mutant("blocks are given twice", _patch(BlockLedger, "reserve", _reserves_held_blocks), 50),
     Mutant("blocks are never freed", _patch(BlockLedger, "release", _releases_nothing), 50),
+    Mutant("prefix not in the name", _patch(BlockNames, "name", _prefix_is_not_in_the_name), 600),
+    Mutant(
+        "published before its pass", _patch(CacheKeeper, "reserve", _published_before_its_pass), 600
+    ),
+    Mutant(
+        "failed pass is published",
+        _patch(Containment, "batch_failed", _failed_pass_is_published),
+        600,
+    ),
+    Mutant("nodes are published", _patch(CacheKeeper, "settle", _nodes_are_published), 2400),
+    Mutant("holder is not counted", _patch(BlockLedger, "adopt", _holder_is_not_counted), 600),
+    Mutant("holder counts twice", _patch(BlockLedger, "adopt", _holder_counts_twice), 600),
+    Mutant("held block given away", _patch(BlockLedger, "_take", _gives_away_a_held_block), 600),
+    Mutant(
+        "whole prefix is shared", _patch(PrefixSharing, "_shareable", _whole_prefix_is_shared), 600
+    ),
+    Mutant(
+        "pass is waited for again", _patch(PrefixSharing, "new_pass", lambda sharing: None), 600
+    ),
     Mutant("older ones give way", _patch(CacheKeeper, "_victims", _older_ones_give_way), 200),
     Mutant("nobody gives way", _patch(CacheKeeper, "_victims", _nobody_gives_way), 300),
     Mutant("evicts from the pass", _patch(CacheKeeper, "_victims", _evicts_from_the_pass), 300),

@@ -74,7 +74,11 @@ def draw_options(seed: int) -> WorldOptions:
         pass_s=dice.choice((0.0, 0.005, 0.03)),
     )
     options = options if quiet else _with_faults(options, dice)
-    return _under_pressure(options, dice) if dice.random() < 0.4 else options
+    if dice.random() >= 0.4:
+        return options
+    options = _under_pressure(options, dice)
+    dice = random.Random(f"sharing of {seed}")
+    return _with_shared_texts(options, dice) if dice.random() < 0.6 else options
 
 
 def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:
@@ -86,6 +90,27 @@ def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:
     return replace(
         options,
         policies=options.policies * dice.choice((1, 2)),
+        limits=replace(options.limits, context_length=context_length),
+        engine_limits=replace(options.engine_limits, cache=CacheShape(blocks, block_tokens)),
+    )
+
+
+def _with_shared_texts(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """Devices with one system prompt, or one chat that goes on from device to device; a cache that
+    holds the longest text, and sometimes much of what was there before."""
+    prompt_length, block_tokens = dice.choice((5, 12, 20)), dice.choice((1, 2, 4))
+    policies = options.policies * dice.choice((2, 3))
+    chat = dice.random() < 0.4
+    turn = prompt_length + options.sampling.max_tokens
+    longest = turn * len(policies) if chat else turn
+    context_length = min(dice.choice((4096, 4096, 30)), longest)
+    blocks = -(-context_length // block_tokens) + dice.choice((0, 1, 5, 40))
+    return replace(
+        options,
+        prompt_length=prompt_length,
+        shared_length=dice.choice((prompt_length, prompt_length * 2 // 3)),
+        chat=chat,
+        policies=policies,
         limits=replace(options.limits, context_length=context_length),
         engine_limits=replace(options.engine_limits, cache=CacheShape(blocks, block_tokens)),
     )

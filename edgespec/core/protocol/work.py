@@ -60,7 +60,8 @@ class PassRequest:
     """False: the feed ends before the committed prefix does (prefill); nothing is sampled."""
     blocks: tuple[int, ...] = ()
     """The session's blocks of the key-value cache, in the order of its positions; empty for a
-    target that keeps no such account (``core/verifier/block_ledger.py``)."""
+    target that keeps no such account (``core/verifier/block_ledger.py``). Full blocks before
+    ``cache_length`` may stand in other sessions' tables too."""
 
     @property
     def row_count(self) -> int:

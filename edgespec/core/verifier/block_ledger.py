@@ -6,14 +6,24 @@ blocks, its *table*: the row of position p is ``p % block_tokens`` of block ``ta
 block_tokens]``. Tables grow before a pass and shrink after it; the target owns the memory and never
 chooses a block.
 
-Invariants: a block is free or in exactly one table, once; free and held blocks add up to
-``block_count``. Worked example: 40 cached tokens and a pass of 10 rows in blocks of 16 need
-ceil(50 / 16) = 4 blocks.
+A full block may be *published* under a name (``block_names.py``); from then on its rows do not
+change, and any number of sessions may hold it. When the last of them lets go it is free, but keeps
+its name and rows until it is needed: first those free blocks are given out that have no name, then
+the named one that nobody has held for longest. Of the blocks that one session lets go, the last in
+its text go first, since without the earlier ones nobody can use them.
 
-Who has to give blocks up is decided in ``cache_keeper.py``.
+Invariants: a block is free or in as many tables as it has holders, once in each; free and held
+blocks add up to ``block_count``; a name belongs to one block and a block has at most one name; only
+a block with one holder and no name is *writable*. Worked example: 40 cached tokens and a pass of 10
+rows in blocks of 16 need ceil(50 / 16) = 4 blocks.
+
+Who has to give blocks up is decided in ``cache_keeper.py``, who shares in ``prefix_sharing.py``.
 """
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
 
 from edgespec.core.protocol.work import CacheShape
 
@@ -24,13 +34,24 @@ class BlockLedger:
     def __init__(self, cache: CacheShape) -> None:
         assert min(cache.block_count, cache.block_tokens) >= 1
         self.block_count, self.block_tokens = cache.block_count, cache.block_tokens
-        self._free = list(range(cache.block_count, 0, -1))
+        self._blank = list(range(cache.block_count, 0, -1))
+        """Free blocks without a name."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with a name, the one let go longest ago first."""
         self._tables: dict[str, list[int]] = {}
+        self._holders = [0] * (cache.block_count + 1)
+        self._name_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def free_count(self) -> int:
-        """Blocks that no session holds."""
-        return len(self._free)
+        """Blocks that no session holds; also those whose rows may still be of use."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def idle_count(self) -> int:
+        """Of the free blocks, those that can still be found by their name."""
+        return len(self._idle)
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -45,6 +66,14 @@ class BlockLedger:
         """How many blocks a session holds."""
         return len(self._tables.get(key, ()))
 
+    def holder_count(self, block: int) -> int:
+        """How many sessions hold the block."""
+        return self._holders[block]
+
+    def writable(self, block: int) -> bool:
+        """Whether its one holder may write rows into the block."""
+        return self._holders[block] == 1 and block not in self._name_of
+
     def blocks_for(self, length: int) -> int:
         """How many blocks ``length`` rows fill."""
         return -(-length // self.block_tokens)
@@ -58,24 +87,78 @@ class BlockLedger:
         missing = self.missing(key, length)
         if missing == 0:
             return True
-        if missing > len(self._free):
+        if missing > self.free_count:
             return False
         table = self._tables.setdefault(key, [])
-        table += [self._free.pop() for _ in range(missing)]
+        table += [self._take() for _ in range(missing)]
         return True
 
     def trim(self, key: str, length: int) -> None:
-        """Free the blocks that hold no row before ``length``."""
+        """Let go of the session's blocks that hold no row before ``length``."""
         if length <= 0:
             self.release(key)
         elif (table := self._tables.get(key)) is not None:
             keep = -(-length // self.block_tokens)
             if keep < len(table):
-                self._free += reversed(table[keep:])
+                self._let_go(table[keep:])
                 del table[keep:]
 
     def release(self, key: str) -> int:
-        """Free all blocks of a session; how many those were."""
+        """Let go of all blocks of a session; how many those were."""
         table = self._tables.pop(key, [])
-        self._free += reversed(table)
+        self._let_go(table)
         return len(table)
+
+    # --- names -----------------------------------------------------------------------------
+
+    def find(self, name: bytes) -> int | None:
+        """The block of this name; None if there is none."""
+        return self._block_of.get(name)
+
+    def publish(self, key: str, place: int, name: bytes) -> None:
+        """The rows of block ``place`` of the session's table are final and can be found by this
+        name. A block that has a name keeps it, and so does a name that has a block."""
+        block = self._tables[key][place]
+        if block not in self._name_of and name not in self._block_of:
+            assert self.writable(block), f"block {block} has {self._holders[block]} holders"
+            self._name_of[block], self._block_of[name] = name, block
+
+    def adopt(self, key: str, place: int, blocks: Sequence[int]) -> None:
+        """From ``place`` on, the session holds these published blocks in place of its own."""
+        table = self._tables.setdefault(key, [])
+        assert place <= len(table)
+        for block in blocks:
+            assert block in self._name_of
+            self._holders[block] += 1
+            self._idle.pop(block, None)
+        replaced = table[place : place + len(blocks)]
+        table[place : place + len(blocks)] = blocks
+        self._let_go(replaced)
+
+    def withdraw(self, key: str) -> None:
+        """The blocks of the session are not found any more, whoever else holds them."""
+        for block in self._tables.get(key, ()):
+            if (name := self._name_of.pop(block, None)) is not None:
+                del self._block_of[name]
+
+    # --- free blocks -----------------------------------------------------------------------
+
+    def _take(self) -> int:
+        """A free block, which has no name any more and one holder."""
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            del self._block_of[self._name_of.pop(block)]
+        assert self._holders[block] == 0
+        self._holders[block] = 1
+        return block
+
+    def _let_go(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if block in self._name_of:
+                    self._idle[block] = None
+                else:
+                    self._blank.append(block)

@@ -15,14 +15,20 @@ run, and no two sessions take blocks from each other in turns.
 A session without blocks (new, or evicted) enters only when its whole committed prefix fits, so that
 it is not evicted half-way through its prompt, and no session enters before one that was opened
 earlier and waits too: a long prompt is not overtaken for ever by short ones.
+
+Blocks may be shared (``prefix_sharing.py``). An eviction frees only what nobody else holds, so a
+session is spared whose blocks all have other holders. What an evicted session had filled can still
+be found, by itself too, until the blocks are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.core.verifier.prefix_sharing import OwnerOf, PrefixSharing
 from edgespec.core.verifier.session import VerifySession
 
 Sessions = Mapping[str, VerifySession]
@@ -30,32 +36,49 @@ Sessions = Mapping[str, VerifySession]
 
 class CacheKeeper:
     """``sessions`` is the engine's own table, in the order of opening. ``ledger`` None: the target
-    has room for everything that the engine admits, and nothing is counted."""
+    has room for everything that the engine admits, and nothing is counted. ``owner_of`` None:
+    nobody shares."""
 
-    def __init__(self, ledger: BlockLedger | None, sessions: Sessions) -> None:
+    def __init__(
+        self, ledger: BlockLedger | None, sessions: Sessions, owner_of: OwnerOf | None = None
+    ) -> None:
         self.ledger = ledger
         self.evictions = 0
         """How often a session had to give up its blocks."""
         self.evicted: list[str] = []
         """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
         self.sessions = sessions
+        self._sharing: PrefixSharing | None = None
+        if ledger is not None and owner_of is not None:
+            self._sharing = PrefixSharing(ledger, owner_of)
+
+    @property
+    def prefix_query_tokens(self) -> int:
+        """Committed tokens of all sessions that entered the cache, each time they did."""
+        return 0 if self._sharing is None else self._sharing.query_tokens
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Of ``prefix_query_tokens``, those that were cached already and were not computed."""
+        return 0 if self._sharing is None else self._sharing.hit_tokens
 
     def rows_for(
         self, key: str, most: int, spared: Collection[str], waiting: int, now: float
     ) -> int:
         """How many rows, at most ``most``, the session may have in the pass that is being formed.
 
-        0 when not even its next committed token fits. ``spared`` are the sessions of the pass so
-        far, ``waiting`` is how many may still join: a block is left to each. Others lose blocks
-        only if there is no other way.
+        0 when not even its next committed token fits, or when a session of the pass computes what
+        this one would. ``spared`` are the sessions of the pass so far, ``waiting`` is how many may
+        still join: a block is left to each. Others lose blocks only if there is no other way.
         """
         if self.ledger is None:
             return most
         session, ledger = self.sessions[key], self.ledger
-        start = session.cache_length
-        if start == 0 and not self._enter(session, key, spared, now):
+        if session.cache_length == 0 and not self._enter(session, key, spared, now):
             return 0
-        held, free = ledger.held(key), ledger.free_count
+        if self._sharing is not None and self._waits(self._sharing, session, most, spared, now):
+            return 0
+        start, held, free = session.cache_length, ledger.held(key), ledger.free_count
         for spare in (free - waiting, min(1, free)):
             room = (held + max(0, spare)) * ledger.block_tokens - start
             if room > 0:
@@ -71,15 +94,32 @@ class CacheKeeper:
             return ()
         fits = self.ledger.reserve(key, length)
         assert fits, f"{length} rows of a session do not fit, {self.ledger.free_count} blocks free"
-        return self.ledger.table(key)
+        table = self.ledger.table(key)
+        if (session := self.sessions.get(key)) is not None:  # else it is a probe
+            start = session.cache_length
+            written = table[start // self.ledger.block_tokens :]
+            assert all(map(self.ledger.writable, written)), "a shared block would be written"
+            if self._sharing is not None:
+                self._sharing.joins(key, start, min(length, session.prefix.length))
+        return table
 
-    def trim(self, key: str, length: int) -> None:
-        """After a pass: only ``length`` rows of the session are still of use."""
+    def settle(self, request: PassRequest, length: int) -> None:
+        """The session's part of a pass went well: what it fed is of use to others, and of its rows
+        only the first ``length`` are still of use to itself."""
+        if self._sharing is not None:
+            self._sharing.publish(request.key, request.cache_length + len(request.feed))
         if self.ledger is not None:
-            self.ledger.trim(key, length)
+            self.ledger.trim(request.key, length)
+
+    def distrust(self, key: str) -> None:
+        """The session failed in the target: nobody else shall get what it held."""
+        if self.ledger is not None:
+            self.ledger.withdraw(key)
 
     def release(self, key: str) -> None:
         """The session is over."""
+        if self._sharing is not None:
+            self._sharing.forget(key)
         if self.ledger is not None:
             self.ledger.release(key)
 
@@ -95,7 +135,32 @@ class CacheKeeper:
             if outside and other.wants_pass and other_key not in spared:
                 return False
         length = session.prefix.length
-        return self._make_room(key, length, spared, now) and self.ledger.reserve(key, length)
+        cached = None if self._sharing is None else self._sharing.enter(key, session.prefix)
+        if not self._make_room(key, length, spared, now) or not self.ledger.reserve(key, length):
+            self.ledger.release(key)
+            return False
+        if self._sharing is not None and cached is not None:
+            self._sharing.count(length, cached)
+        if cached:
+            session.handle(ev.Cached(cached), now)
+        return True
+
+    def _waits(
+        self,
+        sharing: PrefixSharing,
+        session: VerifySession,
+        most: int,
+        spared: Collection[str],
+        now: float,
+    ) -> bool:
+        """Take what others have cached for a session meanwhile; whether it waits for more."""
+        if not spared:
+            sharing.new_pass()
+        key, start = session.request.session_id, session.cache_length
+        length = sharing.catch_up(key, start)
+        if length > start:
+            session.handle(ev.Cached(length), now)
+        return sharing.waits(key, length, most)
 
     def _make_room(self, key: str, length: int, spared: Collection[str], now: float) -> bool:
         """Evict as few as the rule allows until ``length`` rows fit; nobody, if that is in vain."""
@@ -104,14 +169,19 @@ class CacheKeeper:
         if short <= 0:
             return True
         victims: list[str] = []
+        left: dict[int, int] = {}  # holders that each of the victims' blocks would have left
         for victim in self._victims(key, spared, now):
             victims.append(victim)
-            short -= self.ledger.held(victim)
+            for block in self.ledger.table(victim):
+                left[block] = left.get(block, self.ledger.holder_count(block)) - 1
+                short -= not left[block]
             if short <= 0:
                 break
         else:
             return False
         for victim in victims:
+            if all(left[block] for block in self.ledger.table(victim)):
+                continue  # its blocks all stay with others
             self.ledger.release(victim)
             self.sessions[victim].handle(ev.Evicted(), now)
             self.evictions += 1

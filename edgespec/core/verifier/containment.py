@@ -56,6 +56,7 @@ class Containment:
 
     def _probe(self, key: str, why: str, now: float) -> None:
         self._suspect = key, why, now
+        self._keeper.distrust(key)
         self._keeper.release(key)
         self._registry.tell(key, ev.Evicted(), now)
         table = self._keeper.reserve(_PROBE_KEY, 1)
@@ -74,6 +75,8 @@ class Containment:
 
     def end(self, key: str, code: FaultCode, why: str) -> None:
         """End one session; its device may come back in a second."""
+        if code is FaultCode.INTERNAL:
+            self._keeper.distrust(key)
         self._registry.end(key, Fault(code, why, retry_after_s=1.0))
 
     def give_up(self, why: str) -> None:

@@ -23,6 +23,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
 from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.core.verifier.block_names import SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import RESTARTS, Containment
 from edgespec.core.verifier.run_ahead import run_ahead_policy
@@ -54,7 +55,8 @@ class VerifyEngine:
         )
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
-        self.keeper = CacheKeeper(ledger, self.sessions)
+        shares = engine_limits.share_prefixes is not SharePrefixes.NONE
+        self.keeper = CacheKeeper(ledger, self.sessions, self._owner_of if shares else None)
         self._scheduler = PassScheduler(engine_limits, self.keeper, self.registry.ask)
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
@@ -120,6 +122,12 @@ class VerifyEngine:
             self._look_after(now)
         actions, registry.actions = tuple(registry.actions), []
         return actions
+
+    def _owner_of(self, key: str) -> str:
+        """Sessions with equal owners may use each other's cached prefixes."""
+        if self.engine_limits.share_prefixes is SharePrefixes.ALL:
+            return ""
+        return self.registry.credentials[key].name
 
     # --- between events --------------------------------------------------------------------
 
@@ -201,7 +209,7 @@ class VerifyEngine:
             before = session.prefix.length
             self.registry.tell(key, ev.PassDone(result.targets), now)
             tokens += session.prefix.length - before
-            self.keeper.trim(key, session.prefix.length)
+            self.keeper.settle(request, session.prefix.length)
         self._scheduler.count(tokens)
 
     # --- the end ---------------------------------------------------------------------------

@@ -5,10 +5,13 @@ Streams are named by a number the driver chooses; sequences in the target's cach
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.block_names import SharePrefixes
 from edgespec.core.verifier.credential import ANYBODY, Credential
 
 
@@ -23,6 +26,8 @@ class EngineLimits:
     """Of the sessions, those of one peer (a device's address); 0: as many as there are."""
     cache: CacheShape | None = None
     """The target's key-value cache; None: it has room for whatever is admitted."""
+    share_prefixes: SharePrefixes = SharePrefixes.ALL
+    """Whose cached prefixes a session may use; without ``cache`` there is nothing to share."""
     stall_s: float = 20.0
     """A device that acknowledges nothing for so long, though it should, counts as gone."""
     silence_s: float = 10.0
@@ -135,6 +140,8 @@ class OpenSequence:
     key: str
     prompt_length: int
     sampling: SamplingParams
+    text: tuple[int, ...] = field(default=(), repr=False)  # long, and its stream's first message
+    """The committed tokens so far: the prompt, and what a device brought with it."""
 
 
 @statically_frozen

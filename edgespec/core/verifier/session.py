@@ -12,8 +12,8 @@ A session outlives its stream by the lease (``attachment.py``). Drafts only ever
 tokens are committed. Invariants: in a pass that samples, ``cache_length + len(feed) ==
 prefix.length`` (between decoding passes the cache holds all but the last committed token); every
 such pass commits at least one token; nothing is committed past a stop id, max_tokens or the
-context. ``Evicted`` takes its cache away: it feeds its prefix again. ``deadline`` is when to offer
-a pass, or look at ``over``, again.
+context. ``Evicted`` takes its cache away: it feeds its prefix again, less what ``Cached`` says is
+there. ``deadline`` is when to offer a pass, or look at ``over``, again.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class VerifySession:
                 if self.state is ev.PASSING:
                     self.state = transition(VERIFY_MOVES, self.state, ev.READY)
                 return ()
-            case ev.Evicted():
+            case ev.Evicted() | ev.Cached():
                 assert self._pass is None
-                self.cache_length = 0
+                self.cache_length = event.length
                 return ()
             case ev.Stalled(waited_s):
                 why = f"nothing was acknowledged for {waited_s:.0f} s"

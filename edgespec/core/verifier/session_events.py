@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.work import PassRequest
@@ -48,6 +49,16 @@ class PassFailed:
 class Evicted:
     """The target's cache holds nothing of the session any more; only between passes."""
 
+    length: ClassVar[int] = 0
+
+
+@statically_frozen
+class Cached:
+    """The target's cache holds the first ``length`` committed tokens, fewer than all, since another
+    session has computed them; only between passes."""
+
+    length: int
+
 
 @statically_frozen
 class Stalled:
@@ -68,6 +79,7 @@ VerifyEvent = (
     | PassDone
     | PassFailed
     | Evicted
+    | Cached
     | Stalled
     | SayAlive
     | Draft

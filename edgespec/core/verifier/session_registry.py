@@ -23,6 +23,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule
 from edgespec.core.verifier.admission import refuse_open
+from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.resume import same_device, same_generation
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
 from edgespec.core.verifier.session import VerifySession
@@ -45,6 +46,8 @@ class SessionRegistry:
     ) -> None:
         self.sessions: dict[str, VerifySession] = {}
         """By key, in the order of opening."""
+        self.credentials: dict[str, Credential] = {}
+        """Whom each session belongs to: what its first stream showed."""
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
         self.streams = StreamTable()
@@ -64,7 +67,7 @@ class SessionRegistry:
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
-            fault = self._new(request, event.peer, now)
+            fault = self._new(event, now)
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
@@ -85,7 +88,8 @@ class SessionRegistry:
         self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _new(self, request: Open, peer: str, now: float) -> Fault | None:
+    def _new(self, event: ee.StreamOpened, now: float) -> Fault | None:
+        request, peer = event.request, event.peer
         displaced = self._slots.displaced_by(peer, now)
         if isinstance(displaced, Fault):
             return displaced
@@ -95,8 +99,10 @@ class SessionRegistry:
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
         self.sessions[key] = VerifySession(request, self._model, self._limits, rule, run_ahead, now)
         self._slots.take(key, peer)
+        self.credentials[key] = event.credential
         self._cached.add(key)
-        self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling))
+        text = (*request.prompt, *request.committed)
+        self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling, text))
         return None
 
     def message(self, event: ee.StreamMessage, now: float) -> None:
@@ -143,6 +149,7 @@ class SessionRegistry:
             return
         self.touched.setdefault(key)
         self._slots.free(key)
+        self.credentials.pop(key, None)
         if fault is not None and (stream := self.streams.stream(key)) is not None:
             self.actions.append(ee.SendTo(stream, fault))
         self._hang_up(key)
