@@ -1,15 +1,15 @@
 """Which sessions share the next packed pass.
 
 Theory of operation. Sessions that might use a pass wait in line, longest waiting first. When no
-pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, so that a
-long prompt cannot hold up the others, and no more than the cache has room for
-(``cache_keeper.py``). Those that decline leave the line until something happens to them; those for
-whom there is no room in the cache keep their place. After a pass that failed, its sessions are
-tried one at a time.
+pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, and no more
+than the cache has room for (``cache_keeper.py``). Those that decline leave the line until something
+happens to them; those for whom there is no room keep their place. After a pass that failed, its
+sessions are tried one at a time.
 
-While some session decodes, prompts share the few rows that ``prefill_budget.py`` leaves them. They
-take turns in who comes first: the one that has waited longest, so that none waits for ever, and the
-one with the fewest rows left, so that a short prompt does not wait for long ones.
+Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
+row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
+``prompt_line.py`` and share the rows that ``prefill_budget.py`` leaves them while somebody decodes;
+an eighth of the pass is theirs however many decode.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.prefill_budget import PrefillBudget
+from edgespec.core.verifier.prompt_line import PromptLine
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer
 
 # Best of 1, 1.5, 2 and 3 on the floor of 200 laptops (docs/measurements.md).
 _MARGIN = 1.5
+# Of the rows of a pass, this part is kept for prompts where more sessions decode than it has rows.
+_PROMPT_PART = 8
 
 AskSession = Callable[[str, Offer, float], PassRequest | None]
 """Make a session an offer; None when it declines."""
@@ -52,7 +54,7 @@ class PassScheduler:
         self._pass_s = MovingAverage()
         self._row_s = SlopeEstimator()
         self._tokens = MovingAverage()
-        self._prefill = PrefillBudget()
+        self._prompts = PromptLine()
 
     @property
     def pass_s(self) -> float | None:
@@ -65,6 +67,7 @@ class PassScheduler:
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
         self._alone.discard(key)
+        self._prompts.forget(key)
 
     def form(
         self, sessions: Mapping[str, VerifySession], now: float
@@ -73,20 +76,24 @@ class PassScheduler:
         the keys that were asked."""
         assert self.running is None
         asked: list[str] = []
-        room = self._limits.max_rows_per_pass
         parts: dict[str, tuple[VerifySession, PassRequest]] = {}
         pass_s, least_chance = self._pass_s.get(GUESSED_PASS_S), self.least_chance
-        line, prompts, prompt_room = self._line(sessions)
+        line, first_prompt, prompt_room = self._line(sessions, now)
+        room = self._limits.max_rows_per_pass
+        kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
         for place, key in enumerate(line):
-            alone = key in self._alone
+            alone, is_prompt = key in self._alone, place >= first_prompt
+            if is_prompt:
+                free = min(room, prompt_room)
+            else:
+                decoders = first_prompt - place - 1
+                free = max(min(1, room - kept), room - kept - decoders)
             if room <= 0 or (alone and parts):
                 break
+            if free <= 0:
+                continue
             session = sessions[key]
-            most = min(room, self._limits.max_rows_per_session)
-            if key in prompts:
-                most = min(most, prompt_room)
-                if most == 0:
-                    continue
+            most = min(free, self._limits.max_rows_per_session)
             if session.wants_pass:
                 most = self._keeper.rows_for(key, most, parts, len(line) - place - 1, now)
                 if most == 0:
@@ -98,7 +105,7 @@ class PassScheduler:
                 request = self._with_blocks(request)
                 parts[key] = session, request
                 room -= request.row_count
-                if key in prompts:
+                if is_prompt:
                     prompt_room -= len(request.feed)
             if alone and parts:
                 break
@@ -110,19 +117,24 @@ class PassScheduler:
         return tuple(request for _, request in parts.values()), asked
 
     def _line(
-        self, sessions: Mapping[str, VerifySession]
-    ) -> tuple[list[str], Mapping[str, int], int]:
-        """Who is asked in what order; which of them have to share rows for prompts, with the rows
-        that each still has to feed; and how many rows those may have together."""
-        line = list(self._waiting)
-        missing = {key: _missing(sessions[key]) for key in line}
+        self, sessions: Mapping[str, VerifySession], now: float
+    ) -> tuple[list[str], int, int]:
+        """Who is asked in what order; from which place on they have a prompt to feed; and how many
+        rows those may have together."""
+        missing = {key: _missing(sessions[key]) for key in self._waiting}
+        for key in [key for key, rows in missing.items() if not rows]:
+            del self._waiting[key], missing[key]
+        most = self._limits.max_rows_per_pass
+        if self._alone:
+            return list(missing), 0, most
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
-        if not prompts or self._alone or not any(map(_decodes, sessions.values())):
-            return line, {}, 0
-        if self.passes % 2:
-            shortest = iter(sorted(prompts, key=prompts.__getitem__))
-            line = [next(shortest) if key in prompts else key for key in line]
-        return line, prompts, self._prefill.rows
+        line = [key for key, rows in missing.items() if rows == 1]
+        first_prompt = len(line)
+        if prompts:
+            line += self._prompts.order(prompts, now)
+            if any(map(_decodes, sessions.values())):
+                most = self._prompts.rows
+        return line, first_prompt, most
 
     def _with_blocks(self, request: PassRequest) -> PassRequest:
         table = self._keeper.reserve(request.key, request.cache_length + request.row_count)
@@ -138,7 +150,10 @@ class PassScheduler:
             rows = sum(request.row_count for _, request in batch.parts)
             self._row_s.add(rows, now - batch.started_at)
             prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
-            self._prefill.note(prompt_rows, now - batch.started_at)
+            self._prompts.note(prompt_rows, now - batch.started_at, now)
+        for _, request in batch.parts:
+            if request.sample:
+                self._prompts.forget(request.key)
         return batch
 
     def count(self, tokens: int) -> None:
