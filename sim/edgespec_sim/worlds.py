@@ -33,6 +33,7 @@ from edgespec_sim.checks import (
     PassCheck,
     StreamRecord,
     check_at_rest,
+    check_credentials,
     check_ledger,
     check_session,
     check_tree,
@@ -161,7 +162,8 @@ class _World:
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             lambda: self._chance(self.options.duplicate_chance),
         )
-        self.server.accept(stream)
+        credentials = self.options.credentials
+        self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
         deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
 
@@ -297,7 +299,11 @@ class _World:
             options.engine_limits.cache is not None
         ):  # they take turns, and compute again what they lose
             token_s *= 2 * count
-        if options.engine_limits.max_sessions < count:  # the others ask again every second
+        rates = [one.tokens_per_s for one in options.credentials if one.tokens_per_s]
+        if rates:
+            settled_s += 2 * tokens / min(rates)
+        own = any(one.max_sessions for one in options.credentials)
+        if own or options.engine_limits.max_sessions < count:  # the others ask again every second
             settled_s += (options.limits.lease_s + 1.0) * count
         return settled_s + prefill_s + (tokens + 2) * token_s
 
@@ -307,6 +313,7 @@ class _World:
     def _check_step(self) -> None:
         sessions, limits = self.server.engine.sessions, self.options.limits
         check_ledger(self.server.engine)
+        check_credentials(self.server.engine)
         evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
         for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
             mine, whose = device.session, device.session.request.session_id

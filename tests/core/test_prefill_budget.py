@@ -6,18 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from edgespec.core.protocol.messages import Cancel, Limits, Open, Received
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import (
-    BatchDone,
-    EngineAction,
-    EngineLimits,
-    RunBatch,
-    StreamMessage,
-    StreamOpened,
-)
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.prefill_budget import (
     FIRST_ROWS,
     LEAST_ROWS,
@@ -27,50 +16,7 @@ from edgespec.core.verifier.prefill_budget import (
     PromptLoad,
 )
 from edgespec.core.verifier.prompt_line import PromptLine
-
-DECODE_S = 0.020
-ENDLESS = SamplingParams(max_tokens=4_000, ignore_eos=True)
-
-
-def opening(name: str, length: int) -> Open:
-    return Open(name, "", "", (1,) * length, sampling=ENDLESS, drafting=False)
-
-
-class World:
-    """An engine and a target on which a pass takes 20 ms and ``row_s`` for each prompt row."""
-
-    def __init__(self, row_s: float, limits: EngineLimits | None = None) -> None:
-        self.now, self._row_s, self._streams = 0.0, row_s, 0
-        self._batch: tuple[PassRequest, ...] = ()
-        self._stream_of: dict[str, int] = {}
-        model = ModelInfo("big", "", 50, 8192)
-        bounds = Limits(context_length=8192, max_unreceived=8192)
-        self.engine = VerifyEngine(model, bounds, limits or EngineLimits(), contain=False)
-
-    def open(self, name: str, length: int) -> None:
-        self._streams += 1
-        self._stream_of[name] = self._streams
-        self._take(self.engine.handle(StreamOpened(self._streams, opening(name, length)), self.now))
-
-    def close(self, name: str) -> None:
-        self._take(self.engine.handle(StreamMessage(self._stream_of.pop(name), Cancel()), self.now))
-
-    def run_pass(self) -> dict[str, int]:
-        """The rows that each session had in the pass that ends now."""
-        batch, self._batch = self._batch, ()
-        rows = {request.key: len(request.feed) for request in batch}
-        self.now += DECODE_S + self._row_s * sum(count - 1 for count in rows.values())
-        results = [PassResult(one.key, (7,) if one.sample else ()) for one in batch]
-        self._take(self.engine.handle(BatchDone(tuple(results)), self.now))
-        for name, stream in self._stream_of.items():
-            position = self.engine.sessions[name].prefix.length
-            self._take(self.engine.handle(StreamMessage(stream, Received(position, 0)), self.now))
-        return rows
-
-    def _take(self, actions: tuple[EngineAction, ...]) -> None:
-        for action in actions:
-            if isinstance(action, RunBatch):
-                self._batch = action.requests
+from tests.core.paced_engine import DECODE_S, PacedEngine
 
 
 def settled(budget: PrefillBudget, base_s: float, row_s: float, arriving: float = 0.0) -> int:
@@ -102,7 +48,7 @@ def test_more_sessions_do_not_make_prompts_look_dear() -> None:
 
 
 def test_a_long_prompt_alone_has_the_whole_pass() -> None:
-    world = World(0.001)
+    world = PacedEngine(0.001)
     world.open("long", 2_000)
     assert world.run_pass() == {"long": 512}
 
@@ -134,7 +80,7 @@ def test_the_prompt_that_has_waited_longest_for_its_rows_is_fed_first() -> None:
 
 
 def test_long_prompts_make_the_passes_of_others_a_quarter_longer() -> None:
-    world = World(0.0001)
+    world = PacedEngine(0.0001)
     world.open("victim", 1)
     for _ in range(20):
         assert world.run_pass() == {"victim": 1}
@@ -154,7 +100,7 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
     row_s: float,
 ) -> None:
     """Emulated: a pass takes 20 ms and ``row_s`` for each prompt row."""
-    world = World(row_s)
+    world = PacedEngine(row_s)
     world.open("victim", 1)
     for _ in range(50):
         world.run_pass()
@@ -176,7 +122,7 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
 
 
 def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
-    world = World(0.0001)
+    world = PacedEngine(0.0001)
     world.open("victim", 1)
     for _ in range(20):
         world.run_pass()
@@ -197,7 +143,7 @@ def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
 
 
 def test_more_sessions_than_rows_leave_prompts_an_eighth_and_each_other_their_turns() -> None:
-    world = World(0.0, EngineLimits(max_rows_per_pass=16))
+    world = PacedEngine(0.0, EngineLimits(max_rows_per_pass=16))
     for number in range(20):
         world.open(f"decoder {number}", 1)
     for _ in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ from edgespec.core.protocol.messages import (
     Opened,
 )
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.verifier import fairness
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
+from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
@@ -42,6 +45,16 @@ from edgespec.core.verifier.session_events import (
     VerifyEvent,
 )
 from edgespec.core.verifier.session_registry import SessionRegistry
+from edgespec.core.verifier.session_slots import SessionSlots
+from tests.core.test_fairness import (
+    test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
+)
+from tests.core.test_fairness import (
+    test_higher_priorities_come_first_and_lower_ones_do_not_starve as do_not_starve,
+)
+from tests.core.test_fairness import (
+    test_what_a_share_leaves_over_is_remembered as remembered,
+)
 
 Patches = Callable[[pytest.MonkeyPatch], None]
 
@@ -52,6 +65,8 @@ class Mutant:
     apply: Patches
     seeds: int
     """Random worlds that are enough to notice it (measured, and then some)."""
+    scene: Callable[[], None] | None = None
+    """The test that notices what costs time and changes no text; then no worlds are needed."""
 
 
 _place, _keep, _reset = SpeculationTree.place, VerifySession._on_pass_done, DraftInbox.reset
@@ -257,7 +272,27 @@ def _nodes_past_the_end(
     return _verifiable(inbox, room, end + 8, least_chance)
 
 
-def _patch(owner: type, name: str, mutant: Any) -> Patches:
+def _forgets_deficits(account: Account, want_s: float, share: float, session_s: float) -> None:
+    account.left_s = inf if want_s <= share else share
+
+
+def _crowds_have_no_limit(account: Account, want_s: float, share: float, session_s: float) -> None:
+    account.left_s = inf
+
+
+def _nobody_ages(fairness: Fairness, key: str, left_out: int) -> tuple[bool, int]:
+    return True, -fairness._of(key).priority
+
+
+def _rates_are_free(fairness: Fairness, key: str, tokens: int, now: float) -> None:
+    return None
+
+
+def _places_stay_taken(slots: SessionSlots, key: str) -> None:
+    slots._peer_of.pop(key, None)
+
+
+def _patch(owner: Any, name: str, mutant: Any) -> Patches:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
 
 
@@ -299,6 +334,11 @@ MUTANTS = (
     Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
     Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
+    Mutant("deficits forgotten", _patch(fairness, "_allow", _forgets_deficits), 0, remembered),
+    Mutant("crowds unlimited", _patch(fairness, "_allow", _crowds_have_no_limit), 0, remembered),
+    Mutant("low priorities starve", _patch(Fairness, "_rank", _nobody_ages), 0, do_not_starve),
+    Mutant("rates are free", _patch(Fairness, "spend", _rates_are_free), 0, rate_is_kept),
+    Mutant("places of a key stay taken", _patch(SessionSlots, "free", _places_stay_taken), 40),
     Mutant(
         "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
     ),

@@ -55,7 +55,9 @@ class VerifyEngine:
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
         self.keeper = CacheKeeper(ledger, self.sessions)
-        self._scheduler = PassScheduler(engine_limits, self.keeper, self.registry.ask)
+        self._scheduler = PassScheduler(
+            engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
+        )
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -70,7 +72,9 @@ class VerifyEngine:
         if self.broken is not None:
             return None
         first = self._deadlines[0][0] if self._deadlines else None
-        return min((at for at in (first, self._sweep_at) if at is not None), default=None)
+        wake_at = None if self.running else self._scheduler.fairness.wake_at
+        wishes = (first, self._sweep_at, wake_at)
+        return min((at for at in wishes if at is not None), default=None)
 
     @property
     def running(self) -> bool:
@@ -198,6 +202,7 @@ class VerifyEngine:
             before = session.prefix.length
             self.registry.tell(key, ev.PassDone(result.targets), now)
             tokens += session.prefix.length - before
+            self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.trim(key, session.prefix.length)
         self._scheduler.count(tokens)
 

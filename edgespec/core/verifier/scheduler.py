@@ -9,7 +9,8 @@ sessions are tried one at a time.
 Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
 row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
 ``prompt_line.py`` and share the rows that ``prefill_budget.py`` leaves them while somebody decodes;
-an eighth of the pass is theirs however many decode.
+an eighth of the pass is theirs however many decode. ``fairness.py`` says who has to wait for the
+sake of others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from edgespec.core.protocol.estimators import GUESSED_PASS_S, MovingAverage, Slo
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.prompt_line import PromptLine
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer
@@ -44,11 +47,21 @@ class Batch:
 
 
 class PassScheduler:
-    def __init__(self, limits: EngineLimits, keeper: CacheKeeper, ask: AskSession) -> None:
+    """``credential_of`` is the engine's own table: whose each session is."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        keeper: CacheKeeper,
+        ask: AskSession,
+        credential_of: Mapping[str, Credential] | None = None,
+    ) -> None:
         self.running: Batch | None = None
         self.passes = 0
         self._limits, self._keeper, self._ask = limits, keeper, ask
-        self._waiting: dict[str, None] = {}
+        self.fairness = Fairness({} if credential_of is None else credential_of)
+        self._waiting: dict[str, int] = {}
+        """The line, and at which pass each joined it."""
         self._alone: set[str] = set()
         """Sessions whose last pass failed in company."""
         self._pass_s = MovingAverage()
@@ -62,7 +75,7 @@ class PassScheduler:
         return self._pass_s.get(0.0) if self._pass_s.count else None
 
     def enqueue(self, key: str) -> None:
-        self._waiting.setdefault(key)
+        self._waiting.setdefault(key, self.passes)
 
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
@@ -90,7 +103,7 @@ class PassScheduler:
                 free = max(min(1, room - kept), room - kept - decoders)
             if room <= 0 or (alone and parts):
                 break
-            if free <= 0:
+            if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):
                 continue
             session = sessions[key]
             most = min(free, self._limits.max_rows_per_session)
@@ -105,6 +118,7 @@ class PassScheduler:
                 request = self._with_blocks(request)
                 parts[key] = session, request
                 room -= request.row_count
+                self.fairness.count(key, request.row_count, prompt=is_prompt)
                 if is_prompt:
                     prompt_room -= len(request.feed)
             if alone and parts:
@@ -125,16 +139,19 @@ class PassScheduler:
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
         most = self._limits.max_rows_per_pass
+        prompts = {key: rows for key, rows in missing.items() if rows > 1}
+        decoding = [key for key, rows in missing.items() if rows == 1]
+        self.fairness.plan(decoding, prompts, now)
         if self._alone:
             return list(missing), 0, most
-        prompts = {key: rows for key, rows in missing.items() if rows > 1}
-        line = [key for key, rows in missing.items() if rows == 1]
-        first_prompt = len(line)
+        left_out = {key: self.passes - self._waiting[key] for key in missing}
+        line = self.fairness.first_come(decoding, left_out)
         if prompts:
-            line += self._prompts.order(prompts, now)
+            in_order = self._prompts.order(prompts, now)
+            line = line + self.fairness.prompts_in_turn(in_order, left_out)
             if any(map(_decodes, sessions.values())):
                 most = self._prompts.rows
-        return line, first_prompt, most
+        return line, len(decoding), most
 
     def _with_blocks(self, request: PassRequest) -> PassRequest:
         table = self._keeper.reserve(request.key, request.cache_length + request.row_count)
@@ -148,10 +165,13 @@ class PassScheduler:
         if any(request.sample for _, request in batch.parts):
             self._pass_s.add(now - batch.started_at)
             rows = sum(request.row_count for _, request in batch.parts)
+            self.fairness.note(len(batch.parts), rows, now - batch.started_at)
             self._row_s.add(rows, now - batch.started_at)
             prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
             self._prompts.note(prompt_rows, now - batch.started_at, now)
         for _, request in batch.parts:
+            if len(request.feed) == 1:
+                self.fairness.note_rows(request.row_count)
             if request.sample:
                 self._prompts.forget(request.key)
         return batch

@@ -22,7 +22,8 @@ from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule
-from edgespec.core.verifier.admission import refuse_open
+from edgespec.core.verifier.admission import limits_of, refuse_open
+from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.resume import same_device, same_generation
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
 from edgespec.core.verifier.session import VerifySession
@@ -51,6 +52,8 @@ class SessionRegistry:
         self._model, self._limits, self._rules = model, limits, rules
         self._run_ahead, self._contain = run_ahead, contain
         self._slots = SessionSlots(engine_limits, self.sessions)
+        self.credential_of: Mapping[str, Credential] = self._slots.credential_of
+        """Whose each session is, by key."""
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
 
@@ -60,11 +63,13 @@ class SessionRegistry:
         """A stream's first message: a new session, a resumed one, or a refusal."""
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
-        fault = refuse_open(request, self._model, self._limits, frozenset(self._rules))
+        limits = limits_of(event.credential, self._limits)
+        rules = frozenset(self._rules)
+        fault = refuse_open(request, self._model, limits, rules, event.credential)
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
-            fault = self._new(request, event.peer, now)
+            fault = self._new(event, limits, now)
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
@@ -85,16 +90,16 @@ class SessionRegistry:
         self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _new(self, request: Open, peer: str, now: float) -> Fault | None:
-        displaced = self._slots.displaced_by(peer, now)
+    def _new(self, event: ee.StreamOpened, limits: Limits, now: float) -> Fault | None:
+        request, credential, key = event.request, event.credential, event.request.session_id
+        displaced = self._slots.displaced_by(key, event.peer, credential, now)
         if isinstance(displaced, Fault):
             return displaced
         if displaced is not None:
             self.end(displaced, DISPLACED)
-        key = request.session_id
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        self.sessions[key] = VerifySession(request, self._model, self._limits, rule, run_ahead, now)
-        self._slots.take(key, peer)
+        self.sessions[key] = VerifySession(request, self._model, limits, rule, run_ahead, now)
+        self._slots.take(key, event.peer, credential, now)
         self._cached.add(key)
         self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling))
         return None
