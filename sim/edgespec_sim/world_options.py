@@ -48,6 +48,8 @@ class WorldOptions:
     """Added to a message's delay, uniformly from 0; order is kept."""
     step_s: float = 0.005
     pass_s: float = 0.02
+    row_s: float = 0.0
+    """Added to a pass for each row."""
     faults_until_s: float = 1.0
     cuts: int = 0
     """Broken links of each device, and processes of it that are replaced."""

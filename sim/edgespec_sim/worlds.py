@@ -17,6 +17,7 @@ from edgespec.core.device.events import Fail, Finish, LinkState
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.targets.toy import ToyTarget
@@ -128,8 +129,12 @@ class _World:
             lambda: self._chance(options.batch_failure_chance),
             self._breaking(options.target_failure_chance),
         )
-        compute = PassTime(self.queue, lambda requests: options.pass_s)
+        compute = PassTime(self.queue, self._pass_s)
         return SimulatedVerifier(self.queue, engine, target, compute)
+
+    def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
+        rows = sum(request.row_count for request in requests)
+        return self.options.pass_s + self.options.row_s * rows
 
     def _start_device(self, index: int, request: Open) -> SimulatedDevice:
         options = self.options
@@ -291,9 +296,10 @@ class _World:
         options = self.options
         count = len(self.devices)
         rtt_s = 2 * (options.delay_s + options.jitter_s)
-        token_s = 2 * rtt_s + (count + 3) * options.pass_s + 40 * options.step_s
+        pass_s = options.pass_s + 10 * count * options.row_s
+        token_s = 2 * rtt_s + (count + 3) * pass_s + 40 * options.step_s
         tokens = sum(len(expected.tokens) for expected in self.expected)
-        prefill_s = options.prompt_length * options.pass_s * count
+        prefill_s = options.prompt_length * pass_s * count
         settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
         if (
             options.engine_limits.cache is not None

@@ -54,7 +54,7 @@ def test_a_long_prompt_alone_has_the_whole_pass() -> None:
 
 
 def test_prompts_that_keep_coming_get_what_they_need_within_bounds() -> None:
-    assert settled(PrefillBudget(), 0.020, 0.0001, arriving=60.0) == 120
+    assert settled(PrefillBudget(), 0.020, 0.0001, arriving=60.0) == 180
     most = settled(PrefillBudget(), 0.020, 0.0001, arriving=600.0)
     assert most == pytest.approx(1.5 * 0.020 / 0.0001, abs=1)
 

@@ -13,12 +13,15 @@ from edgespec.core.device import events as draft_events
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Deliver
 from edgespec.core.device.outbox import DraftOutbox
+from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
     Commit,
+    Downlink,
     Draft,
     Fault,
     FaultCode,
@@ -55,6 +58,14 @@ from tests.core.test_fairness import (
 from tests.core.test_fairness import (
     test_what_a_share_leaves_over_is_remembered as remembered,
 )
+from tests.core.test_row_price import (
+    test_a_price_is_heard_from_a_pass_and_counts_until_the_next as hears,
+)
+from tests.core.test_row_price import test_a_verifiers_full_price_is_told as tells_price
+from tests.core.test_row_price import test_no_node_is_drafted_below_the_price as pays
+from tests.core.test_row_price import (
+    test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
+)
 
 Patches = Callable[[pytest.MonkeyPatch], None]
 
@@ -75,6 +86,7 @@ _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
 _handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
+_hear = RowPrice.hear
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
 
 
@@ -292,6 +304,24 @@ def _places_stay_taken(slots: SessionSlots, key: str) -> None:
     slots._peer_of.pop(key, None)
 
 
+def _price_is_not_told(registry: SessionRegistry, key: str, message: Downlink) -> Downlink:
+    return message
+
+
+def _steps_stay_wide(view: DraftView, parent: int, width: int) -> int:
+    return width
+
+
+def _credit_is_ignored(price: RowPrice, commit: Commit) -> None:
+    _hear(price, commit)
+    price.credit = None
+
+
+def _old_prices_stay(price: RowPrice, commit: Commit) -> None:
+    if commit.row_price is not None:
+        _hear(price, commit)
+
+
 def _patch(owner: Any, name: str, mutant: Any) -> Patches:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
 
@@ -339,6 +369,10 @@ MUTANTS = (
     Mutant("low priorities starve", _patch(Fairness, "_rank", _nobody_ages), 0, do_not_starve),
     Mutant("rates are free", _patch(Fairness, "spend", _rates_are_free), 0, rate_is_kept),
     Mutant("places of a key stay taken", _patch(SessionSlots, "free", _places_stay_taken), 40),
+    Mutant("price untold", _patch(SessionRegistry, "_priced", _price_is_not_told), 0, tells_price),
+    Mutant("siblings free", _patch(DraftView, "paying", _steps_stay_wide), 0, pays),
+    Mutant("credit ignored", _patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
+    Mutant("old prices stay", _patch(RowPrice, "hear", _old_prices_stay), 0, hears),
     Mutant(
         "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
     ),

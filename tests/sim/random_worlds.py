@@ -80,7 +80,8 @@ def draw_options(seed: int) -> WorldOptions:
 
 
 def _with_keys(options: WorldOptions, dice: random.Random) -> WorldOptions:
-    """Devices with keys: priorities, rates and places of their own."""
+    """Devices with keys (priorities, rates and places of their own), and rows that have a price."""
+    options = replace(options, row_s=dice.choice((0.0, 0.0, 0.001, 0.01)))
     if dice.random() < 0.6:
         return options
     keys = [

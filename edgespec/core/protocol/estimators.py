@@ -146,12 +146,17 @@ class AcceptanceEstimator:
     prior_weight: float = 12.0
     memory: float = 0.98
     hits: list[float] = field(default_factory=list)
-    trials: float = 0.0
+    trials: list[float] = field(default_factory=list)
 
-    def add(self, rank: int | None) -> None:
-        """One position was decided: by the sibling of this rank, or by none."""
+    def add(self, rank: int | None, offered: int = 1 << 30) -> None:
+        """One position was decided: by the sibling of this rank, or by none of those ``offered``.
+        Ranks that were not offered were not tried."""
         memory, hits = self.memory, self.hits or [0.0] * len(self.prior)
-        self.trials = self.trials * memory + 1.0
+        trials = self.trials or hits
+        self.trials = [
+            trial * memory + 1.0 if tried < offered else trial * memory
+            for tried, trial in enumerate(trials)
+        ]
         self.hits = hits = [hit * memory for hit in hits]
         if rank is not None and rank < len(hits):
             hits[rank] += 1.0
@@ -160,5 +165,5 @@ class AcceptanceEstimator:
         """Estimated probability that the choice of this rank is the target's token."""
         if rank >= len(self.prior):
             return self.prior[-1] / 2
-        hits = self.hits[rank] if self.hits else 0.0
-        return (hits + self.prior[rank] * self.prior_weight) / (self.trials + self.prior_weight)
+        hits, trials = (self.hits[rank], self.trials[rank]) if self.hits else (0.0, 0.0)
+        return (hits + self.prior[rank] * self.prior_weight) / (trials + self.prior_weight)

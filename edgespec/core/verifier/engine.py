@@ -188,6 +188,7 @@ class VerifyEngine:
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
         batch, tokens = self._scheduler.finish(now), 0
+        self.registry.row_price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for session, request in batch.parts:
             key, result = request.key, results.get(request.key)

@@ -93,6 +93,11 @@ class DraftInbox:
                 chosen.append(node)
         return chosen
 
+    @property
+    def best_chance(self) -> float:
+        """How likely the device's first choice is right: no draft of it is likelier to pay."""
+        return self._acceptance.rate(0)
+
     def take_queue_s(self, now: float) -> float:
         """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
         since, self._waiting_since = self._waiting_since, None
@@ -124,7 +129,7 @@ class DraftInbox:
             if not siblings:
                 break
             right = next((node for node in siblings if node.token == token), None)
-            self._acceptance.add(None if right is None else right.rank)
+            self._acceptance.add(None if right is None else right.rank, len(siblings))
             siblings = [] if right is None else right.children
         self.tree.commit(tokens)
         if not self.tree.nodes:

@@ -9,13 +9,13 @@ decodes, prompts have the whole pass.
 
 A burst is served late, but prompts that keep coming have to be served as fast as they come, or
 their line would grow without end. ``PromptLoad`` measures what arrives all the time; the budget is
-twice that if it is more, up to three fifths of the verifier's time.
+thrice that if it is more, up to three fifths of the verifier's time.
 
-Formula: rows = share * base_s / row_s with share ``SHARE``, or 2 * arriving rows a pass up to the
-share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last base_s + n
+Formula: rows = share * base_s / row_s with share ``SHARE``, or ``SPARE`` * arriving rows a pass up
+to the share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last base_s + n
 * row_s: a line through the passes of late. With passes of 24 ms and prompt rows of 0.5 ms that is
 0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows
-arrive 8 times a second all the time, and passes last 30 ms, it is at least 2 * 8 * 200 * 0.03 = 96.
+arrive 8 times a second all the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
 
 Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
 that is never without prompts. A base measured once, without them, would be too short when more
@@ -33,6 +33,8 @@ SHARE: Final = 0.25
 """At 0.5 ten long prompts stretched the gaps of a running stream to 1.5; they are fed 1.6 times as
 fast with it, in 27 % of the time instead of 16 %."""
 MOST_SHARE: Final = 1.5
+SPARE: Final = 3.0
+"""Prompts come in clusters: at twice the median they waited half as long again."""
 LEAST_ROWS: Final = 16
 """Fewer are not cheaper: CPUs compute tiles of 16 rows (``targets/row_tiles.py``)."""
 FIRST_ROWS: Final = 32
@@ -72,7 +74,7 @@ class PrefillBudget:
         if row_s <= 0.0:
             return MOST_ROWS
         base_rows = max(0.0, base_s) / row_s
-        wanted = max(SHARE * base_rows, min(2.0 * arriving, MOST_SHARE * base_rows))
+        wanted = max(SHARE * base_rows, min(SPARE * arriving, MOST_SHARE * base_rows))
         return min(MOST_ROWS, int(wanted))
 
 

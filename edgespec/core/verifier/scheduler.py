@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from edgespec.core.protocol.estimators import GUESSED_PASS_S, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.messages import MAX_PRICE
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
@@ -31,6 +32,8 @@ from edgespec.core.verifier.session_events import Offer
 
 # Best of 1, 1.5, 2 and 3 on the floor of 200 laptops (docs/measurements.md).
 _MARGIN = 1.5
+# Prompt rows are taken for no more than the rest of a pass: their price is that of all rows.
+_LEAST_DECODING = 0.25
 # Of the rows of a pass, this part is kept for prompts where more sessions decode than it has rows.
 _PROMPT_PART = 8
 
@@ -67,6 +70,9 @@ class PassScheduler:
         self._pass_s = MovingAverage()
         self._row_s = SlopeEstimator()
         self._tokens = MovingAverage()
+        self._prompt_rows = MovingAverage()
+        self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
+        """Sessions in line for a pass: those that decode, and those with a prompt."""
         self._prompts = PromptLine()
 
     @property
@@ -142,6 +148,9 @@ class PassScheduler:
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
         decoding = [key for key, rows in missing.items() if rows == 1]
         self.fairness.plan(decoding, prompts, now)
+        if decoding:
+            self._decoding.add(len(decoding))
+            self._prompts_waiting.add(len(prompts))
         if self._alone:
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
@@ -168,6 +177,7 @@ class PassScheduler:
             self.fairness.note(len(batch.parts), rows, now - batch.started_at)
             self._row_s.add(rows, now - batch.started_at)
             prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
+            self._prompt_rows.add(prompt_rows)
             self._prompts.note(prompt_rows, now - batch.started_at, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
@@ -182,20 +192,29 @@ class PassScheduler:
             self._tokens.add(tokens)
 
     @property
+    def row_price(self) -> int:
+        """``least_chance`` in thousandths, as commits tell it."""
+        return min(MAX_PRICE, round(MAX_PRICE * self.least_chance))
+
+    @property
     def least_chance(self) -> float:
         """A draft node less likely to be right than this does not pay for its row.
 
-        A row makes the pass ``row_s`` longer, and in that time the verifier commits ``row_s *
-        tokens / pass_s`` tokens otherwise (goodput as in SmartSpec, arXiv 2406.14066). A node has
-        to bring more than that, by ``_MARGIN``, since what is left out now is there for the next
-        pass. Worked example: rows of 0.5 ms in passes of 20 ms that commit 8 tokens give
-        1.5 * 0.5 * 8 / 20 = 0.3. It is 0 while the time of a row is not known.
+        A row makes the pass ``row_s`` longer. In that time the verifier decodes ``row_s * tokens /
+        decode_s`` tokens otherwise (goodput as in SmartSpec, arXiv 2406.14066), where ``decode_s``
+        is the pass without its prompt rows: those have to be computed anyway. Sessions that wait
+        with their prompts are held up like those that decode, so the price rises by ``waiting /
+        decoding``. A node has to bring more than all that, by ``_MARGIN``, since what is left out
+        now is there for the next pass. Worked example: rows of 0.5 ms in passes of 20 ms that
+        commit 8 tokens give 1.5 * 0.5 * 8 / 20 = 0.3; with one prompt in line for four sessions
+        that decode 0.375. It is 0 while the time of a row is not known.
         """
-        row_s = self._row_s.get()
-        pass_s = self._pass_s.get(0.0)
-        if row_s is None or pass_s <= 0.0:
+        row_s, pass_s = self._row_s.get(), self._pass_s.get(0.0)
+        if row_s is None or row_s <= 0.0 or pass_s <= 0.0:
             return 0.0
-        return _MARGIN * max(0.0, row_s) * self._tokens.get(0.0) / pass_s
+        decode_s = max(pass_s - row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
+        held_up = 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
+        return _MARGIN * row_s * self._tokens.get(0.0) * held_up / decode_s
 
     def run_alone(self, key: str) -> None:
         """The session gets its next pass to itself, so that a failure is its own."""
