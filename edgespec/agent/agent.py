@@ -21,7 +21,7 @@ from typing import Final
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -129,6 +129,7 @@ class Agent:
         self._drafter_taken = False
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
+        self._price = RowPrice()
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -211,6 +212,7 @@ class Agent:
             context_length,
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
+            price=self._price,
         )
 
     @property

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
 from edgespec.core.protocol.messages import (
+    MAX_PRICE,
     PROTOCOL_VERSION,
     Cancel,
     Commit,
@@ -251,6 +252,8 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
         echo=commit.echo,
         held_us=commit.held_us,
         finish=None if commit.finish is None else _FINISH_NAME[commit.finish],
+        row_price=_optional("Commit.row_price", commit.row_price, MAX_PRICE),
+        credit=_optional("Commit.credit", commit.credit, MAX_UINT32),
     )
 
 
@@ -267,7 +270,13 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
         echo=wire.echo,
         held_us=wire.held_us,
         finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
+        row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
+        credit=wire.credit if wire.HasField("credit") else None,
     )
+
+
+def _optional(field: str, value: int | None, most: int) -> int | None:
+    return None if value is None else check_number(field, value, 0, most)
 
 
 def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) -> None:

@@ -186,6 +186,16 @@ def check_ledger(engine: VerifyEngine) -> None:
             require(all(map(ledger.writable, written)), f"{key}: would write a shared block")
 
 
+def check_credentials(engine: VerifyEngine) -> None:
+    """Every session is somebody's, and nobody has more than its credential allows."""
+    whose = engine.registry.credential_of
+    require(whose.keys() == engine.sessions.keys(), "a session is nobody's, or is gone")
+    names = [credential.name for credential in whose.values()]
+    for credential in whose.values():
+        count, most = names.count(credential.name), credential.max_sessions
+        require(not most or count <= most, f"{count} sessions of {credential.name}, limit {most}")
+
+
 def check_at_rest(engine: VerifyEngine) -> None:
     """Nobody is there any more, and nothing is left of anybody."""
     require(not engine.sessions, f"sessions {sorted(engine.sessions)} outlive their lease")
@@ -193,6 +203,7 @@ def check_at_rest(engine: VerifyEngine) -> None:
     require(not engine.running, "a pass is running for nobody")
     require(engine.deadline is None, f"the engine waits for {engine.deadline}")
     check_ledger(engine)
+    check_credentials(engine)
     if (ledger := engine.keeper.ledger) is not None:
         held = ledger.block_count - ledger.free_count
         require(not held, f"{held} blocks are held by nobody")

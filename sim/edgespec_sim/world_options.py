@@ -10,6 +10,7 @@ from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.ports import Drafter
@@ -31,6 +32,8 @@ class WorldOptions:
     drafter: DrafterFactory = good_drafter
     policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
     """One a device."""
+    credentials: tuple[Credential, ...] = (ANYBODY,)
+    """What the devices show, in turn."""
     prompt_length: int = 3
     shared_length: int = 0
     """Of the prompt, as many tokens are the same for all devices."""
@@ -50,6 +53,8 @@ class WorldOptions:
     """Added to a message's delay, uniformly from 0; order is kept."""
     step_s: float = 0.005
     pass_s: float = 0.02
+    row_s: float = 0.0
+    """Added to a pass for each row."""
     faults_until_s: float = 1.0
     cuts: int = 0
     """Broken links of each device, and processes of it that are replaced."""

@@ -17,6 +17,7 @@ from edgespec.core.device.events import Fail, Finish, LinkState
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.targets.toy import ToyTarget
@@ -33,6 +34,7 @@ from edgespec_sim.checks import (
     PassCheck,
     StreamRecord,
     check_at_rest,
+    check_credentials,
     check_ledger,
     check_session,
     check_tree,
@@ -128,8 +130,12 @@ class _World:
             lambda: self._chance(options.batch_failure_chance),
             self._breaking(options.target_failure_chance),
         )
-        compute = PassTime(self.queue, lambda requests: options.pass_s)
+        compute = PassTime(self.queue, self._pass_s)
         return SimulatedVerifier(self.queue, engine, target, compute)
+
+    def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
+        rows = sum(request.row_count for request in requests)
+        return self.options.pass_s + self.options.row_s * rows
 
     def _start_device(self, index: int, request: Open) -> SimulatedDevice:
         options = self.options
@@ -183,7 +189,8 @@ class _World:
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             lambda: self._chance(self.options.duplicate_chance),
         )
-        self.server.accept(stream)
+        credentials = self.options.credentials
+        self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
         deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
 
@@ -313,16 +320,21 @@ class _World:
         options = self.options
         count = len(self.devices)
         rtt_s = 2 * (options.delay_s + options.jitter_s)
-        token_s = 2 * rtt_s + (count + 3) * options.pass_s + 40 * options.step_s
+        pass_s = options.pass_s + 10 * count * options.row_s
+        token_s = 2 * rtt_s + (count + 3) * pass_s + 40 * options.step_s
         tokens = sum(len(expected.tokens) for expected in self.expected)
         prompts = sum(len(expected.prompt) for expected in self.expected)
-        prefill_s = prompts * options.pass_s
+        prefill_s = prompts * pass_s
         settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
         if (
             options.engine_limits.cache is not None
         ):  # they take turns, and compute again what they lose
             token_s *= 2 * count
-        if options.engine_limits.max_sessions < count:  # the others ask again every second
+        rates = [one.tokens_per_s for one in options.credentials if one.tokens_per_s]
+        if rates:
+            settled_s += 2 * tokens / min(rates)
+        own = any(one.max_sessions for one in options.credentials)
+        if own or options.engine_limits.max_sessions < count:  # the others ask again every second
             settled_s += (options.limits.lease_s + 1.0) * count
         return settled_s + prefill_s + (tokens + 2) * token_s
 
@@ -332,6 +344,7 @@ class _World:
     def _check_step(self) -> None:
         sessions, limits = self.server.engine.sessions, self.options.limits
         check_ledger(self.server.engine)
+        check_credentials(self.server.engine)
         evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
         for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
             mine, whose = device.session, device.session.request.session_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edgespec.core.protocol.messages import Draft
@@ -11,13 +13,14 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
-from tests.core.fixed_text import TEXT, new_session, run_pass
+from tests.core.fixed_text import REQUEST, TEXT, new_session, run_pass
 
 ROW_S, PASS_S = 0.002, 0.020
 
 
-def passes(row_s: float, count: int = 8) -> PassScheduler:
-    """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token."""
+def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
+    """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token, beside
+    so many sessions with a long prompt."""
     now = 0.0
     sessions: dict[str, VerifySession] = {}
 
@@ -27,17 +30,24 @@ def passes(row_s: float, count: int = 8) -> PassScheduler:
         return run.request
 
     scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
+    for number in range(prompts):
+        long = replace(REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
+        sessions[long.session_id] = new_session(long)
+        scheduler.enqueue(long.session_id)
     for number in range(count):
         sessions["s"] = session = ready()
         nodes = number % 3
         if nodes:
             session.handle(guesses(session, nodes), now)
         scheduler.enqueue("s")
-        (request,), _ = scheduler.form(sessions, now)
+        (request, *others), _ = scheduler.form(sessions, now)
         assert len(request.tokens) == nodes
-        now += PASS_S + row_s * request.row_count
+        now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
         scheduler.finish(now)
         session.handle(PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
+        for other in others:
+            sessions[other.key].handle(PassDone(()), now)
+            scheduler.enqueue(other.key)
         scheduler.count(1)
     return scheduler
 
@@ -57,6 +67,16 @@ def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
     scheduler = passes(ROW_S)
     otherwise = ROW_S / (PASS_S + 15 / 8 * ROW_S)  # tokens in a row's time
     assert scheduler.least_chance == pytest.approx(1.5 * otherwise, rel=0.02)
+
+
+def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take() -> None:
+    """Two prompts wait beside one session that decodes; a pass feeds some rows of one of them."""
+    row_s = 0.0002
+    scheduler = passes(row_s, count=60, prompts=2)
+    decode_s = PASS_S + 2 * row_s  # a fed token and one node, in the mean
+    expected = 1.5 * row_s / decode_s * (1 + 2 / 1)
+    assert scheduler.least_chance == pytest.approx(expected, rel=0.05)
+    assert scheduler.row_price == round(1000 * scheduler.least_chance)
 
 
 def test_rows_that_cost_nothing_are_all_welcome() -> None:

@@ -55,6 +55,8 @@ def hot_messages(seed: int) -> list[Message]:
         echo=number(),
         held_us=number(),
         finish=dice.choice((None, FinishReason.STOP)),
+        row_price=dice.choice((None, 0, 1, 127, 128, 1000)),
+        credit=dice.choice((None, 0, 127, 128)),
     )
     return [draft, commit, Received(number(), number()), Cancel()]
 

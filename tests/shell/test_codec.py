@@ -83,6 +83,8 @@ def commits(draw: st.DrawFn) -> Commit:
         echo=draw(st.integers(0, 2**64 - 1)),
         held_us=draw(UINT32),
         finish=draw(st.none() | st.sampled_from(FINISHES)),
+        row_price=draw(st.none() | st.integers(0, 1000)),
+        credit=draw(st.none() | UINT32),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from edgespec.core.device import events as draft_events
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Deliver
 from edgespec.core.device.outbox import DraftOutbox
+from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
     Commit,
+    Downlink,
     Draft,
     Fault,
     FaultCode,
@@ -27,12 +31,14 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier import fairness
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.block_names import BlockNames, _hash
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.engine_events import BatchFailed
+from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.prefix_sharing import PrefixSharing
 from edgespec.core.verifier.session import VerifySession
@@ -46,6 +52,24 @@ from edgespec.core.verifier.session_events import (
     VerifyEvent,
 )
 from edgespec.core.verifier.session_registry import SessionRegistry
+from edgespec.core.verifier.session_slots import SessionSlots
+from tests.core.test_fairness import (
+    test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
+)
+from tests.core.test_fairness import (
+    test_higher_priorities_come_first_and_lower_ones_do_not_starve as do_not_starve,
+)
+from tests.core.test_fairness import (
+    test_what_a_share_leaves_over_is_remembered as remembered,
+)
+from tests.core.test_row_price import (
+    test_a_price_is_heard_from_a_pass_and_counts_until_the_next as hears,
+)
+from tests.core.test_row_price import test_a_verifiers_full_price_is_told as tells_price
+from tests.core.test_row_price import test_no_node_is_drafted_below_the_price as pays
+from tests.core.test_row_price import (
+    test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
+)
 
 Patches = Callable[[pytest.MonkeyPatch], None]
 
@@ -56,6 +80,8 @@ class Mutant:
     apply: Patches
     seeds: int
     """Random worlds that are enough to notice it (measured, and then some)."""
+    scene: Callable[[], None] | None = None
+    """The test that notices what costs time and changes no text; then no worlds are needed."""
 
 
 _place, _keep, _reset = SpeculationTree.place, VerifySession._on_pass_done, DraftInbox.reset
@@ -64,6 +90,7 @@ _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
 _handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
+_hear = RowPrice.hear
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
 _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
 _take, _batch_failed = BlockLedger._take, Containment.batch_failed
@@ -323,7 +350,45 @@ def _nodes_past_the_end(
     return _verifiable(inbox, room, end + 8, least_chance)
 
 
-def _patch(owner: type, name: str, mutant: Any) -> Patches:
+def _forgets_deficits(account: Account, want_s: float, share: float, session_s: float) -> None:
+    account.left_s = inf if want_s <= share else share
+
+
+def _crowds_have_no_limit(account: Account, want_s: float, share: float, session_s: float) -> None:
+    account.left_s = inf
+
+
+def _nobody_ages(fairness: Fairness, key: str, left_out: int) -> tuple[bool, int]:
+    return True, -fairness._of(key).priority
+
+
+def _rates_are_free(fairness: Fairness, key: str, tokens: int, now: float) -> None:
+    return None
+
+
+def _places_stay_taken(slots: SessionSlots, key: str) -> None:
+    slots._peer_of.pop(key, None)
+
+
+def _price_is_not_told(registry: SessionRegistry, key: str, message: Downlink) -> Downlink:
+    return message
+
+
+def _steps_stay_wide(view: DraftView, parent: int, width: int) -> int:
+    return width
+
+
+def _credit_is_ignored(price: RowPrice, commit: Commit) -> None:
+    _hear(price, commit)
+    price.credit = None
+
+
+def _old_prices_stay(price: RowPrice, commit: Commit) -> None:
+    if commit.row_price is not None:
+        _hear(price, commit)
+
+
+def _patch(owner: Any, name: str, mutant: Any) -> Patches:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
 
 
@@ -384,6 +449,15 @@ MUTANTS = (
     Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
     Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
+    Mutant("deficits forgotten", _patch(fairness, "_allow", _forgets_deficits), 0, remembered),
+    Mutant("crowds unlimited", _patch(fairness, "_allow", _crowds_have_no_limit), 0, remembered),
+    Mutant("low priorities starve", _patch(Fairness, "_rank", _nobody_ages), 0, do_not_starve),
+    Mutant("rates are free", _patch(Fairness, "spend", _rates_are_free), 0, rate_is_kept),
+    Mutant("places of a key stay taken", _patch(SessionSlots, "free", _places_stay_taken), 40),
+    Mutant("price untold", _patch(SessionRegistry, "_priced", _price_is_not_told), 0, tells_price),
+    Mutant("siblings free", _patch(DraftView, "paying", _steps_stay_wide), 0, pays),
+    Mutant("credit ignored", _patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
+    Mutant("old prices stay", _patch(RowPrice, "hear", _old_prices_stay), 0, hears),
     Mutant(
         "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
     ),

@@ -10,6 +10,7 @@ from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
@@ -74,11 +75,28 @@ def draw_options(seed: int) -> WorldOptions:
         pass_s=dice.choice((0.0, 0.005, 0.03)),
     )
     options = options if quiet else _with_faults(options, dice)
-    if dice.random() >= 0.4:
+    if dice.random() < 0.4:
+        options = _under_pressure(options, dice)
+        sharing = random.Random(f"sharing of {seed}")
+        options = _with_shared_texts(options, sharing) if sharing.random() < 0.6 else options
+    return _with_keys(options, random.Random(f"keys of {seed}"))
+
+
+def _with_keys(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """Devices with keys (priorities, rates and places of their own), and rows that have a price."""
+    options = replace(options, row_s=dice.choice((0.0, 0.0, 0.001, 0.01)))
+    if dice.random() < 0.6:
         return options
-    options = _under_pressure(options, dice)
-    dice = random.Random(f"sharing of {seed}")
-    return _with_shared_texts(options, dice) if dice.random() < 0.6 else options
+    keys = [
+        Credential(
+            f"key {number}",
+            max_sessions=dice.choice((0, 0, 1)),
+            tokens_per_s=dice.choice((0.0, 0.0, 40.0, 400.0)),
+            priority=dice.choice((-1, 0, 0, 1)),
+        )
+        for number in range(dice.choice((1, 2, 3)))
+    ]
+    return replace(options, credentials=tuple(keys))
 
 
 def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:

@@ -6,7 +6,7 @@ acceptance rate is a property of the draft on committed prefixes, not of what ha
 
 from __future__ import annotations
 
-from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.protocol.messages import Commit, Received
@@ -20,8 +20,8 @@ RECEIVED_EVERY = 8
 class CommitReader:
     """Moves one session's root, and holds what it counts and estimates."""
 
-    def __init__(self, tree: SpeculationTree, outbox: DraftOutbox) -> None:
-        self.estimates = DraftEstimates()
+    def __init__(self, tree: SpeculationTree, outbox: DraftOutbox, price: RowPrice) -> None:
+        self.estimates = DraftEstimates(price=price)
         self.counters = DraftCounters()
         self.max_unreceived = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
@@ -67,17 +67,18 @@ class CommitReader:
         self._echo = (length, now)
         return Received(length, length)
 
-    def score(self, rank: int | None) -> None:
-        """A position was decided: by the drafter's choice of this rank, or by none of them."""
+    def score(self, rank: int | None, offered: int) -> None:
+        """A position was decided: by the drafter's choice of this rank, or by none of those
+        ``offered``."""
         self.counters.tried += 1
         self.counters.hits += rank == 0
-        self.estimates.acceptance.add(rank)
+        self.estimates.acceptance.add(rank, offered)
 
     def _commit_one(self, token: int, accepted: bool) -> TokenKind:
         children = self._tree.roots
         matching = next((node for node in children if node.token == token), None)
         if children:
-            self.score(None if matching is None else matching.rank)
+            self.score(None if matching is None else matching.rank, len(children))
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1
@@ -93,6 +94,7 @@ class CommitReader:
         counters.rows += commit.rows
         if commit.verify_us:
             counters.passes += 1
+            self.estimates.price.hear(commit)
             counters.queue_s += commit.queue_us / 1e6
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)

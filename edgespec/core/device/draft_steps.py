@@ -70,4 +70,4 @@ class DraftSteps:
             growth = tree.grow(node_id, step.parent, candidate.token, step.base_position, rank)
             winner = rank if growth is FORWARDED else winner
         if late:
-            self._reader.score(winner)
+            self._reader.score(winner, len(event.candidates))

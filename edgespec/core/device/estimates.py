@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.messages import MAX_PRICE, Commit
+
+
+@dataclass(slots=True)
+class RowPrice:
+    """What the verifier last said that a draft node costs. It outlives a generation: hand the same
+    one to the next ``DraftSession`` with this verifier."""
+
+    least_chance: float = 0.0
+    """A node that is less likely to be right does not pay for its row."""
+    credit: int | None = None
+    """Nodes that may be outstanding; None: as many as the limits say."""
+
+    def hear(self, commit: Commit) -> None:
+        """A commit of a pass came: what it leaves out costs nothing, or is unlimited."""
+        self.least_chance = (commit.row_price or 0) / MAX_PRICE
+        self.credit = commit.credit
 
 
 @dataclass(slots=True)
@@ -19,4 +36,5 @@ class DraftEstimates:
     commit_tokens: MovingAverage = field(default_factory=MovingAverage)
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """What one more draft node adds to a pass."""
+    price: RowPrice = field(default_factory=RowPrice)
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)

@@ -10,7 +10,7 @@ neither committed nor killed yet.
     pearl     send when nothing is in flight: the first node after a miss goes out at once
               (pre-verify) and drafting goes on behind what was sent (post-verify)
     windowed  send every step at once, and draft on where a guess is most likely to count, as long
-              as it saves more than its row in a pass costs
+              as it saves more than its row in a pass costs, here and by the verifier's price
 
 The three are settings of one machine, which makes the published schemes honest baselines
 (PEARL: arXiv 2408.11850).
@@ -78,6 +78,18 @@ class DraftView:
         every 30 ms make 15 ms a token."""
         estimates = self.estimates
         return max(estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0), 1e-6)
+
+    def paying(self, parent: int, width: int) -> int:
+        """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
+        price; at least one."""
+        price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
+        if price <= 0.0 or width == 1:
+            return width
+        chance, nodes = 1.0, self.tree.nodes
+        while (node := nodes.get(parent)) is not None:
+            chance *= rate(node.rank)
+            parent = node.parent
+        return max(1, sum(chance * rate(rank) >= price for rank in range(width)))
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""
@@ -177,11 +189,15 @@ class WindowedPolicy:
         window = self.window or math.ceil(2 * view.round_s / step_s) + 4
         if len(tree.nodes) >= window * self.width or view.room < self.width:
             return None
+        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+        # Behind a leaf less likely than this, not even the first choice pays for its row.
+        priced = view.estimates.price.least_chance / rates[0]
+        if priced > 1.0:
+            return None
         if not tree.roots and tree.prefix.length < view.end:
             return ROOT
         last_rank, last_position = self.width - 1, view.end - 2
-        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        best, best_chance = ROOT, self._least_chance(view, step_s, sum(rates))
+        best, best_chance = ROOT, max(priced, self._least_chance(view, step_s, sum(rates)))
         pending = [(1.0, tree.roots)]
         while pending:
             before, siblings = pending.pop()

@@ -22,6 +22,7 @@ from edgespec.core.device import events as ev
 from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.policy import DraftPolicy, DraftView
@@ -45,7 +46,7 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
-    not known."""
+    not known. ``price`` is what this verifier last asked for a row; the session keeps it up."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class DraftSession:
         draft_context_length: int,
         jitter_seed: int = 0,
         vocabulary_size: int = 0,
+        price: RowPrice | None = None,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -65,7 +67,7 @@ class DraftSession:
         self._bounds = CommitBounds.of(request, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
-        self._reader = CommitReader(self.tree, self._outbox)
+        self._reader = CommitReader(self.tree, self._outbox, price or RowPrice())
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._steps = DraftSteps(self.tree, self._reader)
@@ -187,9 +189,11 @@ class DraftSession:
         if self._steps.running:
             return
         if self.drafting:
-            parent = self._policy.extend(self._view(unsent, now))
+            view = self._view(unsent, now)
+            parent = self._policy.extend(view)
             if parent is not None and self._steps.is_worth_asking(parent):
-                actions.append(self._steps.start(parent, self._policy.width, now))
+                width = view.paying(parent, self._policy.width)
+                actions.append(self._steps.start(parent, width, now))
                 return
         if streaming and unsent and self._policy.flush(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
@@ -198,19 +202,25 @@ class DraftSession:
             actions += self._leave_nothing_open()
 
     def _send_drafts(self) -> list[ev.DraftAction]:
-        drafts = self._outbox.take(self.limits.max_nodes_outstanding)
+        drafts = self._outbox.take(self._most_outstanding)
         self.counters.sent += sum([len(draft.tokens) for draft in drafts])
         return [ev.Transmit(draft) for draft in drafts]
 
     def _leave_nothing_open(self) -> list[ev.DraftAction]:
         """No step runs and no node is in flight: send what is left, or say that nothing comes, so
         that a verifier which waits for drafts decodes on."""
-        if self._outbox.unsent:
-            return self._send_drafts()
+        if self._outbox.unsent and (drafts := self._send_drafts()):
+            return drafts
         if self._said_no_draft_comes or self.request.run_ahead is not RunAhead.NEVER:
             return []
         self._said_no_draft_comes = True
         return [ev.Transmit(self._outbox.nothing())]
+
+    @property
+    def _most_outstanding(self) -> int:
+        """Nodes that the verifier wants to see, by its limits and for now."""
+        most, credit = self.limits.max_nodes_outstanding, self.estimates.price.credit
+        return most if credit is None else min(most, credit)
 
     def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:
         alive, since = len(self.tree.nodes), self._busy_since
@@ -218,7 +228,7 @@ class DraftSession:
             self.tree,
             unsent,
             alive - unsent,
-            self.limits.max_nodes_outstanding - alive,
+            self._most_outstanding - alive,
             self._end,
             self.estimates,
             None if since is None else now - since,

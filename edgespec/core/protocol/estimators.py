@@ -11,6 +11,8 @@ parameters on a server's GPU, or of a few million on a CPU."""
 
 # A slope is believed from so many samples on, and when x has varied by one or so.
 _LEAST_SAMPLES, _LEAST_VARIANCE = 8, 0.5
+# Two causes are told apart when less than this part of the variance of either explains the other.
+_LEAST_APART = 0.1
 
 
 class MovingAverage:
@@ -71,6 +73,65 @@ class SlopeEstimator:
         return None if slope is None else self._y + slope * (x - self._x)
 
 
+class PlaneEstimator:
+    """How much y grows with x and with z: the slopes of the least-squares plane through samples
+    that are forgotten as in a moving average.
+
+    Formula: with covariances c as moving averages, slope of x = (c_xy c_zz - c_zy c_xz) / (c_xx
+    c_zz - c_xz^2), and that of z alike. Where x and z hardly vary apart from one another, both have
+    the slope of x + z. Passes of (1, 0), (2, 0) and (2, 10) sessions and draft rows that take 21,
+    22 and 27 ms, in turn, give 1 ms a session and 0.5 ms a row.
+    """
+
+    def __init__(self, weight: float = 0.05) -> None:
+        self.weight = weight
+        self.count = 0
+        self._x = self._z = self._y = 0.0
+        self._xx = self._zz = self._xz = self._xy = self._zy = 0.0
+        self._slopes: tuple[float, float] | None = None
+
+    def add(self, x: float, z: float, y: float) -> None:
+        self.count += 1
+        share = max(self.weight, 1.0 / self.count)
+        keep = 1.0 - share
+        from_x, from_z, from_y = x - self._x, z - self._z, y - self._y
+        self._x += share * from_x
+        self._z += share * from_z
+        self._y += share * from_y
+        self._xx = keep * (self._xx + share * from_x * from_x)
+        self._zz = keep * (self._zz + share * from_z * from_z)
+        self._xz = keep * (self._xz + share * from_x * from_z)
+        self._xy = keep * (self._xy + share * from_x * from_y)
+        self._zy = keep * (self._zy + share * from_z * from_y)
+        if self.count >= _LEAST_SAMPLES:
+            self._slopes = self._fitted()
+
+    def slopes(self) -> tuple[float, float] | None:
+        """Those of x and of z. None while there are few samples, or x and z have hardly varied;
+        what was once known stays until they vary again."""
+        return self._slopes
+
+    def value(self, x: float, z: float) -> float | None:
+        """What y is at (x, z), by the plane; None while its slopes are not known."""
+        if self._slopes is None:
+            return None
+        of_x, of_z = self._slopes
+        return self._y + of_x * (x - self._x) + of_z * (z - self._z)
+
+    def _fitted(self) -> tuple[float, float] | None:
+        xx, zz, xz = self._xx, self._zz, self._xz
+        determinant = xx * zz - xz * xz
+        if min(xx, zz) >= _LEAST_VARIANCE and determinant >= _LEAST_APART * xx * zz:
+            of_x = (self._xy * zz - self._zy * xz) / determinant
+            of_z = (self._zy * xx - self._xy * xz) / determinant
+            return of_x, of_z
+        together = xx + zz + 2.0 * xz
+        if together < _LEAST_VARIANCE:
+            return self._slopes
+        slope = (self._xy + self._zy) / together
+        return slope, slope
+
+
 @dataclass(slots=True)
 class AcceptanceEstimator:
     """How often the draft's choice of each rank is the target's token.
@@ -85,12 +146,17 @@ class AcceptanceEstimator:
     prior_weight: float = 12.0
     memory: float = 0.98
     hits: list[float] = field(default_factory=list)
-    trials: float = 0.0
+    trials: list[float] = field(default_factory=list)
 
-    def add(self, rank: int | None) -> None:
-        """One position was decided: by the sibling of this rank, or by none."""
+    def add(self, rank: int | None, offered: int = 1 << 30) -> None:
+        """One position was decided: by the sibling of this rank, or by none of those ``offered``.
+        Ranks that were not offered were not tried."""
         memory, hits = self.memory, self.hits or [0.0] * len(self.prior)
-        self.trials = self.trials * memory + 1.0
+        trials = self.trials or hits
+        self.trials = [
+            trial * memory + 1.0 if tried < offered else trial * memory
+            for tried, trial in enumerate(trials)
+        ]
         self.hits = hits = [hit * memory for hit in hits]
         if rank is not None and rank < len(hits):
             hits[rank] += 1.0
@@ -99,5 +165,5 @@ class AcceptanceEstimator:
         """Estimated probability that the choice of this rank is the target's token."""
         if rank >= len(self.prior):
             return self.prior[-1] / 2
-        hits = self.hits[rank] if self.hits else 0.0
-        return (hits + self.prior[rank] * self.prior_weight) / (self.trials + self.prior_weight)
+        hits, trials = (self.hits[rank], self.trials[rank]) if self.hits else (0.0, 0.0)
+        return (hits + self.prior[rank] * self.prior_weight) / (trials + self.prior_weight)

@@ -19,6 +19,8 @@ EXACT_RULE = "exact"
 MAX_COMMIT_TOKENS = 4096
 """Tokens in one Commit. A device that comes back further behind is sent several of them."""
 MAX_SECRET_BYTES = 64
+MAX_PRICE = 1000
+"""In thousandths: no draft pays for its row."""
 
 
 class RunAhead(Enum):
@@ -168,6 +170,12 @@ class Commit:
     held_us: int = 0
     """How long the verifier held ``echo`` before this commit left."""
     finish: FinishReason | None = None
+    row_price: int | None = None
+    """Thousandths: a node that is right with less does not pay for its row now. None: rows cost
+    nothing, or are not priced."""
+    credit: int | None = None
+    """How many nodes the device may have outstanding now; 0: drafting is in vain until a commit
+    says otherwise. None: as many as ``Opened`` said."""
 
 
 @statically_frozen

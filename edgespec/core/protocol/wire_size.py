@@ -80,6 +80,9 @@ def _commit_bytes(commit: Commit) -> int:
     for number in numbers:
         if number:
             size += 1 + _VARINT[number.bit_length()]
+    for optional in (commit.row_price, commit.credit):
+        if optional is not None:  # 0 travels too
+            size += 1 + _VARINT[optional.bit_length()]
     return size
 
 

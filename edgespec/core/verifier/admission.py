@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
 from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.verifier.credential import ANYBODY, Credential
+
+
+def limits_of(credential: Credential, limits: Limits) -> Limits:
+    """The verifier's limits as they are for this credential: its context may be shorter."""
+    own = credential.context_length
+    return replace(limits, context_length=own) if 0 < own < limits.context_length else limits
 
 
 def refuse_open(
-    request: Open, model: ModelInfo, limits: Limits, rules: frozenset[str]
+    request: Open,
+    model: ModelInfo,
+    limits: Limits,
+    rules: frozenset[str],
+    credential: Credential = ANYBODY,
 ) -> Fault | None:
-    """None when the request is fine."""
+    """None when the request is fine. ``limits`` are those of the credential."""
     if request.version != PROTOCOL_VERSION:
         why = f"protocol version {request.version} is not {PROTOCOL_VERSION}"
         return Fault(FaultCode.INVALID, why)
@@ -19,16 +32,25 @@ def refuse_open(
     if request.model and request.model != model.name:
         why = f"unknown model {request.model!r}; this verifier serves {model.name!r}"
         return Fault(FaultCode.UNKNOWN_MODEL, why)
+    if credential.models and model.name not in credential.models:
+        known = ", ".join(map(repr, credential.models))
+        why = f"key {credential.name!r} is for the models {known}, and this one is {model.name!r}"
+        return Fault(FaultCode.UNKNOWN_MODEL, why)
     if request.vocabulary and request.vocabulary != model.vocabulary:
         why = (
             f"the draft's vocabulary {request.vocabulary} is not that of {model.name!r}, "
             f"{model.vocabulary}: both models must share one tokenizer"
         )
         return Fault(FaultCode.VOCABULARY_MISMATCH, why)
-    return _refuse_tokens(request, model, limits)
+    return _refuse_tokens(request, model, limits, _whose(credential))
 
 
-def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits) -> Fault | None:
+def _whose(credential: Credential) -> str:
+    """Behind a context's length: whose limit it is, unless it is the verifier's own."""
+    return f", the limit of key {credential.name!r}" if credential.context_length else ""
+
+
+def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits, whose: str) -> Fault | None:
     if not request.session_id:
         return Fault(FaultCode.INVALID, "session id is empty")
     if not request.prompt:
@@ -37,11 +59,11 @@ def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits) -> Fault | N
     if length >= limits.context_length and not request.committed:
         why = (
             f"prompt of {length} tokens does not leave room for output in the context of "
-            f"{limits.context_length}"
+            f"{limits.context_length}{whose}"
         )
         return Fault(FaultCode.CONTEXT_TOO_LONG, why)
     if length > limits.context_length:
-        why = f"{length} tokens held, but the context is {limits.context_length}"
+        why = f"{length} tokens held, but the context is {limits.context_length}{whose}"
         return Fault(FaultCode.CONTEXT_TOO_LONG, why)
     if len(request.committed) > request.sampling.max_tokens:
         why = (

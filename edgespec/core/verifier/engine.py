@@ -57,7 +57,9 @@ class VerifyEngine:
         ledger = None if cache is None else BlockLedger(cache)
         shares = engine_limits.share_prefixes is not SharePrefixes.NONE
         self.keeper = CacheKeeper(ledger, self.sessions, self._owner_of if shares else None)
-        self._scheduler = PassScheduler(engine_limits, self.keeper, self.registry.ask)
+        self._scheduler = PassScheduler(
+            engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
+        )
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -71,11 +73,10 @@ class VerifyEngine:
     def deadline(self) -> float | None:
         if self.broken is not None:
             return None
-        sweep_at = self._sweep_at
-        if not self._deadlines:
-            return sweep_at
-        first = self._deadlines[0][0]
-        return first if sweep_at is None or first < sweep_at else sweep_at
+        first = self._deadlines[0][0] if self._deadlines else None
+        wake_at = None if self.running else self._scheduler.fairness.wake_at
+        wishes = (first, self._sweep_at, wake_at)
+        return min((at for at in wishes if at is not None), default=None)
 
     @property
     def running(self) -> bool:
@@ -127,7 +128,7 @@ class VerifyEngine:
         """Sessions with equal owners may use each other's cached prefixes."""
         if self.engine_limits.share_prefixes is SharePrefixes.ALL:
             return ""
-        return self.registry.credentials[key].name
+        return self.registry.credential_of[key].name
 
     # --- between events --------------------------------------------------------------------
 
@@ -195,6 +196,7 @@ class VerifyEngine:
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
         batch, tokens = self._scheduler.finish(now), 0
+        self.registry.row_price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for session, request in batch.parts:
             key, result = request.key, results.get(request.key)
@@ -209,6 +211,7 @@ class VerifyEngine:
             before = session.prefix.length
             self.registry.tell(key, ev.PassDone(result.targets), now)
             tokens += session.prefix.length - before
+            self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)
         self._scheduler.count(tokens)
 

@@ -97,6 +97,11 @@ class DraftInbox:
                     break
         return chosen
 
+    @property
+    def best_chance(self) -> float:
+        """How likely the device's first choice is right: no draft of it is likelier to pay."""
+        return self._acceptance.rate(0)
+
     def take_queue_s(self, now: float) -> float:
         """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
         since, self._waiting_since = self._waiting_since, None
@@ -129,11 +134,11 @@ class DraftInbox:
                 break
             for node in siblings:
                 if node.token == token:
-                    self._acceptance.add(node.rank)
+                    self._acceptance.add(node.rank, len(siblings))
                     siblings = node.children
                     break
             else:
-                self._acceptance.add(None)
+                self._acceptance.add(None, len(siblings))
                 break
         self.tree.commit(tokens)
         if not self.tree.nodes:

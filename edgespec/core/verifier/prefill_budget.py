@@ -2,13 +2,20 @@
 
 Theory of operation. A pass ends for all its sessions at once, so a long prompt in it makes
 everybody wait: 1,024 prompt rows on a CPU take a second, in which no text moves. While any session
-decodes, a pass therefore carries only so many prompt rows that it becomes about half as long again
-(chunked prefill under a budget of time, as in Sarathi-Serve, arXiv 2403.02310). Decoding then keeps
-two thirds of the target, and prompts share one third; they have all of it when nobody decodes.
+decodes, a pass therefore carries only so many prompt rows that it becomes about a quarter as long
+again (chunked prefill under a budget of time, as in Sarathi-Serve, arXiv 2403.02310): a burst of
+long prompts stretches the time between tokens to 1.25 of the quiet one at most. When nobody
+decodes, prompts have the whole pass.
 
-Formula: rows = share * base_s / row_s, at least ``LEAST_ROWS``, where a pass with n prompt rows is
-taken to last base_s + n * row_s: a line through the passes of late. With passes of 24 ms and prompt
-rows of 0.5 ms that is 0.5 * 24 / 0.5 = 24 rows; on a GPU, with rows of 0.02 ms, 600.
+A burst is served late, but prompts that keep coming have to be served as fast as they come, or
+their line would grow without end. ``PromptLoad`` measures what arrives all the time; the budget is
+thrice that if it is more, up to three fifths of the verifier's time.
+
+Formula: rows = share * base_s / row_s with share ``SHARE``, or ``SPARE`` * arriving rows a pass up
+to the share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last base_s + n
+* row_s: a line through the passes of late. With passes of 24 ms and prompt rows of 0.5 ms that is
+0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows
+arrive 8 times a second all the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
 
 Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
 that is never without prompts. A base measured once, without them, would be too short when more
@@ -17,16 +24,24 @@ sessions come; the difference would be booked on the rows, and the budget would 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
 from edgespec.core.protocol.estimators import SlopeEstimator
 
-SHARE: Final = 0.5
+SHARE: Final = 0.25
+"""At 0.5 ten long prompts stretched the gaps of a running stream to 1.5; they are fed 1.6 times as
+fast with it, in 27 % of the time instead of 16 %."""
+MOST_SHARE: Final = 1.5
+SPARE: Final = 3.0
+"""Prompts come in clusters: at twice the median they waited half as long again."""
 LEAST_ROWS: Final = 16
 """Fewer are not cheaper: CPUs compute tiles of 16 rows (``targets/row_tiles.py``)."""
 FIRST_ROWS: Final = 32
 """Before the first prompt was timed beside decoding sessions."""
 MOST_ROWS: Final = 1 << 20
+SLOT_S: Final = 1.0
+SLOTS: Final = 8
 
 
 class PrefillBudget:
@@ -37,23 +52,63 @@ class PrefillBudget:
         self._budget = FIRST_ROWS
         self._halve = False
 
-    def note(self, prompt_rows: int, took_s: float) -> None:
-        """A pass that sampled is over; ``prompt_rows`` of its rows were prompts."""
+    def note(self, prompt_rows: int, took_s: float, arriving: float = 0.0) -> None:
+        """A pass that sampled is over; ``prompt_rows`` of its rows were prompts, and so many
+        ``arriving`` rows come in the time that a pass takes."""
         self._took_s.add(prompt_rows, took_s)
         if prompt_rows:
             self._halve = not self._halve
             # A pass that was late for another reason must not let a whole prompt in at once.
-            self._budget = max(LEAST_ROWS, min(self._affordable(), 2 * self._budget))
+            affordable = self._affordable(arriving)
+            self._budget = max(LEAST_ROWS, min(affordable, 2 * self._budget))
 
     @property
     def rows(self) -> int:
         """Prompt rows that a pass may carry beside decoding sessions."""
         return self._budget // 2 if self._halve else self._budget
 
-    def _affordable(self) -> int:
+    def _affordable(self, arriving: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget
         if row_s <= 0.0:
             return MOST_ROWS
-        return min(MOST_ROWS, int(SHARE * max(0.0, base_s) / row_s))
+        base_rows = max(0.0, base_s) / row_s
+        wanted = max(SHARE * base_rows, min(SPARE * arriving, MOST_SHARE * base_rows))
+        return min(MOST_ROWS, int(wanted))
+
+
+class PromptLoad:
+    """Prompt rows that arrive a second, all the time.
+
+    Formula: the lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``. What
+    came in fewer than half of them is a burst and does not count: ten prompts of 4,000 rows in one
+    slot leave it at 0, prompts of 400 rows in each slot make it 200 a second.
+    """
+
+    def __init__(self) -> None:
+        self._slots: deque[int] = deque([0] * SLOTS, SLOTS)
+        self._count = 0
+        self._slot_ends_at: float | None = None
+        self._median = 0
+
+    def add(self, rows: int, now: float) -> None:
+        """A prompt with so many rows to compute came."""
+        self._turn(now)
+        self._count += rows
+
+    def rows_per_s(self, now: float) -> float:
+        """The load as of now."""
+        self._turn(now)
+        return self._median / SLOT_S
+
+    def _turn(self, now: float) -> None:
+        """Close the slots that are over."""
+        if self._slot_ends_at is None or now >= self._slot_ends_at + SLOTS * SLOT_S:
+            self._slots.extend([0] * SLOTS)
+            self._count, self._slot_ends_at, self._median = 0, now + SLOT_S, 0
+        while now >= self._slot_ends_at:
+            self._slots.append(self._count)
+            self._count = 0
+            self._slot_ends_at += SLOT_S
+            self._median = sorted(self._slots)[(SLOTS - 1) // 2]

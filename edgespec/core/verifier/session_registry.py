@@ -15,14 +15,24 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import assert_never
 
-from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
+from edgespec.core.protocol.messages import (
+    MAX_PRICE,
+    Commit,
+    Downlink,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    RunAhead,
+)
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule
-from edgespec.core.verifier.admission import refuse_open
+from edgespec.core.verifier.admission import limits_of, refuse_open
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.resume import same_device, same_generation
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
@@ -46,14 +56,16 @@ class SessionRegistry:
     ) -> None:
         self.sessions: dict[str, VerifySession] = {}
         """By key, in the order of opening."""
-        self.credentials: dict[str, Credential] = {}
-        """Whom each session belongs to: what its first stream showed."""
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
         self.streams = StreamTable()
+        self.row_price = 0
+        """What commits tell of it, in thousandths (``Commit.row_price``); 0: nothing."""
         self._model, self._limits, self._rules = model, limits, rules
         self._run_ahead, self._contain = run_ahead, contain
         self._slots = SessionSlots(engine_limits, self.sessions)
+        self.credential_of: Mapping[str, Credential] = self._slots.credential_of
+        """Whose each session is, by key."""
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
 
@@ -63,11 +75,13 @@ class SessionRegistry:
         """A stream's first message: a new session, a resumed one, or a refusal."""
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
-        fault = refuse_open(request, self._model, self._limits, frozenset(self._rules))
+        limits = limits_of(event.credential, self._limits)
+        rules = frozenset(self._rules)
+        fault = refuse_open(request, self._model, limits, rules, event.credential)
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
-            fault = self._new(event, now)
+            fault = self._new(event, limits, now)
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
@@ -88,18 +102,16 @@ class SessionRegistry:
         self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _new(self, event: ee.StreamOpened, now: float) -> Fault | None:
-        request, peer = event.request, event.peer
-        displaced = self._slots.displaced_by(peer, now)
+    def _new(self, event: ee.StreamOpened, limits: Limits, now: float) -> Fault | None:
+        request, credential, key = event.request, event.credential, event.request.session_id
+        displaced = self._slots.displaced_by(key, event.peer, credential, now)
         if isinstance(displaced, Fault):
             return displaced
         if displaced is not None:
             self.end(displaced, DISPLACED)
-        key = request.session_id
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        self.sessions[key] = VerifySession(request, self._model, self._limits, rule, run_ahead, now)
-        self._slots.take(key, peer)
-        self.credentials[key] = event.credential
+        self.sessions[key] = VerifySession(request, self._model, limits, rule, run_ahead, now)
+        self._slots.take(key, event.peer, credential, now)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)
         self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling, text))
@@ -125,7 +137,7 @@ class SessionRegistry:
             match action:
                 case ev.Send(message):
                     if (stream := self.streams.stream(key)) is not None:
-                        self.actions.append(ee.SendTo(stream, message))
+                        self.actions.append(ee.SendTo(stream, self._priced(key, message)))
                 case ev.Keep(nodes):
                     self.actions.append(ee.KeepNodes(key, nodes))
                 case ev.Hangup():
@@ -134,6 +146,17 @@ class SessionRegistry:
                     raise AssertionError("a pass only follows an offer")
                 case _:
                     assert_never(action)
+
+    def _priced(self, key: str, message: Downlink) -> Downlink:
+        """A commit of a pass tells a device that drafts what a row costs now."""
+        price = self.row_price
+        if not price or not isinstance(message, Commit) or not message.verify_us:
+            return message
+        session = self.sessions.get(key)
+        if session is None or not session.request.drafting or message.finish is not None:
+            return message
+        credit = 0 if session.inbox.best_chance < price / MAX_PRICE else None
+        return replace(message, row_price=price, credit=credit)
 
     def ask(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
         """What the session wants of a pass that starts now; None if it declines."""
@@ -149,7 +172,6 @@ class SessionRegistry:
             return
         self.touched.setdefault(key)
         self._slots.free(key)
-        self.credentials.pop(key, None)
         if fault is not None and (stream := self.streams.stream(key)) is not None:
             self.actions.append(ee.SendTo(stream, fault))
         self._hang_up(key)

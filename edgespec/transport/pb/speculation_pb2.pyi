@@ -184,7 +184,7 @@ class Limits(_message.Message):
     def __init__(self, context_length: _Optional[int] = ..., max_nodes_outstanding: _Optional[int] = ..., max_nodes_per_pass: _Optional[int] = ..., max_unreceived: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish")
+    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish", "row_price", "credit")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,8 @@ class Commit(_message.Message):
     ECHO_FIELD_NUMBER: _ClassVar[int]
     HELD_US_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -205,7 +207,9 @@ class Commit(_message.Message):
     echo: int
     held_us: int
     finish: FinishReason
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    row_price: int
+    credit: int
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., row_price: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

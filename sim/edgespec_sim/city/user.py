@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Fail
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
@@ -85,6 +86,8 @@ class User:
         # Costs have dice of their own: the questions are the same whatever the arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
         self._drafter: Drafter = settings.source.drafter()
+        self._prices: dict[str, RowPrice] = {}
+        """What each verifier last asked for a row."""
         self._asked = 0
         self._started_s = 0.0
         self._request: Request | None = None
@@ -132,6 +135,7 @@ class User:
             self.settings.reconnect,
             section.draft_context_tokens,
             jitter_seed=self.number,
+            price=self._prices.setdefault(site.name, RowPrice()),
         )
         self.device = SimulatedDevice(
             self._queue,

@@ -1,0 +1,236 @@
+"""Who may take part in the pass that is being formed: fair between credentials, then sessions.
+
+Theory of operation. A pass ends for all its sessions at once, so each of them makes it longer for
+everybody. What a session adds is its *marginal time*, ``session_s + extra_rows * row_s``, learned
+from the passes of late (``PlaneEstimator``). Of a pass, no credential takes more than its share:
+
+    share_s = T / n      n credentials want the pass, and T is how long it takes
+
+so a crowd cannot hold up those who ask for little. Let w be what each wants to add, base_s what
+nobody added, and k those who want more than the share: T = base_s + sum of the other w + k *
+share_s, hence share_s = (base_s + sum of the other w) / (n - k). Who is alone (n = 1) has no limit,
+and where all want the same, nobody is held back. Everybody may add one session.
+
+Worked example. base_s 20 ms, a session adds 1 ms; one key has 200 sessions, 20 keys have one each.
+Then share_s = (20 + 20) / (21 - 1) = 2 ms: two sessions of the crowd enter a pass of 42 ms, and the
+others keep 40 / 42 = 0.95 of the pace that they would have without it.
+
+What a credential may add but cannot use, because a whole session is more, is remembered as its
+*deficit* (Shreedhar and Varghese 1995): with a share of 1.5 ms the crowd has one session in every
+second pass and two in the others. Its sessions take turns: who was left out stays ahead in line.
+
+Priorities. A credential's share is that among those of its own and of higher priority, and its
+sessions stand in front of those of lower priority; who was left out of ``AGE_PASSES`` passes in a
+row goes to the front whatever its priority, so nobody starves. Prompts: the credential that was fed
+the fewest prompt rows comes first (virtual token counters, Sheng et al. 2401.00588); one that comes
+anew starts at the least count of those that are there.
+
+``Credential.tokens_per_s`` fills a bucket of a second's tokens (``LEAST_BURST`` at least). Sessions
+of a credential whose bucket is overdrawn wait; ``wake_at`` says until when.
+
+Invariants: with one credential without a rate every session is admitted; of every credential that
+wants the pass and is within its rate at least one session is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from edgespec.core.protocol.estimators import MovingAverage, PlaneEstimator
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.stream_budget import TokenBucket
+
+AGE_PASSES = 8
+LEAST_BURST = 8.0
+MAX_ACCOUNTS = 4096
+# Levels are compared with this tolerance: a sum of floats may stay this short of a debt's end.
+_TOKEN = 1e-6
+
+
+@dataclass(slots=True)
+class Account:
+    """What is known of one credential; ``left_s`` is what its sessions may still add."""
+
+    credential: Credential
+    bucket: TokenBucket | None = None
+    left_s: float = inf
+    deficit_s: float = 0.0
+    left_tokens: float = inf
+    in_pass: int = 0
+    prompt_rows: float = 0.0
+
+
+class Fairness:
+    """``credential_of`` is the engine's own table, by session; sessions that are not in it belong
+    to ``ANYBODY``."""
+
+    def __init__(self, credential_of: Mapping[str, Credential]) -> None:
+        self.wake_at: float | None = None
+        """When a session that waits only for its credential's rate may go on."""
+        self._credential_of = credential_of
+        self._accounts: dict[str, Account] = {}
+        self._took_s = PlaneEstimator()
+        self._rows = MovingAverage(0.05)
+        self._fed: set[str] = set()
+        """Credentials that had a prompt in the last line."""
+
+    # --- before the pass -------------------------------------------------------------------
+
+    def plan(self, decoding: Sequence[str], prompts: Iterable[str], now: float) -> None:
+        """A pass is being formed for these sessions, which want it."""
+        self.wake_at = None
+        counts: dict[str, int] = {}
+        for key in decoding:
+            name = self._account(key, now).credential.name
+            counts[name] = counts.get(name, 0) + 1
+        for name in {self._account(key, now).credential.name for key in prompts}:
+            counts[name] = counts.get(name, 0) + 1
+        accounts = [self._accounts[name] for name in counts]
+        for account in accounts:
+            account.in_pass, account.left_s = 0, inf
+            level = inf if account.bucket is None else account.bucket.level(now)
+            account.left_tokens = level
+        wanting = [one for one in accounts if one.left_tokens >= -_TOKEN]
+        slopes = self._took_s.slopes()
+        if len(wanting) < 2 or slopes is None:
+            return
+        session_s = self._session_s(slopes)
+        wants = {one.credential.name: counts[one.credential.name] * session_s for one in wanting}
+        for priority in {one.credential.priority for one in wanting}:
+            among = [one for one in wanting if one.credential.priority >= priority]
+            share = share_s(self._base_s, [wants[one.credential.name] for one in among])
+            for one in among:
+                if one.credential.priority == priority:
+                    _allow(one, wants[one.credential.name], share, session_s)
+
+    def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
+        """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
+        priorities = {self._of(key).priority for key in keys}
+        if len(priorities) < 2:
+            return keys
+        return sorted(keys, key=lambda key: self._rank(key, left_out.get(key, 0)))
+
+    def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
+        """The prompts by priority, then by how many rows their credential was fed, else as they
+        are. Call it once a pass, with all that are in line."""
+        names = {self._of(key).name for key in keys}
+        if len(names) > 1:
+            known = [self._accounts[name].prompt_rows for name in names & self._fed]
+            least = min(known, default=0.0)
+            for name in names - self._fed:
+                self._accounts[name].prompt_rows = max(self._accounts[name].prompt_rows, least)
+        self._fed = names
+        if len(names) < 2:
+            return keys
+        rows = {name: self._accounts[name].prompt_rows for name in names}
+        by_rows = sorted(keys, key=lambda key: rows[self._of(key).name])
+        return self.first_come(by_rows, left_out)
+
+    def admits(self, key: str, now: float, *, prompt: bool) -> bool:
+        """Whether the session may take part in the pass beside those that were counted. Prompts
+        have rows of their own, which they share by turns."""
+        account = self._accounts[self._of(key).name]
+        if account.left_tokens < -_TOKEN:
+            if account.bucket is not None and (overdrawn := account.bucket.wait_s(now)) > 0.0:
+                at = now + overdrawn
+                self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+            return False
+        if prompt or account.in_pass == 0 or account.left_s == inf:
+            return True
+        slopes = self._took_s.slopes()
+        return slopes is None or account.left_s >= self._session_s(slopes)
+
+    def count(self, key: str, rows: int, *, prompt: bool) -> None:
+        """The session takes part with so many rows."""
+        account = self._accounts[self._of(key).name]
+        account.left_tokens -= 1.0
+        if prompt:
+            account.prompt_rows += rows
+            return
+        account.in_pass += 1
+        slopes = self._took_s.slopes()
+        if slopes is not None and account.left_s < inf:
+            session_s, row_s = slopes
+            account.left_s -= max(0.0, session_s) + max(0.0, row_s) * (rows - 1)
+            account.deficit_s = account.left_s
+
+    # --- after the pass --------------------------------------------------------------------
+
+    def note(self, sessions: int, rows: int, took_s: float) -> None:
+        """A pass that sampled is over; it had so many sessions and, in all, rows."""
+        self._took_s.add(sessions, rows - sessions, took_s)
+
+    def note_rows(self, rows: int) -> None:
+        """A session that decodes had so many rows in a pass."""
+        self._rows.add(rows)
+
+    def spend(self, key: str, tokens: int, now: float) -> None:
+        """The session committed so many tokens."""
+        account = self._accounts.get(self._of(key).name)
+        if account is not None and account.bucket is not None:
+            account.bucket.take(tokens, now)
+
+    # --- parts -----------------------------------------------------------------------------
+
+    @property
+    def _base_s(self) -> float:
+        return max(0.0, self._took_s.value(0.0, 0.0) or 0.0)
+
+    def _session_s(self, slopes: tuple[float, float]) -> float:
+        """What a session is expected to add to a pass."""
+        session_s, row_s = slopes
+        return max(0.0, session_s) + max(0.0, row_s) * (self._rows.get(1.0) - 1.0)
+
+    def _of(self, key: str) -> Credential:
+        return self._credential_of.get(key, ANYBODY)
+
+    def _rank(self, key: str, left_out: int) -> tuple[bool, int]:
+        return left_out < AGE_PASSES, -self._of(key).priority
+
+    def _account(self, key: str, now: float) -> Account:
+        """The account of the session's credential, with the limits that it has now."""
+        credential = self._of(key)
+        account = self._accounts.get(credential.name)
+        if account is None:
+            if len(self._accounts) >= MAX_ACCOUNTS:
+                self._forget_idle()
+            account = self._accounts[credential.name] = Account(credential)
+            account.bucket = _bucket(credential, now)
+        elif account.credential is not credential and account.credential != credential:
+            if account.credential.tokens_per_s != credential.tokens_per_s:
+                account.bucket = _bucket(credential, now)
+            account.credential = credential
+        return account
+
+    def _forget_idle(self) -> None:
+        used = {credential.name for credential in self._credential_of.values()}
+        for name in [name for name in self._accounts if name not in used]:
+            del self._accounts[name]
+
+
+def share_s(base_s: float, wants_s: Sequence[float]) -> float:
+    """The most that one of those who want a pass may add to it; see the formula above. At least the
+    least of ``wants_s``, of which there is one."""
+    rest_s, share = base_s + sum(wants_s), inf
+    for capped, want_s in enumerate(sorted(wants_s, reverse=True)):
+        share = rest_s / (len(wants_s) - capped)
+        if want_s <= share:
+            break
+        rest_s -= want_s
+    return share
+
+
+def _allow(account: Account, want_s: float, share: float, session_s: float) -> None:
+    """Set what the credential may add to this pass, with what the last ones left of its share."""
+    if want_s <= share:
+        account.left_s, account.deficit_s = inf, 0.0
+        return
+    carried = min(max(account.deficit_s, -share), session_s)
+    account.left_s = account.deficit_s = carried + share
+
+
+def _bucket(credential: Credential, now: float) -> TokenBucket | None:
+    rate = credential.tokens_per_s
+    return TokenBucket(rate, max(LEAST_BURST, rate), now) if rate > 0.0 else None

@@ -1,0 +1,192 @@
+"""The price of a row, from the verifier to the device's drafts. Oracle: chances by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.events import Connected, DraftAction, Start, StartStep
+from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.estimators import AcceptanceEstimator
+from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import (
+    EngineAction,
+    RunBatch,
+    SendTo,
+    StreamMessage,
+    StreamOpened,
+)
+from edgespec.core.verifier.scheduler import PassScheduler
+from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
+from tests.core.engine_scenes import RUNNING, done, new_engine
+
+NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
+
+
+def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
+    return Commit(position, (40 + position,), verify_us=20_000, row_price=row_price, credit=credit)
+
+
+def steps(actions: tuple[DraftAction, ...]) -> list[StartStep]:
+    return [action for action in actions if isinstance(action, StartStep)]
+
+
+def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int]:
+    """The widths of the steps until the session rests; each finds new tokens."""
+    widths: list[int] = []
+    while started := steps(actions):
+        (step,) = started
+        widths.append(step.width)
+        tokens = range(10 * len(widths), 10 * len(widths) + step.width)
+        actions = session.handle(guess(*tokens), 0.01 * len(widths))
+    return widths
+
+
+def resting(width: int = 2) -> DraftSession:
+    """A device whose tree died with a commit that let it draft no further."""
+    session = streaming(WindowedPolicy(width, window=40))
+    drafted(session, session.handle(guess(*range(width)), 0.0))
+    return session
+
+
+def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAction, ...]]:
+    session = DraftSession(REQUEST, WindowedPolicy(width), RECONNECT, 1000, price=price)
+    return session, session.handle(Start(), 0.0)
+
+
+def test_no_node_is_drafted_below_the_price() -> None:
+    """The rates start at 0.7 and 0.1: chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings not."""
+    session, actions = fresh(RowPrice(0.3))
+    assert drafted(session, actions) == [1, 1, 1]
+    session, actions = fresh(RowPrice(0.5))
+    assert drafted(session, actions) == [1]
+    session, actions = fresh(RowPrice(0.08))
+    widths = drafted(session, actions)
+    assert widths[0] == 2
+    assert set(widths[1:]) == {1}  # 0.7 * 0.1 is below the price
+    session, actions = fresh(RowPrice(0.71))
+    assert drafted(session, actions) == []
+
+
+def test_a_price_is_heard_from_a_pass_and_counts_until_the_next() -> None:
+    session = resting()
+    actions = session.handle(commit(2, row_price=650), 1.0)
+    assert drafted(session, actions) == []  # its guess missed: 0.7 became 0.65
+    assert session.estimates.price == RowPrice(0.65)
+    session.handle(Commit(3, ()), 1.1)  # a sign of life says nothing of it
+    assert session.estimates.price == RowPrice(0.65)
+    actions = session.handle(commit(3), 1.2)
+    assert session.estimates.price == RowPrice()
+    assert drafted(session, actions)
+
+
+def test_with_credit_0_a_device_rests_until_a_commit_brings_credit() -> None:
+    session = resting()
+    actions = session.handle(commit(2, credit=0), 1.0)
+    assert not steps(actions)
+    assert not any(isinstance(message, Draft) for message in messages(actions))
+    assert not steps(session.handle(commit(3, credit=0), 1.1))
+    assert drafted(session, session.handle(commit(4, credit=3), 1.2)) == [2]  # no room for 2 more
+    assert len(drafted(session, session.handle(commit(5), 1.3))) > 1
+
+
+def test_what_is_drafted_beyond_the_credit_is_not_sent() -> None:
+    session = streaming(WindowedPolicy(2))
+    actions = session.handle(commit(2, credit=0), 0.1)  # while a step runs
+    assert not steps(actions)
+    actions = session.handle(guess(5, 6), 0.2)
+    assert not messages(actions)
+    assert not steps(actions)
+    assert session.counters.sent == 0
+
+
+@pytest.mark.parametrize("policy", [WindowedPolicy(2), PearlPolicy(4)])
+def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
+    policy: WindowedPolicy | PearlPolicy,
+) -> None:
+    session = streaming(policy, NEVER)
+    session.handle(commit(2, credit=0), 0.1)
+    said = messages(session.handle(guess(5), 0.2))
+    assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
+    said = messages(session.handle(commit(3, credit=0), 0.3))
+    assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
+
+
+def test_a_price_outlives_a_generation() -> None:
+    price = RowPrice()
+    first = DraftSession(REQUEST, WindowedPolicy(2), RECONNECT, 1000, price=price)
+    for event in (Start(), Connected(), GREETING, commit(2, 400, 0)):
+        first.handle(event, 0.0)
+    assert price == RowPrice(0.4, 0)
+    _, actions = fresh(price)
+    assert not steps(actions)
+
+
+def test_ranks_that_were_not_offered_were_not_tried() -> None:
+    narrow, wide = AcceptanceEstimator(), AcceptanceEstimator()
+    for _ in range(50):
+        narrow.add(None, 1)
+        wide.add(None)
+    assert narrow.rate(0) == wide.rate(0) < 0.2
+    assert narrow.rate(1) == AcceptanceEstimator().rate(1) > wide.rate(1)
+
+
+# --- the verifier -----------------------------------------------------------------------------
+
+
+def commits(actions: tuple[EngineAction, ...]) -> list[Commit]:
+    said = [action.message for action in actions if isinstance(action, SendTo)]
+    return [message for message in said if isinstance(message, Commit)]
+
+
+def passed(engine: VerifyEngine, *, drafting: bool = True) -> list[Commit]:
+    """The commits of a session's first passes of 20 ms."""
+    request = replace(RUNNING, drafting=drafting)
+    (run,) = [
+        action
+        for action in engine.handle(StreamOpened(1, request), 0.0)
+        if isinstance(action, RunBatch)
+    ]
+    heard: list[Commit] = []
+    for number in range(3):
+        actions = engine.handle(done(run.requests), 0.02 * (number + 1))
+        heard += commits(actions)
+        received = Received(heard[-1].position + 1, 0)
+        actions += engine.handle(StreamMessage(1, received), 0.02 * (number + 1))
+        (run,) = [action for action in actions if isinstance(action, RunBatch)]
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("least_chance", "said"),
+    [
+        (0.0, (None, None)),
+        (0.0004, (None, None)),
+        (0.25, (250, None)),
+        (0.69, (690, None)),
+        (0.71, (710, 0)),  # no draft of this device is right with 0.71
+        (3.0, (1000, 0)),
+    ],
+)
+def test_commits_of_passes_tell_the_price(
+    least_chance: float, said: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassScheduler, "least_chance", least_chance)
+    heard = passed(new_engine())
+    assert {(one.row_price, one.credit) for one in heard} == {said}
+
+
+def test_a_verifiers_full_price_is_told() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PassScheduler, "least_chance", 0.9)
+        assert {(one.row_price, one.credit) for one in passed(new_engine())} == {(900, 0)}
+
+
+def test_who_does_not_draft_is_told_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
+    heard = passed(new_engine(), drafting=False)
+    assert {(one.row_price, one.credit) for one in heard} == {(None, None)}
