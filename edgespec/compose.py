@@ -128,6 +128,7 @@ def build_verifier(
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
         stall_s=bounds.stall_s,
+        server_drafts=config.server_drafts,
     )
     verifier = Verifier(target, limits, engine_limits, tracer=tracer)
     wire = WireLimits.for_context(limits.context_length)

@@ -37,6 +37,7 @@ KEYS = {
     "canonical": "canonical",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
+    "server_drafts": "server_drafts",
     "pass_ms": "pacing.pass_ms",
     "trace": "trace",
     "log_level": "log_level",
@@ -84,6 +85,13 @@ def verifier(
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
+    ] = None,
+    server_drafts: Annotated[
+        bool | None,
+        typer.Option(
+            "--server-drafts/--no-server-drafts",
+            help="Guess from the text itself where a device sends no draft (default: on)",
+        ),
     ] = None,
     pass_ms: Annotated[
         float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")

@@ -10,6 +10,7 @@ from typing import Protocol, assert_never
 from edgespec.core.protocol.messages import Open, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     BatchDone,
@@ -86,14 +87,14 @@ class SimulatedVerifier:
         self.gave_up: str | None = None
         """Why the engine ended everything, if it has."""
 
-    def accept(self, stream: Stream) -> None:
+    def accept(self, stream: Stream, credential: Credential = ANYBODY) -> None:
         self._count += 1
         number = self._count
         self._streams[number] = stream
 
         def receive(message: Uplink) -> None:
             if isinstance(message, Open):
-                self._handle(StreamOpened(number, message))
+                self._handle(StreamOpened(number, message, credential=credential))
             else:
                 self._handle(StreamMessage(number, message))
 

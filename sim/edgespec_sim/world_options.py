@@ -10,6 +10,7 @@ from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.ports import Drafter
@@ -31,6 +32,8 @@ class WorldOptions:
     drafter: DrafterFactory = good_drafter
     policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
     """One a device."""
+    credentials: tuple[Credential, ...] = (ANYBODY,)
+    """What the devices show, in turn."""
     prompt_length: int = 3
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
     """Device i adds i to its seed."""

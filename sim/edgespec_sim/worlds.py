@@ -161,7 +161,8 @@ class _World:
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             lambda: self._chance(self.options.duplicate_chance),
         )
-        self.server.accept(stream)
+        credentials = self.options.credentials
+        self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
         deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
 
@@ -317,6 +318,9 @@ class _World:
             same = delivered == tuple(mine.prefix.tokens)
             require(same, f"{whose}: holds another text than it delivered")
             check_tree(mine.tree, whose)
+            counters = mine.counters
+            fine = counters.accepted <= counters.sent
+            require(fine, f"{whose}: {counters.accepted} of {counters.sent} nodes were accepted")
             most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
             nodes = len(mine.tree.nodes)
             require(nodes <= most, f"{whose}: {nodes} nodes in the tree")

@@ -26,11 +26,15 @@ from edgespec.core.protocol.messages import (
     Opened,
 )
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.pass_request import PassFormer
+from edgespec.core.verifier.proposal import Proposal
+from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -39,6 +43,7 @@ from edgespec.core.verifier.session_events import (
     PassFailed,
     Send,
     VerifyAction,
+    VerifyCounters,
     VerifyEvent,
 )
 from edgespec.core.verifier.session_registry import SessionRegistry
@@ -61,6 +66,7 @@ _verifiable = DraftInbox.verifiable
 _handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
+_learn, _propose = PassFormer.learn, ServedDrafts.propose
 
 
 def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
@@ -257,6 +263,29 @@ def _nodes_past_the_end(
     return _verifiable(inbox, room, end + 8, least_chance)
 
 
+def _guesses_are_the_devices(
+    former: PassFormer,
+    request: PassRequest,
+    targets: tuple[int, ...],
+    accepted: int,
+    counters: VerifyCounters,
+) -> int:
+    _learn(former, request, targets, accepted, counters)
+    return accepted
+
+
+def _guesses_past_the_end(
+    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+) -> Proposal:
+    return _propose(served, text, room, depth + 1, least_chance)
+
+
+def _guesses_beyond_the_room(
+    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+) -> Proposal:
+    return _propose(served, text, room + 1, depth, least_chance)
+
+
 def _patch(owner: type, name: str, mutant: Any) -> Patches:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
 
@@ -298,6 +327,11 @@ MUTANTS = (
     Mutant("blamed session stays", _patch(SessionRegistry, "end", _blamed_session_stays), 100),
     Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
     Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
+    Mutant("guesses are the device's", _patch(PassFormer, "learn", _guesses_are_the_devices), 60),
+    Mutant("guesses past the end", _patch(ServedDrafts, "propose", _guesses_past_the_end), 60),
+    Mutant(
+        "guesses beyond the room", _patch(ServedDrafts, "propose", _guesses_beyond_the_room), 60
+    ),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
     Mutant(
         "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60

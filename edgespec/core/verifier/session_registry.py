@@ -25,6 +25,7 @@ from edgespec.core.verifier.acceptance import AcceptanceRule
 from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.resume import same_device, same_generation
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_slots import DISPLACED, SessionSlots
 from edgespec.core.verifier.stream_table import StreamTable
@@ -51,6 +52,7 @@ class SessionRegistry:
         self._model, self._limits, self._rules = model, limits, rules
         self._run_ahead, self._contain = run_ahead, contain
         self._slots = SessionSlots(engine_limits, self.sessions)
+        self._served = ServedDraftsMaker() if engine_limits.server_drafts else None
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
 
@@ -64,7 +66,7 @@ class SessionRegistry:
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
-            fault = self._new(request, event.peer, now)
+            fault = self._new(event, now)
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
@@ -85,7 +87,8 @@ class SessionRegistry:
         self.end(key, Fault(FaultCode.INVALID, "the device began another generation"))
         return None
 
-    def _new(self, request: Open, peer: str, now: float) -> Fault | None:
+    def _new(self, event: ee.StreamOpened, now: float) -> Fault | None:
+        request, peer = event.request, event.peer
         displaced = self._slots.displaced_by(peer, now)
         if isinstance(displaced, Fault):
             return displaced
@@ -93,7 +96,10 @@ class SessionRegistry:
             self.end(displaced, DISPLACED)
         key = request.session_id
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        self.sessions[key] = VerifySession(request, self._model, self._limits, rule, run_ahead, now)
+        served = None if self._served is None else self._served(request, event.credential)
+        self.sessions[key] = VerifySession(
+            request, self._model, self._limits, rule, run_ahead, now, served
+        )
         self._slots.take(key, peer)
         self._cached.add(key)
         self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling))
