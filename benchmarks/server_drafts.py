@@ -148,7 +148,10 @@ async def compare(options: Any, folder: Path, model: str) -> list[dict[str, Any]
         room = context_length - options.max_tokens
         rows: list[dict[str, Any]] = []
         for kind in FILES:
-            prompts = [encode(text) for text, _ in zip(texts(folder, kind), range(options.limit))]  # noqa: B905
+            prompts = [
+                encode(text)
+                for text, _ in zip(texts(folder, kind), range(options.limit), strict=False)
+            ]
             cut = sum(len(prompt) > room for prompt in prompts)
             found = await run_all(options, stations, [prompt[:room] for prompt in prompts])
             rows += table(model, kind, cut, found)

@@ -4,9 +4,9 @@
 
 Sessions decode texts that are known beforehand, over ``VerifyEngine`` alone: no model, no network.
 ``loop`` repeats a line of 40 tokens, ``copy`` goes on with passages of its prompt (a new one every
-30 tokens), ``noise`` is random and cannot be guessed. Times are the process's CPU time, the least
-of the repeats: the engine without guesses, with them, and the difference a session and pass and a
-token.
+30 tokens), ``noise`` is random and cannot be guessed. Times are the process's CPU time over all
+passes, the least of the repeats, a session and pass: the engine and a stand-in for the target
+without guesses and with them; the drafters alone; and what is spent in all a token.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
+from edgespec.core.verifier.follower_tables import Tables
+from edgespec.core.verifier.served_drafts import ServedDrafts
 
 PROMPT_LENGTH, VOCABULARY = 500, 32_000
 LENGTH = 20_000
@@ -60,10 +62,10 @@ TEXTS: tuple[Callable[[random.Random], list[int]], ...] = (loop, copy, noise)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the engine alone, over a number of passes of all sessions."""
+    """Of one session."""
 
-    cpu_s: float
-    tokens: int
+    pass_s: float
+    tokens_per_pass: float
 
 
 def play(texts: Sequence[list[int]], passes: int, *, served: bool) -> Cost:
@@ -74,15 +76,14 @@ def play(texts: Sequence[list[int]], passes: int, *, served: bool) -> Cost:
         MODEL, limits, EngineLimits(count, max_rows_per_pass=1 << 16, server_drafts=served)
     )
     sampling = SamplingParams(max_tokens=LENGTH - PROMPT_LENGTH)
-    now, spent_s, tokens, decoded = 0.0, 0.0, 0, 0
+    now, tokens, decoded, start_s = 0.0, 0, 0, 0.0
     run: RunBatch | None = None
 
     def handle(event: StreamOpened | StreamMessage | BatchDone) -> None:
-        nonlocal spent_s, run
-        start_s = time.process_time()
-        actions = engine.handle(event, now)
-        spent_s += time.process_time() - start_s
-        run = next((action for action in actions if isinstance(action, RunBatch)), run)
+        nonlocal run
+        for action in engine.handle(event, now):
+            if isinstance(action, RunBatch):
+                run = action
 
     for number, text in enumerate(texts):
         prompt = tuple(text[:PROMPT_LENGTH])
@@ -92,21 +93,38 @@ def play(texts: Sequence[list[int]], passes: int, *, served: bool) -> Cost:
         now += 0.025
         assert run is not None
         batch, run = run, None
-        all_decode = all(len(request.feed) == 1 for request in batch.requests)
-        before = spent_s
-        results = tuple(answer(texts[int(request.key)], request) for request in batch.requests)
-        handle(BatchDone(results))
-        if all_decode and len(batch.requests) == count:
+        if all(len(request.feed) == 1 for request in batch.requests):
+            start_s = start_s or time.process_time()
             decoded += 1
             tokens += sum(right(texts[int(one.key)], one) for one in batch.requests)
-        else:
-            spent_s = before  # prompts, and the passes in which not all take part
+        results = tuple(answer(texts[int(request.key)], request) for request in batch.requests)
+        handle(BatchDone(results))
         for number in range(count):
-            kept = spent_s
             length = engine.sessions[str(number)].prefix.length
             handle(StreamMessage(number, Received(length, 0)))
-            spent_s = kept
-    return Cost(spent_s, tokens)
+    spent_s = time.process_time() - start_s
+    return Cost(spent_s / passes / count, tokens / passes / count)
+
+
+def drafters_alone(text: list[int], passes: int) -> Cost:
+    """The same for one session, without an engine."""
+    drafts, end, seen = ServedDrafts(Tables(shared=False)), PROMPT_LENGTH, text[:PROMPT_LENGTH]
+    drafts.propose(seen, 64, LENGTH, 0.0)
+    start_s = time.process_time()
+    for _ in range(passes):
+        proposal = drafts.propose(seen, 64, LENGTH, 0.0)
+        accepted: list[int] = []
+        after = -1
+        for node, token in enumerate(proposal.tokens):
+            if proposal.parents[node] == after and token == text[end + len(accepted)]:
+                accepted.append(node)
+                after = node
+        answers = text[end + 1 : end + 1 + len(proposal.tokens)]
+        drafts.learn(proposal.tokens, answers, accepted)
+        seen += text[end : end + len(accepted) + 1]
+        end = len(seen)
+    spent_s = time.process_time() - start_s
+    return Cost(spent_s / passes, (end - PROMPT_LENGTH) / passes)
 
 
 def answer(text: Sequence[int], request: PassRequest) -> PassResult:
@@ -139,22 +157,25 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    print("| text | tokens/pass | engine us | with guesses us | more us | more us a token |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| text | tokens/pass | engine us | with guesses us | drafters us | us a token | with |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for kind in TEXTS:
         texts = [kind(random.Random(number)) for number in range(options.sessions)]
-        least: dict[bool, Cost] = {}
-        for _ in range(options.repeats):
-            for served in (False, True):
-                cost = play(texts, options.passes, served=served)
-                if served not in least or cost.cpu_s < least[served].cpu_s:
-                    least[served] = cost
-        parts = options.sessions * options.passes
-        plain, with_it = (least[served].cpu_s / parts * 1e6 for served in (False, True))
-        rate = least[True].tokens / parts
+        runs = [
+            (
+                play(texts, options.passes, served=False),
+                play(texts, options.passes, served=True),
+                drafters_alone(texts[0], options.passes),
+            )
+            for _ in range(options.repeats)
+        ]
+        plain, served, alone = (
+            min(cost.pass_s for cost in costs) * 1e6 for costs in zip(*runs, strict=True)
+        )
+        rate = runs[0][1].tokens_per_pass
         print(
-            f"| {kind.__name__} | {rate:.2f} | {plain:.1f} | {with_it:.1f} |"
-            f" {with_it - plain:.1f} | {(with_it - plain) / rate:.1f} |",
+            f"| {kind.__name__} | {rate:.2f} | {plain:.1f} | {served:.1f} | {alone:.1f} |"
+            f" {plain:.1f} | {served / rate:.1f} |",
             flush=True,
         )
     command = shlex.join(("python", *sys.argv))

@@ -47,7 +47,7 @@ def _play(
             if parent == after and token == text[end + len(right)]:
                 right.append(node)
         found += [(chance, node in right) for node, chance in enumerate(proposal.chances)]
-        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), len(right))
+        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), right)
         end += len(right) + 1
     return found
 
@@ -70,7 +70,7 @@ def test_a_copied_passage_is_gone_on_with() -> None:
 def test_what_the_target_said_behind_a_wrong_guess_is_remembered() -> None:
     drafts = _drafts()
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
-    drafts.learn([3], [9], 0)
+    drafts.learn([3], [9], ())
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 
@@ -157,7 +157,7 @@ def test_nobody_is_asked_where_nothing_can_be_guessed() -> None:
         before = drafts.lookup.known
         proposal = drafts.propose(text[:end], 64, 40, 0.1)
         asked += drafts.lookup.known > before
-        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), 0)
+        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), ())
     assert TRIAL_PASSES < asked < 400
 
 

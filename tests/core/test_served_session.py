@@ -148,7 +148,7 @@ def _parents_are_shifted(grower: ProposalGrower, text: Sequence[int], *bounds: A
 
 def _guesses_are_the_devices(former: PassFormer, *arguments: Any) -> int:
     _learn(former, *arguments)
-    return int(arguments[2])
+    return len(arguments[2])
 
 
 def _not_cut_at_the_end(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:

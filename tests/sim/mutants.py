@@ -267,11 +267,11 @@ def _guesses_are_the_devices(
     former: PassFormer,
     request: PassRequest,
     targets: tuple[int, ...],
-    accepted: int,
+    accepted: tuple[int, ...],
     counters: VerifyCounters,
 ) -> int:
     _learn(former, request, targets, accepted, counters)
-    return accepted
+    return len(accepted)
 
 
 def _guesses_past_the_end(

@@ -55,14 +55,14 @@ class PassFormer:
         self,
         request: PassRequest,
         targets: tuple[int, ...],
-        accepted: int,
+        accepted: tuple[int, ...],
         counters: VerifyCounters,
     ) -> int:
-        """The pass sampled ``targets`` and accepted so many nodes. Returns how many of these are
-        the device's."""
+        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
+        device's."""
         if self._served is None or request.drafted:
-            return accepted
+            return len(accepted)
         self._served.learn(request.tokens, targets[1:], accepted)
         counters.server_drafted += request.served
-        counters.server_accepted += accepted
+        counters.server_accepted += len(accepted)
         return 0

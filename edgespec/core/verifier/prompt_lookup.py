@@ -52,11 +52,15 @@ class PromptLookup:
     def add(self, tokens: Sequence[int]) -> None:
         """Index the next token of the text and move its match on."""
         at = self.known
-        self._index(tokens, at, at + 1)
+        if at >= 2:
+            if len(self._places) >= self._most_pairs:
+                self._places.clear()
+            self._places[tokens[at - 2] << 32 | tokens[at - 1]] = at
         self.known = at + 1
         if self.length and tokens[self.position] == tokens[at]:
             self.position += 1
-            self.length = min(self.length + 1, LONGEST)
+            if self.length < LONGEST:
+                self.length += 1
         else:
             self._search(tokens)
 

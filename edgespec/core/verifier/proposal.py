@@ -8,7 +8,8 @@ are asked behind it, until no guess is worth its row or there is no more room. S
 stands before its children, and its chance is at least theirs.
 
 A match goes on behind the guess that follows it. Where it reaches the end of the text, which is
-where a loop bites its own tail, the pair of tokens is looked up again.
+where a loop bites its own tail, the pair of tokens is looked up again. Beside a match of ``SURE``
+tokens nothing else is named: it is right nearly always, and asking costs time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Final
 
 from edgespec.core.verifier.follower_tables import Tables
 from edgespec.core.verifier.guess_chances import (
@@ -28,6 +30,7 @@ from edgespec.core.verifier.guess_chances import (
 )
 from edgespec.core.verifier.prompt_lookup import LONGEST, PromptLookup, pair_of
 
+SURE: Final = 6
 Guess = list[int]
 """Cell, token, and the node it became; -1: it was not worth its row."""
 
@@ -102,13 +105,10 @@ class ProposalGrower:
 
     def _named(self, before: int, last: int, match: int, length: int, place: int) -> list[Guess]:
         """Different tokens for one position, in the order of their drafters."""
-        named: list[Guess] = []
-        rank = place
-        most = place + RANKS
-        if length:
-            named.append([rank + MATCH_CELLS[length], match, -1])
-            rank += 1
-        other = -1
+        named: list[Guess] = [[place + MATCH_CELLS[length], match, -1]] if length else []
+        if length >= SURE:
+            return named
+        rank, most, other = place + len(named), place + RANKS, -1
         if self._ngrams is not None:
             for token in self._ngrams(pair_of(before, last)):
                 if token != match:

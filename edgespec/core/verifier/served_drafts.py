@@ -16,7 +16,7 @@ a long text at a time: a session that needs no guesses spends nothing on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, Open, RunAhead
@@ -61,16 +61,20 @@ class ServedDrafts:
         self._last = self._grower.grow(text, min(room, MOST_NODES), depth, least)
         return self._last
 
-    def learn(self, tokens: Sequence[int], answers: Sequence[int], accepted: int) -> None:
+    def learn(
+        self, tokens: Sequence[int], answers: Sequence[int], accepted: Collection[int]
+    ) -> None:
         """The pass of the last ``propose`` is over: the nodes that were proposed for it, what the
-        target said after each of them, and how many were accepted."""
+        target said after each of them, and which were accepted. Their answers are in the text."""
         if not self._asked:
             return
         self._asked = False
-        self.worth.count(len(tokens), accepted, self._row_price)
+        self.worth.count(len(tokens), len(accepted), self._row_price)
         add = self._tables.recycled.add
-        for token, answer in zip(tokens, answers, strict=True):
-            add(token, answer)
+        if len(accepted) < len(tokens):
+            for node, token in enumerate(tokens):
+                if node not in accepted:
+                    add(token, answers[node])
 
     def _catch_up(self, text: Sequence[int]) -> bool:
         """Learn what was committed since; False while there is still more to learn."""

@@ -217,8 +217,8 @@ class VerifySession:
         walk = self._rule.walk(done.request.tokens, done.request.parents, targets)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
-        accepted = min(len(walk.nodes), len(tokens))
-        accepted = self._former.learn(done.request, targets, accepted, self.counters)
+        inside = walk.nodes[: len(tokens)]  # not those behind the end
+        accepted = self._former.learn(done.request, targets, inside, self.counters)
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
         commit = self._commit(tokens, accepted, done, now)
         send = (self._say(commit, now),) if self.attached else ()
