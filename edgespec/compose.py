@@ -130,6 +130,7 @@ def build_verifier(
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,
         stall_s=bounds.stall_s,
+        server_drafts=config.server_drafts,
     )
     verifier = Verifier(target, limits, engine_limits, tracer=tracer)
     wire = WireLimits.for_context(limits.context_length)

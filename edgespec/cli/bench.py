@@ -36,7 +36,7 @@ from edgespec.benchmark.runner import BenchRunner, Station
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.benchmark.workload import Workload, choose_workload
-from edgespec.cli.child import verifier_process
+from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.compose import (
     PromptTokenizer,
@@ -256,7 +256,7 @@ class _Bench:
 
     async def _measure(self, drafter: Drafter | None, progress: BenchProgress) -> None:
         arguments = ["--model", self._subject.model, "--pass-ms", f"{self._settings.pass_ms:g}"]
-        arguments += ["--device", self._subject.device]
+        arguments += ["--device", self._subject.device, PLAIN_STREAMING]
         async with verifier_process(arguments) as (address, _):
             info = await _served(address)
             self._workload = self._choose(info)

@@ -14,6 +14,9 @@ from edgespec.compose import SetupError
 
 # Loading torch and a model on a slow machine.
 READY_WITHIN_S = 60.0
+PLAIN_STREAMING = "--no-server-drafts"
+"""For what compares with plain streaming, or measures it: a pass without a draft commits one
+token."""
 _STOPS_WITHIN_S = 5.0
 _LAST_WORDS_BYTES = 4000
 _READY = re.compile(r"ready on (\S+):(\d+): (.*)")

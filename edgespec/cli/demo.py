@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.agent.agent import Agent
-from edgespec.cli.child import verifier_process
+from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.device import greet, stream
 from edgespec.cli.running import reported, run, say, set_up_logging
 from edgespec.cli.streaming import Progress, TextView, legend, use_color
@@ -135,7 +135,8 @@ async def _demo(
     if color:
         console.print(legend())
     console.print("starting a verifier ...", style="dim")
-    async with verifier_process(["--model", model, "--pass-ms", str(pass_ms)]) as (address, serves):
+    arguments = ["--model", model, "--pass-ms", str(pass_ms), PLAIN_STREAMING]
+    async with verifier_process(arguments) as (address, serves):
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)
         await greet(config)

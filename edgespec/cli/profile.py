@@ -31,7 +31,7 @@ from edgespec.benchmark.profiling import run_workloads, workloads, worth
 from edgespec.benchmark.progress import BenchProgress
 from edgespec.benchmark.prompts import DEFAULT_PROMPTS
 from edgespec.benchmark.report import machine, versions
-from edgespec.cli.child import verifier_process
+from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.running import reported, run
 from edgespec.compose import connect, load_drafter, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError, DraftSection
@@ -105,7 +105,7 @@ async def _measure(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_reference(AgentConfig(draft=DraftSection(model=draft))))
     text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
-    arguments = [*arguments, "--trace", str(traces / VERIFIER_TRACE)]
+    arguments = [*arguments, PLAIN_STREAMING, "--trace", str(traces / VERIFIER_TRACE)]
     plan = workloads(quick)
     with (
         BenchProgress(stderr, sum(worth(one) for one in plan)) as progress,

@@ -38,6 +38,7 @@ KEYS = {
     "canonical": "canonical",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
+    "server_drafts": "server_drafts",
     "pass_ms": "pacing.pass_ms",
     "trace": "trace",
     "log_level": "log_level",
@@ -46,6 +47,13 @@ WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
+]
+ServerDrafts = Annotated[
+    bool | None,
+    typer.Option(
+        "--server-drafts/--no-server-drafts",
+        help="Guess from the text itself where a device sends no draft (default: on)",
+    ),
 ]
 _STREAMS_END_WITHIN_S = 3.0
 
@@ -86,6 +94,7 @@ def verifier(
     max_model_len: Annotated[
         int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
     ] = None,
+    server_drafts: ServerDrafts = None,
     pass_ms: Annotated[
         float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
     ] = None,

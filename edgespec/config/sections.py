@@ -100,6 +100,8 @@ class VerifierConfig:
     """Of the model, in plain mode; null: torch's choice."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; null: the model's own context."""
+    server_drafts: bool = True
+    """May a pass without a draft of the device carry guesses of the verifier's own?"""
     pacing: PacingSection = field(default_factory=PacingSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     trace: str = ""

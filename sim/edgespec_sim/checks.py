@@ -7,7 +7,7 @@ checks read only public state of the product's machines and raise ``CheckFailure
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.ending import Ending
@@ -137,7 +137,28 @@ class PassCheck:
         prefix = tuple(session.prefix.tokens)
         for token, parent in zip(request.tokens, request.parents, strict=True):
             texts.append(((*texts[parent], token)) if parent >= 0 else (*prefix, token))
-            require(texts[-1] in known, f"{key}: verifies a node that nobody drafted there")
+        for text in texts[: request.drafted]:
+            require(text in known, f"{key}: verifies a node that nobody drafted there")
+        self._check_served(request, texts, known)
+
+    def _check_served(
+        self,
+        request: PassRequest,
+        texts: Sequence[tuple[int, ...]],
+        drafted: Collection[tuple[int, ...]],
+    ) -> None:
+        """The verifier's own guesses: only where they may be, where the device has none, and where
+        they can still matter."""
+        key, session = request.key, self._sessions[request.key]
+        if not request.served:
+            return
+        require(self._engine_limits.server_drafts, f"{key}: guesses where none are allowed")
+        require(not request.drafted, f"{key}: guesses beside nodes of the device")
+        require(len(set(texts)) == len(texts), f"{key}: a guess is made twice")
+        limit = self._limits.context_length
+        end = min(session.prefix.prompt_length + session.request.sampling.max_tokens, limit)
+        longest = max(len(text) for text in texts)
+        require(longest < end, f"{key}: a guess for position {longest - 1}, the text ends at {end}")
 
 
 def check_session(

@@ -355,6 +355,9 @@ class _World:
             same = delivered == tuple(mine.prefix.tokens)
             require(same, f"{whose}: holds another text than it delivered")
             check_tree(mine.tree, whose)
+            counters = mine.counters
+            fine = counters.accepted <= counters.sent
+            require(fine, f"{whose}: {counters.accepted} of {counters.sent} nodes were accepted")
             most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
             nodes = len(mine.tree.nodes)
             require(nodes <= most, f"{whose}: {nodes} nodes in the tree")

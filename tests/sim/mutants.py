@@ -40,7 +40,10 @@ from edgespec.core.verifier.containment import Containment
 from edgespec.core.verifier.engine_events import BatchFailed
 from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.prefix_sharing import PrefixSharing
+from edgespec.core.verifier.proposal import Proposal
+from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -49,6 +52,7 @@ from edgespec.core.verifier.session_events import (
     PassFailed,
     Send,
     VerifyAction,
+    VerifyCounters,
     VerifyEvent,
 )
 from edgespec.core.verifier.session_registry import SessionRegistry
@@ -94,6 +98,7 @@ _hear = RowPrice.hear
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
 _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
 _take, _batch_failed = BlockLedger._take, Containment.batch_failed
+_learn, _propose = PassFormer.learn, ServedDrafts.propose
 
 
 def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
@@ -388,14 +393,37 @@ def _old_prices_stay(price: RowPrice, commit: Commit) -> None:
         _hear(price, commit)
 
 
-def _patch(owner: Any, name: str, mutant: Any) -> Patches:
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
+def _guesses_are_the_devices(
+    former: PassFormer,
+    request: PassRequest,
+    targets: tuple[int, ...],
+    accepted: tuple[int, ...],
+    counters: VerifyCounters,
+) -> int:
+    _learn(former, request, targets, accepted, counters)
+    return len(accepted)
+
+
+def _guesses_past_the_end(
+    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+) -> Proposal:
+    return _propose(served, text, room, depth + 1, least_chance)
+
+
+def _guesses_beyond_the_room(
+    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+) -> Proposal:
+    return _propose(served, text, room + 1, depth, least_chance)
 
 
 def _overshoots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mistakes: either alone is made good by the other place."""
     monkeypatch.setattr(Ending, "cut", _max_tokens_overshot)
     monkeypatch.setattr(DraftInbox, "verifiable", _nodes_past_the_end)
+
+
+def _patch(owner: Any, name: str, mutant: Any) -> Patches:
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
 
 
 MUTANTS = (
@@ -448,6 +476,11 @@ MUTANTS = (
     Mutant("blamed session stays", _patch(SessionRegistry, "end", _blamed_session_stays), 100),
     Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
     Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
+    Mutant("guesses are the device's", _patch(PassFormer, "learn", _guesses_are_the_devices), 60),
+    Mutant("guesses past the end", _patch(ServedDrafts, "propose", _guesses_past_the_end), 60),
+    Mutant(
+        "guesses beyond the room", _patch(ServedDrafts, "propose", _guesses_beyond_the_room), 60
+    ),
     Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
     Mutant("deficits forgotten", _patch(fairness, "_allow", _forgets_deficits), 0, remembered),
     Mutant("crowds unlimited", _patch(fairness, "_allow", _crowds_have_no_limit), 0, remembered),

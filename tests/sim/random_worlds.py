@@ -10,7 +10,7 @@ from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
@@ -48,6 +48,20 @@ def play(seed: int) -> WorldResult:
 
 
 def draw_options(seed: int) -> WorldOptions:
+    return _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
+
+
+def _with_server_drafts(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """Most verifiers guess too; the sessions of one owner share what they guess from. The dice are
+    its own: what else there is in a world does not depend on it."""
+    limits = replace(options.engine_limits, server_drafts=dice.random() < 0.7)
+    options = replace(options, engine_limits=limits)
+    if options.credentials == (ANYBODY,) and dice.random() < 0.5:
+        return replace(options, credentials=(Credential("a"),))
+    return options
+
+
+def _draw_options(seed: int) -> WorldOptions:
     dice = random.Random(f"options of {seed}")
     vocabulary_size = dice.choice((2, 3, 5, 8))
     quiet = dice.random() < 0.3

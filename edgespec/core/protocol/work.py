@@ -62,10 +62,18 @@ class PassRequest:
     """The session's blocks of the key-value cache, in the order of its positions; empty for a
     target that keeps no such account (``core/verifier/block_ledger.py``). Full blocks before
     ``cache_length`` may stand in other sessions' tables too."""
+    served: int = 0
+    """How many of the nodes, the last ones, are guesses of the verifier's own and not the device's
+    (``core/verifier/served_drafts.py``). The target treats all alike."""
 
     @property
     def row_count(self) -> int:
         return len(self.feed) + len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """How many of the nodes the device drafted."""
+        return len(self.tokens) - self.served
 
 
 @statically_frozen

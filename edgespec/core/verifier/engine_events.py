@@ -34,6 +34,8 @@ class EngineLimits:
     """A device that was told nothing for so long hears that its session is alive."""
     stuck_pass_s: float = 600.0
     """A pass that takes longer never ends: the target hangs."""
+    server_drafts: bool = False
+    """May passes carry guesses of the verifier's own? (``served_drafts.py``)"""
 
 
 # --- events ---------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ class PassScheduler:
             request.parents,
             request.sample,
             table,
+            request.served,
         )
 
     def finish(self, now: float) -> Batch:

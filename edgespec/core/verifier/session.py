@@ -35,13 +35,15 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.transitions import transition
-from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule
 from edgespec.core.verifier.attachment import Attachment
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.resume import missed_commits
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.transitions import VERIFY_MOVES
 
 
@@ -54,6 +56,7 @@ class VerifySession:
         rule: AcceptanceRule,
         run_ahead: RunAheadPolicy,
         now: float,
+        served: ServedDrafts | None = None,
     ) -> None:
         self.request = request
         self.state = ev.READY
@@ -66,6 +69,14 @@ class VerifySession:
         self._model, self._limits, self._rule, self._run_ahead = model, limits, rule, run_ahead
         self._ending = Ending.of(
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
+        )
+        self._former = PassFormer(
+            request.session_id,
+            self.prefix,
+            self.inbox,
+            limits.max_nodes_per_pass,
+            self._ending.end,
+            served,
         )
         self.device = Attachment(self.prefix.length, now)
         self._idle_since = now
@@ -188,26 +199,11 @@ class VerifySession:
             if start_at > now:
                 self.deadline = start_at
                 return ()
-        return (ev.RunPass(self._start_pass(offer, now)),)
-
-    def _start_pass(self, offer: ev.Offer, now: float) -> PassRequest:
-        first, last = self.cache_length, self.prefix.length
-        feed = tuple(self.prefix.tokens[first : min(last, first + offer.max_rows)])
-        sample = first + len(feed) == last
-        room = min(offer.max_rows - len(feed), self._limits.max_nodes_per_pass) if sample else 0
-        nodes = self.inbox.verifiable(room, self._ending.end, offer.least_chance)
-        index = {node.id: i for i, node in enumerate(nodes)}
-        request = PassRequest(
-            key=self.request.session_id,
-            cache_length=first,
-            feed=feed,
-            tokens=tuple([node.token for node in nodes]),
-            parents=tuple([index.get(node.parent, -1) for node in nodes]),
-            sample=sample,
-        )
-        self._pass = ev.RunningPass(request, now, self.inbox.take_queue_s(now) if nodes else 0.0)
+        request = self._former.form(self.cache_length, offer)
+        queue_s = self.inbox.take_queue_s(now) if request.drafted else 0.0
+        self._pass = ev.RunningPass(request, now, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
-        return request
+        return (ev.RunPass(request),)
 
     def _on_pass_done(self, targets: tuple[int, ...], now: float) -> tuple[ev.VerifyAction, ...]:
         assert self._pass is not None
@@ -223,8 +219,10 @@ class VerifySession:
         walk = self._rule.walk(done.request.tokens, done.request.parents, targets)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
-        self.inbox.commit(tokens, now, bool(walk.nodes) if done.request.tokens else None)
-        commit = self._commit(tokens, min(len(walk.nodes), len(tokens)), done, now)
+        inside = walk.nodes[: len(tokens)]  # not those behind the end
+        accepted = self._former.learn(done.request, targets, inside, self.counters)
+        self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
+        commit = self._commit(tokens, accepted, done, now)
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
@@ -234,7 +232,7 @@ class VerifySession:
     def _commit(
         self, tokens: tuple[int, ...], accepted: int, done: ev.RunningPass, now: float
     ) -> Commit:
-        rows = len(done.request.tokens)
+        rows = done.request.drafted
         stale = self.inbox.take_stale()
         echo, held_us = self.device.take_echo(now)
         self.counters.count(rows, accepted, stale)

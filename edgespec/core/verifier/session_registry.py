@@ -36,6 +36,7 @@ from edgespec.core.verifier.admission import limits_of, refuse_open
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.resume import same_device, same_generation
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_slots import DISPLACED, SessionSlots
 from edgespec.core.verifier.stream_table import StreamTable
@@ -66,6 +67,7 @@ class SessionRegistry:
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         """Whose each session is, by key."""
+        self._served = ServedDraftsMaker() if engine_limits.server_drafts else None
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
 
@@ -110,7 +112,10 @@ class SessionRegistry:
         if displaced is not None:
             self.end(displaced, DISPLACED)
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        self.sessions[key] = VerifySession(request, self._model, limits, rule, run_ahead, now)
+        served = None if self._served is None else self._served(request, credential)
+        self.sessions[key] = VerifySession(
+            request, self._model, limits, rule, run_ahead, now, served
+        )
         self._slots.take(key, event.peer, credential, now)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)

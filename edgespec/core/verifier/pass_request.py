@@ -1,0 +1,68 @@
+"""What a session asks of the pass that starts now, and what it learns from one that is over.
+
+Theory of operation. The committed tokens that the cache lacks are fed, as many as there is room
+for. If they are all of them, the target's next token is sampled, and nodes may ride behind them:
+those of the device that are worth their row, or else the verifier's own guesses
+(``served_drafts.py``). The device is told of its own nodes only, since that is what it learns from.
+"""
+
+from __future__ import annotations
+
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.session_events import Offer, VerifyCounters
+
+
+class PassFormer:
+    """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
+    None: it has no drafts of the verifier's own."""
+
+    def __init__(
+        self,
+        key: str,
+        prefix: CommittedPrefix,
+        inbox: DraftInbox,
+        most_nodes: int,
+        end: int,
+        served: ServedDrafts | None,
+    ) -> None:
+        self._key, self._prefix, self._inbox = key, prefix, inbox
+        self._most_nodes, self._end, self._served = most_nodes, end, served
+
+    def form(self, cache_length: int, offer: Offer) -> PassRequest:
+        """The request for a pass in which ``offer`` leaves room."""
+        key, first, last = self._key, cache_length, self._prefix.length
+        feed = tuple(self._prefix.tokens[first : min(last, first + offer.max_rows)])
+        if first + len(feed) < last:
+            return PassRequest(key, first, feed, sample=False)
+        room = min(offer.max_rows - len(feed), self._most_nodes)
+        nodes = self._inbox.verifiable(room, self._end, offer.least_chance)
+        if nodes:
+            index = {node.id: i for i, node in enumerate(nodes)}
+            tokens = tuple([node.token for node in nodes])
+            parents = tuple([index.get(node.parent, -1) for node in nodes])
+            return PassRequest(key, first, feed, tokens, parents)
+        if self._served is None:
+            return PassRequest(key, first, feed)
+        depth = self._end - 1 - last  # a node can matter only before the last token
+        guesses = self._served.propose(self._prefix.tokens, room, depth, offer.least_chance)
+        tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
+        return PassRequest(key, first, feed, tokens, parents, served=len(tokens))
+
+    def learn(
+        self,
+        request: PassRequest,
+        targets: tuple[int, ...],
+        accepted: tuple[int, ...],
+        counters: VerifyCounters,
+    ) -> int:
+        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
+        device's."""
+        if self._served is None or request.drafted:
+            return len(accepted)
+        self._served.learn(request.tokens, targets[1:], accepted)
+        counters.server_drafted += request.served
+        counters.server_accepted += len(accepted)
+        return 0

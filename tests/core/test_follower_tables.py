@@ -1,0 +1,58 @@
+"""What followed what. Oracle: rows written down, and a plain list of all that was added."""
+
+from __future__ import annotations
+
+import random
+
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.follower_tables import FollowerTable, TablesByOwner
+
+
+def test_the_most_recent_follower_comes_first() -> None:
+    table = FollowerTable(most_followers=3)
+    for token in (1, 2, 3, 1, 4):
+        table.add(7, token)
+    assert table.after(7) == (4, 1, 3)
+    assert table.after(8) == ()
+
+
+def test_leaders_seen_least_recently_go_first() -> None:
+    table = FollowerTable(most_leaders=2)
+    table.add(1, 10)
+    table.add(2, 20)
+    table.add(1, 11)
+    table.add(3, 30)
+    assert (table.after(1), table.after(2), table.after(3)) == ((11, 10), (), (30,))
+
+
+def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
+    dice, table, recent = random.Random(1), FollowerTable(most_leaders=50), [0]
+    for _ in range(3000):
+        leader, token = dice.randrange(400), dice.randrange(9)
+        table.add(leader, token)
+        recent = [leader, *(other for other in recent if other != leader)][:50]
+        assert len(table) <= 50
+        assert table.after(leader)[0] == token
+        assert len(table.after(leader)) == len(set(table.after(leader))) <= 2
+    assert all(table.after(leader) for leader in recent)
+
+
+def test_only_sessions_of_one_named_credential_share() -> None:
+    owners = TablesByOwner()
+    mine, yours = owners.of(Credential("me")), owners.of(Credential("you"))
+    assert owners.of(Credential("me")) is mine
+    assert mine is not yours
+    assert mine.ngrams is not None
+    strangers = owners.of(ANYBODY), owners.of(ANYBODY)
+    assert strangers[0] is not strangers[1]
+    assert strangers[0].recycled is not strangers[1].recycled
+    assert len(owners) == 2
+
+
+def test_owners_are_bounded() -> None:
+    owners = TablesByOwner(most_owners=3)
+    first = owners.of(Credential("0"))
+    for number in range(1, 10):
+        owners.of(Credential(str(number)))
+        assert len(owners) <= 3
+    assert owners.of(Credential("0")) is not first

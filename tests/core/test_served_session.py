@@ -1,0 +1,195 @@
+"""A session whose passes carry the verifier's own guesses. Oracle: a target that says after each
+token the next of a circle, so that every answer can be written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.acceptance import ExactRule
+from edgespec.core.verifier.follower_tables import Tables
+from edgespec.core.verifier.pass_request import PassFormer
+from edgespec.core.verifier.proposal import Proposal, ProposalGrower
+from edgespec.core.verifier.run_ahead import AlwaysRunAhead
+from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import (
+    Attach,
+    Keep,
+    Offer,
+    PassDone,
+    PassFailed,
+    RunPass,
+    VerifyAction,
+)
+from tests.core.fixed_text import LIMITS, MODEL, chain, commit_in
+
+PROMPT = (1, 2, 3, 4) * 5
+REQUEST = Open(
+    "s", "", "", PROMPT, sampling=SamplingParams(max_tokens=40), run_ahead=RunAhead.ALWAYS
+)
+
+
+def _session(request: Open = REQUEST) -> VerifySession:
+    served = ServedDrafts(Tables(shared=False))
+    session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
+    session.handle(Attach(request), 0.0)
+    return session
+
+
+def _offer(session: VerifySession, least_chance: float = 0.3) -> PassRequest:
+    (action,) = session.handle(Offer(64, 0.02, least_chance), 1.0)
+    assert isinstance(action, RunPass)
+    return action.request
+
+
+def _answers(request: PassRequest) -> tuple[int, ...]:
+    return tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
+
+
+def _run(session: VerifySession) -> tuple[VerifyAction, ...]:
+    return session.handle(PassDone(_answers(_offer(session))), 1.0)
+
+
+def test_a_pass_without_a_draft_commits_several_tokens() -> None:
+    session = _session()
+    request = _offer(session)
+    assert request.served == len(request.tokens) > 3
+    assert request.drafted == 0
+    actions = session.handle(PassDone(_answers(request)), 1.0)
+    commit = commit_in(actions)
+    assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
+    (keep,) = [action for action in actions if isinstance(action, Keep)]
+    assert len(keep.nodes) == len(commit.tokens) - 1 > 2
+    assert session.cache_length == session.prefix.length - 1
+
+
+def test_guesses_are_not_counted_as_the_devices() -> None:
+    session = _session()
+    commit = commit_in(_run(session))
+    assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
+    counters = session.counters
+    assert (counters.rows, counters.accepted) == (0, 0)
+    assert counters.server_accepted == len(commit.tokens) - 1
+    assert counters.server_drafted >= counters.server_accepted
+
+
+def test_a_draft_of_the_device_goes_before_guesses() -> None:
+    session = _session()
+    _run(session)
+    following = session.prefix.tokens[-1] % 4 + 1
+    session.handle(chain(session, following), 1.0)
+    request = _offer(session)
+    assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
+    before = session.counters.server_drafted
+    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    assert (commit.accepted, commit.rows) == (1, 1)
+    assert session.counters.server_drafted == before
+
+
+def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
+    """Its first nodes agree with what the guesses committed; the others are alive behind them."""
+    session = _session(replace(REQUEST, sampling=SamplingParams(max_tokens=80)))
+    _run(session)
+    request = _offer(session)
+    ahead = [session.prefix.tokens[-1] % 4 + 1]
+    while len(ahead) < 24:
+        ahead.append(ahead[-1] % 4 + 1)
+    session.handle(chain(session, *ahead), 1.0)
+    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    alive = session.inbox.tree.nodes
+    assert (commit.accepted, commit.stale) == (0, 0)
+    assert len(alive) == 24 - len(commit.tokens)
+    assert _offer(session, least_chance=0.0).drafted == len(alive) > 0
+
+
+def test_a_failed_pass_is_asked_for_again() -> None:
+    session = _session()
+    request = _offer(session)
+    session.handle(PassFailed(), 1.0)
+    assert _offer(session) == request
+    assert session.counters.server_drafted == 0
+
+
+def test_the_last_tokens_are_not_guessed_past_the_end() -> None:
+    session = _session(replace(REQUEST, sampling=SamplingParams(max_tokens=3)))
+    request = _offer(session)
+    assert request.tokens == (1, 2)
+    assert commit_in(session.handle(PassDone(_answers(request)), 1.0)).tokens == (1, 2, 3)
+
+
+def test_a_prompt_in_parts_carries_no_guesses() -> None:
+    session = _session()
+    (action,) = session.handle(Offer(8, 0.02), 1.0)
+    assert isinstance(action, RunPass)
+    assert (action.request.sample, action.request.tokens) == (False, ())
+
+
+# --- mistakes that these tests find -----------------------------------------------------------
+
+_grow, _learn = ProposalGrower.grow, PassFormer.learn
+
+
+def _chance_is_ignored(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
+    return _grow(grower, text, bounds[0], bounds[1], 0.0)
+
+
+def _parents_are_shifted(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
+    proposal = _grow(grower, text, *bounds)
+    proposal.parents[:] = [max(-1, parent - 1) for parent in proposal.parents]
+    return proposal
+
+
+def _guesses_are_the_devices(former: PassFormer, *arguments: Any) -> int:
+    _learn(former, *arguments)
+    return len(arguments[2])
+
+
+def _not_cut_at_the_end(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
+    return _grow(grower, text, bounds[0], bounds[1] + 1, bounds[2])
+
+
+def _prices_are_kept() -> None:
+    for price in (0.3, 0.6):
+        served = ServedDrafts(Tables(shared=False))
+        assert all(chance >= price for chance in served.propose(PROMPT, 64, 40, price).chances)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant", "test"),
+    [
+        (ProposalGrower, "grow", _chance_is_ignored, _prices_are_kept),
+        (
+            ProposalGrower,
+            "grow",
+            _parents_are_shifted,
+            test_a_pass_without_a_draft_commits_several_tokens,
+        ),
+        (
+            ProposalGrower,
+            "grow",
+            _not_cut_at_the_end,
+            test_the_last_tokens_are_not_guessed_past_the_end,
+        ),
+        (
+            PassFormer,
+            "learn",
+            _guesses_are_the_devices,
+            test_guesses_are_not_counted_as_the_devices,
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_mutant_is_caught(
+    owner: type, name: str, mutant: Any, test: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test()
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError):
+        test()

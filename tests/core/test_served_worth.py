@@ -1,0 +1,65 @@
+"""When a session's own guesses rest. Oracle: the formula of the module, by hand."""
+
+from __future__ import annotations
+
+from edgespec.core.verifier.served_worth import (
+    LONGEST_REST_PASSES,
+    SHORTEST_REST_PASSES,
+    TRIAL_PASSES,
+    ServedWorth,
+)
+
+
+def _trial(worth: ServedWorth, rows: int, accepted: int, price: float) -> None:
+    """One trial with so many rows and accepted tokens in all, in its first pass."""
+    for number in range(TRIAL_PASSES):
+        assert worth.asks()
+        first = number == 0
+        worth.count(rows if first else 0, accepted if first else 0, price)
+
+
+def _rest(worth: ServedWorth) -> int:
+    passes = 0
+    while not worth.asks():
+        passes += 1
+    return passes
+
+
+def test_guesses_that_pay_go_on() -> None:
+    worth = ServedWorth()
+    for _ in range(20):
+        _trial(worth, 60, 20, 0.1)
+    assert not worth.resting
+
+
+def test_guesses_that_cost_more_than_they_bring_rest() -> None:
+    worth = ServedWorth()
+    _trial(worth, 60, 5, 0.1)
+    assert worth.resting == SHORTEST_REST_PASSES
+    free = ServedWorth()
+    _trial(free, 60, 5, 0.0)
+    assert not free.resting
+
+
+def test_rests_grow_while_nothing_is_right_and_are_bounded() -> None:
+    worth, rests = ServedWorth(), []
+    for _ in range(9):
+        _trial(worth, 0, 0, 0.1)
+        rests.append(worth.resting)
+        assert _rest(worth) == rests[-1]
+    assert rests[:3] == [SHORTEST_REST_PASSES * n for n in (1, 2, 4)]
+    assert rests[-1] == LONGEST_REST_PASSES
+    _trial(worth, 60, 20, 0.1)
+    _trial(worth, 0, 0, 0.1)
+    assert worth.resting == SHORTEST_REST_PASSES
+
+
+def test_after_a_rest_more_is_asked_for_than_to_go_on() -> None:
+    """0.015 tokens a pass lie between the two marks."""
+    worth = ServedWorth()
+    _trial(worth, 52, 1, 0.01)
+    assert not worth.resting
+    _trial(worth, 0, 0, 0.01)
+    _rest(worth)
+    _trial(worth, 52, 1, 0.01)
+    assert worth.resting
