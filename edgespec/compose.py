@@ -42,6 +42,7 @@ from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.telemetry.trace import Tracer
+from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
@@ -103,9 +104,14 @@ def target_mode(target: TargetModel) -> str:
 
 
 def build_verifier(
-    config: VerifierConfig, *, target: TargetModel | None = None, tracer: Tracer | None = None
+    config: VerifierConfig,
+    *,
+    target: TargetModel | None = None,
+    tracer: Tracer | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Verifier, GrpcServer]:
-    """A verifier and the server that listens for it; call ``await server.start()``."""
+    """A verifier and the server that listens for it; call ``await server.start()``. ``watch``
+    counts what both do."""
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_server import GrpcServer
         from edgespec.transport.wire_limits import WireLimits
@@ -129,7 +135,8 @@ def build_verifier(
         cache=target.cache,
         stall_s=bounds.stall_s,
     )
-    verifier = Verifier(target, limits, engine_limits, tracer=tracer)
+    streams = None if watch is None else watch.streams
+    verifier = Verifier(target, limits, engine_limits, tracer=tracer, telemetry=streams)
     wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
@@ -139,6 +146,8 @@ def build_verifier(
         limits=wire,
         max_streams=bounds.max_sessions + 64,
         peer_share=bounds.peer_share,
+        meter=None if watch is None else watch.traffic,
+        refused=None if streams is None else streams.refused,
     )
     return verifier, server
 

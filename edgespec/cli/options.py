@@ -31,6 +31,20 @@ LogLevel = Annotated[
     typer.Option("--log-level", envvar="EDGESPEC_LOG_LEVEL", help="debug, info, warning, error"),
 ]
 
+# --- the verifier's -------------------------------------------------------------------------
+
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        envvar="EDGESPEC_METRICS_PORT",
+        help="Serve Prometheus metrics on this port, 0: any (default: nowhere)",
+    ),
+]
+MetricsHost = Annotated[
+    str | None, typer.Option("--metrics-host", help="Where to (default: 127.0.0.1)")
+]
+
 # --- the device's ---------------------------------------------------------------------------
 
 VerifierAddress = Annotated[

@@ -22,6 +22,7 @@ from edgespec.cli.running import (
     set_up_logging,
     trace_to,
 )
+from edgespec.cli.watching import Watching, watching
 from edgespec.compose import SetupError, build_verifier, load_target, target_mode
 from edgespec.config import VerifierConfig
 from edgespec.ports import TargetModel
@@ -39,12 +40,20 @@ KEYS = {
     "max_model_len": "max_model_len",
     "pass_ms": "pacing.pass_ms",
     "trace": "trace",
+    "metrics_port": "metrics_port",
+    "metrics_host": "metrics_host",
     "log_level": "log_level",
 }
 WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
+]
+Canonical = Annotated[
+    bool | None,
+    typer.Option(
+        "--canonical/--no-canonical", help="Same bits under every schedule (default: on CPUs)"
+    ),
 ]
 _STREAMS_END_WITHIN_S = 3.0
 
@@ -72,13 +81,7 @@ def verifier(
         typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")] = None,
-    canonical: Annotated[
-        bool | None,
-        typer.Option(
-            "--canonical/--no-canonical",
-            help="Same bits under every schedule (default: on CPUs)",
-        ),
-    ] = None,
+    canonical: Canonical = None,
     max_sessions: Annotated[
         int | None, typer.Option("--max-sessions", help="(default: 64)")
     ] = None,
@@ -88,6 +91,8 @@ def verifier(
     pass_ms: Annotated[
         float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
     ] = None,
+    metrics_port: options.MetricsPort = None,
+    metrics_host: options.MetricsHost = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
     config: options.Config = None,
@@ -128,10 +133,18 @@ async def _serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> s
     if with_parent:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
     check_free(config)
+    with watching(config) as watch:
+        return await _serve_until(end, config, tracer, watch)
+
+
+async def _serve_until(
+    end: _End, config: VerifierConfig, tracer: Tracer, watch: Watching
+) -> str | None:
     say(f"loading {config.model} ...")
     target = await asyncio.to_thread(load_target, config)
-    serving, server = build_verifier(config, target=target, tracer=tracer)
+    serving, server = build_verifier(config, target=target, tracer=tracer, watch=watch.watch)
     await server.start()
+    watch.start(serving)
     end.devices_know = True
     typer.echo(ready_line(config, server.port, target))
     ends = [asyncio.ensure_future(event.wait()) for event in (end.asked, serving.broken)]

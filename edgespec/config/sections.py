@@ -100,10 +100,16 @@ class VerifierConfig:
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
+    metrics_port: int | None = None
+    """Where Prometheus fetches metrics; 0: any free one; null: nowhere, and nothing is counted."""
+    metrics_host: str = DEFAULT_HOST
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
         _not_empty("host", self.host)
+        _not_empty("metrics_host", self.metrics_host)
+        if self.metrics_port is not None:
+            bounded("metrics_port", self.metrics_port, 0, 65_535)
         bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)

@@ -167,6 +167,11 @@ class GrpcVerifierStream:
         """The fault that ended the stream, None for an end without one. Only after the end."""
         return self._verdict.result()
 
+    @property
+    def greeted(self) -> bool:
+        """Whether the device was told that its generation is served."""
+        return self._max_nodes > 0
+
     def hang_up(self, fault: Fault | None) -> None:
         """End the stream from this side, unless it has ended."""
         self._end(fault, "the stream was closed here" if fault is None else fault.message)

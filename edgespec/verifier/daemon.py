@@ -31,6 +31,7 @@ from edgespec.core.protocol.work import PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
+from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.target_worker import TargetWorker
 
@@ -56,6 +57,7 @@ class Verifier:
         engine_limits: ee.EngineLimits | None = None,
         *,
         tracer: Tracer | None = None,
+        telemetry: EngineTelemetry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = VerifyEngine(target.info, limits, engine_limits or ee.EngineLimits())
@@ -63,6 +65,7 @@ class Verifier:
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
         self.why_broken: str | None = None
         self._target, self._clock, self._tracer = target, clock, tracer or NoTrace()
+        self._telemetry = telemetry
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, asyncio.Queue[Downlink | None]] = {}
@@ -99,6 +102,8 @@ class Verifier:
             self._streams.pop(number, None)
             self._backlogs.pop(number, None)
             self._handle(ee.StreamLost(number))
+            if self._telemetry is not None:
+                self._telemetry.gone(number, self._clock())
             await stream.close()
 
     async def _read(self, number: int, stream: VerifierStream) -> None:
@@ -138,6 +143,8 @@ class Verifier:
         backlog = self._backlogs.get(number)
         if backlog is None:
             return
+        if self._telemetry is not None and isinstance(message, Fault):
+            self._telemetry.told(number, message)
         try:
             backlog.put_nowait(message)
         except asyncio.QueueFull:
@@ -174,7 +181,10 @@ class Verifier:
     def _step(self, event: ee.EngineEvent) -> None:
         now = self._clock()
         self._tracer.record(now, "verifier", "", "event", event)
-        for action in self.engine.handle(event, now):
+        actions = self.engine.handle(event, now)
+        if self._telemetry is not None:
+            self._telemetry.observe(event, actions, now)
+        for action in actions:
             self._tracer.record(now, "verifier", "", "action", action)
             self._do(action)
         if self._worker.has_queued and not self.engine.running:
