@@ -61,6 +61,7 @@ def generate(
     color: options.Color = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
 ) -> None:
@@ -74,7 +75,7 @@ def generate(
     """
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
-        set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level, settings.log_format)
         text = _prompt(prompt, file)
         view: View = JsonView() if json_lines else TextView(use_color(color))
         run(_generate(settings, text, view, stats))

@@ -30,6 +30,12 @@ LogLevel = Annotated[
     str | None,
     typer.Option("--log-level", envvar="EDGESPEC_LOG_LEVEL", help="debug, info, warning, error"),
 ]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--log-format", envvar="EDGESPEC_LOG_FORMAT", help="text, or json: one object a line"
+    ),
+]
 
 # --- the verifier's -------------------------------------------------------------------------
 
@@ -201,6 +207,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "tokenizer": "tokenizer",
     "trace": "trace",
     "log_level": "log_level",
+    "log_format": "log_format",
     "draft": "draft.model",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",

@@ -43,6 +43,7 @@ KEYS = {
     "metrics_port": "metrics_port",
     "metrics_host": "metrics_host",
     "log_level": "log_level",
+    "log_format": "log_format",
 }
 WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
@@ -95,6 +96,7 @@ def verifier(
     metrics_host: options.MetricsHost = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
     with_parent: WithParent = False,
@@ -109,7 +111,7 @@ def verifier(
     """
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)
-        set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level, settings.log_format)
         with trace_to(settings.trace) as tracer:
             failure = asyncio.run(_serve(settings, tracer, with_parent))
         _leave(failure)

@@ -1,4 +1,4 @@
-"""How the operator of a verifier watches it: metrics over HTTP.
+"""How the operator of a verifier watches it: metrics over HTTP, a line of log for each stream.
 
 What nobody asked for is not built, and a verifier that nobody watches counts nothing.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,8 +16,10 @@ from edgespec import __version__
 from edgespec.cli.running import say
 from edgespec.compose import SetupError, needs
 from edgespec.config import VerifierConfig
+from edgespec.telemetry.access_log import log_stream
 from edgespec.telemetry.engine_sample import sample_engine
 from edgespec.telemetry.metric_values import MetricValues
+from edgespec.telemetry.stream_meter import StreamMeter
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
@@ -28,7 +31,8 @@ class Watching:
     """``watch`` is for ``build_verifier``; None when nothing is to be counted."""
 
     def __init__(self, metrics: MetricsServer | None) -> None:
-        self.watch = None if metrics is None else Watch()
+        wanted = metrics is not None or logging.getLogger("edgespec").isEnabledFor(logging.INFO)
+        self.watch = Watch(StreamMeter(log_stream)) if wanted else None
         self._metrics = metrics
 
     @property

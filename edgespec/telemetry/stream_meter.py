@@ -62,6 +62,7 @@ class StreamRecord:
         "credential",
         "ended_at",
         "first_at",
+        "first_tokens",
         "last_at",
         "nodes",
         "opened",
@@ -87,6 +88,8 @@ class StreamRecord:
         self.first_at: float | None = None
         """When the first tokens were handed to the stream, and the last so far."""
         self.last_at = 0.0
+        self.first_tokens = 0
+        """How many came first, all at once."""
         self.ended_at = now
         self.tokens = self.accepted = self.nodes = 0
         """Committed by passes, of these drafted, and draft nodes that passes looked at."""
@@ -97,6 +100,14 @@ class StreamRecord:
     def ttft_s(self) -> float | None:
         """From the opening of the stream to its first tokens."""
         return None if self.first_at is None else self.first_at - self.opened_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after those that came first; None with nothing after them."""
+        later = self.tokens - self.first_tokens
+        if self.first_at is None or later <= 0:
+            return None
+        return (self.last_at - self.first_at) / later
 
 
 Ended = Callable[[StreamRecord], None]
@@ -228,7 +239,7 @@ class StreamMeter:
                 gap_s = (now - record.last_at) / count
                 gaps[gap_s] = gaps.get(gap_s, 0) + count
             else:
-                self._first(record, now)
+                self._first(record, count, now)
             record.last_at = now
             record.tokens += count
             record.unacknowledged.append((commit.position + count, now))
@@ -249,7 +260,7 @@ class StreamMeter:
         if tokens:
             self.pass_tokens.add(tokens)
 
-    def _first(self, record: StreamRecord, now: float) -> None:
-        record.first_at = now
+    def _first(self, record: StreamRecord, count: int, now: float) -> None:
+        record.first_at, record.first_tokens = now, count
         if not record.resumed:
             self.ttft_s.add(now - record.opened_at)

@@ -173,6 +173,8 @@ class ReportFailure:
 
     key: str
     details: str
+    stream: int | None = None
+    """The stream it had, if it had one."""
 
 
 @statically_frozen
