@@ -41,6 +41,7 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_in
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
@@ -265,7 +266,7 @@ def connect(address: str, link: LinkSection | None = None) -> Transport:
         from edgespec.transport.shaped import ShapedTransport
         from edgespec.transport.wire_limits import WireLimits
     wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
-    transport = GrpcTransport(with_port(address), limits=wire)
+    transport = GrpcTransport(with_port(address), limits=wire, trace_parent=current_trace_parent)
     if link is None or not link.shaped:
         return transport
     up, down = link_models(link)

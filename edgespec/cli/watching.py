@@ -1,4 +1,5 @@
-"""How the operator of a verifier watches it: metrics over HTTP, a line of log for each stream.
+"""How the operator of a verifier watches it: metrics over HTTP; a line of log and a span for each
+stream.
 
 What nobody asked for is not built, and a verifier that nobody watches counts nothing.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,7 +21,8 @@ from edgespec.config import VerifierConfig
 from edgespec.telemetry.access_log import log_stream
 from edgespec.telemetry.engine_sample import sample_engine
 from edgespec.telemetry.metric_values import MetricValues
-from edgespec.telemetry.stream_meter import StreamMeter
+from edgespec.telemetry.spans import StreamSpans, stream_spans
+from edgespec.telemetry.stream_meter import Ended, StreamMeter
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
@@ -30,10 +33,13 @@ if TYPE_CHECKING:
 class Watching:
     """``watch`` is for ``build_verifier``; None when nothing is to be counted."""
 
-    def __init__(self, metrics: MetricsServer | None) -> None:
-        wanted = metrics is not None or logging.getLogger("edgespec").isEnabledFor(logging.INFO)
-        self.watch = Watch(StreamMeter(log_stream)) if wanted else None
-        self._metrics = metrics
+    def __init__(self, metrics: MetricsServer | None, spans: StreamSpans | None = None) -> None:
+        logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
+        ended: list[Ended] = [log_stream] if logged else []
+        if spans is not None:
+            ended.append(spans)
+        self.watch = Watch(StreamMeter(*ended)) if ended or metrics is not None else None
+        self._metrics, self._spans = metrics, spans
 
     @property
     def metrics_port(self) -> int | None:
@@ -51,18 +57,20 @@ class Watching:
         )
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Let go of the port, and send the last spans."""
         if self.watch is not None:
             self.watch.lag.stop()
         if self._metrics is not None:
             self._metrics.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 @contextmanager
 def watching(config: VerifierConfig) -> Iterator[Watching]:
     """Takes the port of the metrics at once, before a model is loaded. Raises ``SetupError``."""
     metrics = None if config.metrics_port is None else _metrics_server(config)
-    found = Watching(metrics)
+    found = Watching(metrics, stream_spans(os.environ))
     try:
         yield found
     finally:

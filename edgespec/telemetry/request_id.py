@@ -12,6 +12,8 @@ from contextvars import ContextVar
 _BYTES = 5
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
 """Of the stream that the running task serves; empty where it serves none."""
+trace_parent: ContextVar[str] = ContextVar("edgespec_trace_parent", default="")
+"""The device's own span that the stream belongs to, as W3C's ``traceparent``; empty if untold."""
 
 
 def new_request_id() -> str:

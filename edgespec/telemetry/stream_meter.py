@@ -38,7 +38,7 @@ from edgespec.core.verifier.engine_events import (
     StreamOpened,
 )
 from edgespec.telemetry.histogram import COUNTS, LATENCY_S, Histogram
-from edgespec.telemetry.request_id import request_id
+from edgespec.telemetry.request_id import request_id, trace_parent
 
 MAX_POSITIONS = 16
 """Places in a draft that are counted one by one; deeper ones are in the total alone."""
@@ -64,6 +64,7 @@ class StreamRecord:
         "first_at",
         "first_tokens",
         "last_at",
+        "model",
         "nodes",
         "opened",
         "opened_at",
@@ -73,13 +74,17 @@ class StreamRecord:
         "request_id",
         "resumed",
         "tokens",
+        "trace_parent",
         "unacknowledged",
     )
 
     def __init__(self, event: StreamOpened, now: float) -> None:
         self.request: Open = event.request
-        self.request_id = request_id.get()
-        self.peer, self.credential = event.peer, event.credential.name
+        self.request_id, self.trace_parent = request_id.get(), trace_parent.get()
+        self.model = ""
+        """That serves it; empty before it is opened."""
+        self.peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
+        self.credential = event.credential.name
         self.opened = False
         """Whether the verifier took the generation."""
         self.resumed = bool(event.request.committed)
@@ -167,8 +172,8 @@ class StreamMeter:
         record = self._records[event.stream] = StreamRecord(event, now)
         for action in actions:
             match action:
-                case SendTo(event.stream, Opened()):
-                    record.opened = True
+                case SendTo(event.stream, Opened(model=model)):
+                    record.opened, record.model = True, model
                 case SendTo(event.stream, Commit(finish=finish)) if finish is not None:
                     self._end(event.stream, finish.value, now)
                 case OpenSequence():

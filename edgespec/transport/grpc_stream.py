@@ -35,6 +35,7 @@ from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.codec import decode_uplink, encode_downlink
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.shielded_call import ShieldedCall
+from edgespec.transport.trace_parent import trace_parent_in
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORD_S = 0.5
@@ -69,6 +70,7 @@ class GrpcVerifierStream:
         on_open: Callable[[GrpcVerifierStream], None] = lambda _: None,
         stalled_s: float = STALLED_S,
     ) -> None:
+        self.trace_parent = trace_parent_in(context.invocation_metadata() or ())
         self._context = context
         self.address = address
         self._peer = peer_address(address)

@@ -34,7 +34,7 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
 from edgespec.telemetry.engine_telemetry import EngineTelemetry
-from edgespec.telemetry.request_id import new_request_id, request_id
+from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.target_worker import TargetWorker
 
@@ -100,6 +100,7 @@ class Verifier:
         self._streams[number], self._backlogs[number] = stream, backlog
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
+        trace_parent.set(getattr(stream, "trace_parent", ""))
         reader = asyncio.create_task(self._read(number, stream))
         try:
             while (message := await backlog.get()) is not None:
