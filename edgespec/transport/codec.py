@@ -41,6 +41,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.ports import ModelInfo
 from edgespec.transport.open_codec import decode_open, encode_open
 from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.score_codec import decode_scores, encode_scores
 from edgespec.transport.wire_limits import (
     MAX_UINT32,
     MAX_UINT64,
@@ -233,6 +234,7 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
     for name in ("stale", "queue_us", "verify_us", "rows", "held_us"):
         check_number(f"Commit.{name}", getattr(commit, name), 0, MAX_UINT32)
     check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
+    scores = commit.logprobs
     return pb.Commit(
         position=commit.position,
         tokens=check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size),
@@ -244,11 +246,13 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
         echo=commit.echo,
         held_us=commit.held_us,
         finish=None if commit.finish is None else _FINISH_NAME[commit.finish],
+        logprobs=encode_scores(scores, len(commit.tokens), limits) if scores else None,
     )
 
 
 def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
     _check_commit(wire, len(wire.tokens), limits)
+    scores = wire.logprobs
     return Commit(
         position=wire.position,
         tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
@@ -260,6 +264,7 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
         echo=wire.echo,
         held_us=wire.held_us,
         finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
+        logprobs=decode_scores(scores, len(wire.tokens), limits) if scores else (),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import field
 from enum import Enum
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -102,6 +103,9 @@ class Open:
     session_secret: bytes = field(default=b"", repr=False)
     """Drawn by the device for this session: who does not send it again cannot resume, end or
     replace the session. Kept out of reprs, traces and logs. Empty: the id alone is the proof."""
+    logprobs: int = 0
+    """How many of the likeliest tokens to tell with each committed one, at most ``MAX_LOGPROBS``;
+    0: no scores at all."""
 
 
 @statically_frozen
@@ -168,6 +172,8 @@ class Commit:
     held_us: int = 0
     """How long the verifier held ``echo`` before this commit left."""
     finish: FinishReason | None = None
+    logprobs: tuple[TokenScore, ...] = ()
+    """Of ``tokens``, one each, if the session asked for them and the verifier still has them."""
 
 
 @statically_frozen

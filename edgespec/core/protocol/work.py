@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -61,6 +62,8 @@ class PassRequest:
     blocks: tuple[int, ...] = ()
     """The session's blocks of the key-value cache, in the order of its positions; empty for a
     target that keeps no such account (``core/verifier/block_ledger.py``)."""
+    logprobs: int = 0
+    """How many of the likeliest tokens to score at each sampled row; 0: no scores at all."""
 
     @property
     def row_count(self) -> int:
@@ -74,3 +77,5 @@ class PassResult:
 
     key: str
     targets: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
+    """Of ``targets``, one each, if the request asked for them."""

@@ -196,7 +196,7 @@ class VerifyEngine:
                 continue
             self._scheduler.run_with_others(key)
             before = session.prefix.length
-            self.registry.tell(key, ev.PassDone(result.targets), now)
+            self.registry.tell(key, ev.PassDone(result.targets, result.scores), now)
             tokens += session.prefix.length - before
             self.keeper.trim(key, session.prefix.length)
         self._scheduler.count(tokens)
