@@ -34,10 +34,12 @@ def score_passes(
 
 
 def _score_rows(logits: torch.Tensor, tokens: Sequence[int], count: int) -> tuple[TokenScore, ...]:
-    logprobs = logits.float().log_softmax(dim=-1).clamp_(min=LEAST_LOGPROB)
-    best, ids = logprobs.topk(min(max(count, 2), logits.shape[-1]), dim=-1)
+    logits = logits.float()
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    best, ids = logits.topk(min(max(count, 2), logits.shape[-1]), dim=-1)
+    best = (best - norms).clamp_(min=LEAST_LOGPROB)
     index = torch.tensor(tokens, device=logits.device)[:, None]
-    own: list[float] = logprobs.gather(-1, index)[:, 0].tolist()
+    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
     return tuple(
         [
             TokenScore(
