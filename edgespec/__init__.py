@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SetupError,
         SyncAgent,
         TokenKind,
+        TokenScore,
         connect,
     )
 
@@ -34,6 +35,7 @@ __all__ = [
     "SetupError",
     "SyncAgent",
     "TokenKind",
+    "TokenScore",
     "__version__",
     "connect",
 ]

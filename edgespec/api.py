@@ -33,6 +33,7 @@ from edgespec.config import (
 from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore
 
 __all__ = [
     "Agent",
@@ -49,6 +50,7 @@ __all__ = [
     "SetupError",
     "SyncAgent",
     "TokenKind",
+    "TokenScore",
     "connect",
 ]
 
@@ -125,13 +127,17 @@ class SyncAgent:
         return self._agent.stats
 
     def generate(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
     ) -> Iterator[Chunk]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
-        chunks = self._agent.generate(prompt, sampling)
+        chunks = self._agent.generate(prompt, sampling, logprobs=logprobs)
         try:
             while (chunk := self._call(_next(chunks))) is not None:
                 yield chunk

@@ -42,7 +42,9 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_in
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.trace import Tracer
+from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
@@ -104,9 +106,14 @@ def target_mode(target: TargetModel) -> str:
 
 
 def build_verifier(
-    config: VerifierConfig, *, target: TargetModel | None = None, tracer: Tracer | None = None
+    config: VerifierConfig,
+    *,
+    target: TargetModel | None = None,
+    tracer: Tracer | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Verifier, GrpcServer]:
-    """A verifier and the server that listens for it; call ``await server.start()``."""
+    """A verifier and the server that listens for it; call ``await server.start()``. ``watch``
+    counts what both do."""
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_server import GrpcServer
         from edgespec.transport.wire_limits import WireLimits
@@ -132,7 +139,8 @@ def build_verifier(
         stall_s=bounds.stall_s,
         server_drafts=config.server_drafts,
     )
-    verifier = Verifier(target, limits, engine_limits, tracer=tracer)
+    streams = None if watch is None else watch.streams
+    verifier = Verifier(target, limits, engine_limits, tracer=tracer, telemetry=streams)
     wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
@@ -142,6 +150,8 @@ def build_verifier(
         limits=wire,
         max_streams=bounds.max_sessions + 64,
         peer_share=bounds.peer_share,
+        meter=None if watch is None else watch.traffic,
+        refused=None if streams is None else streams.refused,
     )
     return verifier, server
 
@@ -259,7 +269,7 @@ def connect(address: str, link: LinkSection | None = None) -> Transport:
         from edgespec.transport.shaped import ShapedTransport
         from edgespec.transport.wire_limits import WireLimits
     wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
-    transport = GrpcTransport(with_port(address), limits=wire)
+    transport = GrpcTransport(with_port(address), limits=wire, trace_parent=current_trace_parent)
     if link is None or not link.shaped:
         return transport
     up, down = link_models(link)

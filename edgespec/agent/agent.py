@@ -34,7 +34,9 @@ from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
+from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import MAX_LOGPROBS, TokenScore
 from edgespec.ports import Drafter, Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
@@ -75,6 +77,8 @@ class Chunk:
     tokens: tuple[int, ...]
     pieces: tuple[Piece, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[TokenScore, ...] = ()
+    """Of ``tokens``, one each, when asked for; none of tokens whose scores a broken link lost."""
 
     @property
     def text(self) -> str:
@@ -134,22 +138,30 @@ class Agent:
         """Of generations that run, and of those that ended whose tasks still do."""
 
     async def generate(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
+
+        With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
+        ones; the text is the same.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
         ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
         sampling = _checked_sampling(sampling)
+        bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
         drafter = None if self._drafter_taken else self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         self._drafter_taken = self._drafter_taken or drafter is not None
         driver = SessionDriver(
-            self._session(tokens, sampling, drafter),
+            self._session(tokens, sampling, drafter, logprobs),
             self._transport,
             drafter,
             self._thread,
@@ -192,7 +204,11 @@ class Agent:
             _log.warning("the draft model failed, the text went on without drafts: %s", why)
 
     def _session(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, drafter: Drafter | None
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        drafter: Drafter | None,
+        logprobs: int,
     ) -> DraftSession:
         request = Open(
             session_id=secrets.token_hex(16),
@@ -203,6 +219,7 @@ class Agent:
             run_ahead=self.options.run_ahead,
             drafting=drafter is not None,
             session_secret=secrets.token_bytes(16),
+            logprobs=logprobs,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         return DraftSession(
@@ -257,7 +274,7 @@ class Agent:
                     last = (Piece(rest, TokenKind.DECODED),) if rest else ()
                     finish = FinishReason.STOP if stops.found else reason
                     yield Chunk(position, (), last, finish)
-                case Deliver(tokens=tokens, kinds=kinds):
+                case Deliver(tokens=tokens, kinds=kinds, logprobs=scores):
                     pieces: list[Piece] = []
                     for token, kind in zip(tokens, kinds, strict=True):
                         if stops.found:
@@ -268,7 +285,8 @@ class Agent:
                     if stops.found:
                         driver.stop(Stop(FinishReason.STOP))  # nothing to do the second time
                     if given:
-                        yield Chunk(position, tokens[:given], tuple(pieces))
+                        told = scores[:given]
+                        yield Chunk(position, tokens[:given], tuple(pieces), logprobs=told)
                     position += given
 
 

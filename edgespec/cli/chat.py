@@ -58,6 +58,7 @@ def chat(
     color: options.Color = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
 ) -> None:
@@ -68,7 +69,7 @@ def chat(
     """
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
-        set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level, settings.log_format)
         text = load_tokenizer(tokenizer_reference(settings))
         if not text.has_chat_template:
             raise SetupError(

@@ -128,12 +128,14 @@ async def stream(
     sampling: SamplingParams,
     view: View,
     progress: Progress | None = None,
+    *,
+    logprobs: int = 0,
 ) -> Progress:
     """Run one generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        async with aclosing(agent.generate(prompt, sampling)) as chunks:
+        async with aclosing(agent.generate(prompt, sampling, logprobs=logprobs)) as chunks:
             async for chunk in chunks:
                 progress.add(chunk)
                 view.show(chunk)

@@ -11,9 +11,10 @@ import typer
 from edgespec.cli import options
 from edgespec.cli.device import check_prompt, greet, stream
 from edgespec.cli.running import reported, run, say, set_up_logging, trace_to
-from edgespec.cli.streaming import JsonView, TextView, View, summary, use_color
+from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.core.protocol.scores import MAX_LOGPROBS
 
 MAX_PROMPT_BYTES = 4 << 20
 
@@ -25,6 +26,17 @@ PromptFile = Annotated[
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object a chunk", rich_help_panel="Output")
+]
+Logprobs = Annotated[
+    int,
+    typer.Option(
+        "--logprobs",
+        min=0,
+        max=MAX_LOGPROBS,
+        metavar="N",
+        help="With each token its log-probability and the N likeliest, on stderr or in the JSON",
+        rich_help_panel="Output",
+    ),
 ]
 
 
@@ -57,10 +69,12 @@ def generate(
     max_tokens: options.MaxTokens = None,
     ignore_eos: options.IgnoreEos = None,
     json_lines: Json = False,
+    logprobs: Logprobs = 0,
     stats: options.Stats = False,
     color: options.Color = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
 ) -> None:
@@ -74,19 +88,23 @@ def generate(
     """
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
-        set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level, settings.log_format)
         text = _prompt(prompt, file)
         view: View = JsonView() if json_lines else TextView(use_color(color))
-        run(_generate(settings, text, view, stats))
+        if logprobs and not json_lines:
+            view = ScoredView(view)
+        run(_generate(settings, text, view, stats, logprobs))
 
 
-async def _generate(config: AgentConfig, prompt: str, view: View, stats: bool) -> None:
+async def _generate(
+    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int
+) -> None:
     config, info = await greet(config)
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
     check_prompt(tokens, info)
     with trace_to(config.trace) as tracer:
         async with build_agent(config, tracer=tracer, say=say) as agent:
-            progress = await stream(agent, tokens, config.sampling, view)
+            progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)
             if stats:
                 say(summary(progress, agent.stats))
 

@@ -30,6 +30,26 @@ LogLevel = Annotated[
     str | None,
     typer.Option("--log-level", envvar="EDGESPEC_LOG_LEVEL", help="debug, info, warning, error"),
 ]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--log-format", envvar="EDGESPEC_LOG_FORMAT", help="text, or json: one object a line"
+    ),
+]
+
+# --- the verifier's -------------------------------------------------------------------------
+
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        envvar="EDGESPEC_METRICS_PORT",
+        help="Serve Prometheus metrics on this port, 0: any (default: nowhere)",
+    ),
+]
+MetricsHost = Annotated[
+    str | None, typer.Option("--metrics-host", help="Where to (default: 127.0.0.1)")
+]
 
 # --- the device's ---------------------------------------------------------------------------
 
@@ -187,6 +207,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "tokenizer": "tokenizer",
     "trace": "trace",
     "log_level": "log_level",
+    "log_format": "log_format",
     "draft": "draft.model",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",

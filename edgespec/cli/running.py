@@ -21,6 +21,7 @@ import typer
 from edgespec.agent.agent import GenerationError
 from edgespec.compose import SetupError
 from edgespec.config import ConfigError
+from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
 
 FAILED, USAGE = 1, 2
@@ -42,6 +43,11 @@ class Interrupted(BaseException):
 
 def say(text: str) -> None:
     """Print one line for the user on stderr, beside the output proper."""
+    for handler in logging.root.handlers:
+        if isinstance(handler.formatter, JsonFormatter):  # then all of stderr is for machines
+            record = logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None)
+            text = handler.formatter.format(record)
+            break
     print(text, file=sys.stderr, flush=True)
 
 
@@ -112,12 +118,14 @@ def on_stopping_signals(stop: Callable[[int], None]) -> list[int]:
     return list(heeded)
 
 
-def set_up_logging(level: str) -> None:
+def set_up_logging(level: str, log_format: str = TEXT) -> None:
+    """Log to stderr from this level on, as ``text`` or ``json``."""
     if level != "debug":  # gRPC's own log repeats, in C++ terms, what is reported anyway
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(log_format))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(log_format != TEXT)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -82,17 +82,47 @@ class JsonView:
     """One JSON object a chunk on stdout."""
 
     def show(self, chunk: Chunk) -> None:
-        line = {
+        line: dict[str, Any] = {
             "position": chunk.position,
             "tokens": list(chunk.tokens),
             "text": chunk.text,
             "pieces": [{"text": p.text, "kind": p.kind.value} for p in chunk.pieces],
             "finish": chunk.finish.value if chunk.finish else None,
         }
+        if chunk.logprobs:
+            line["logprobs"] = [
+                {
+                    "logprob": score.logprob,
+                    "margin": score.margin,
+                    "top": [{"token": one, "logprob": logprob} for one, logprob in score.top],
+                }
+                for score in chunk.logprobs
+            ]
         print(json.dumps(line, ensure_ascii=False), flush=True)
 
     def end(self) -> None:
         return
+
+
+@dataclass(slots=True)
+class ScoredView:
+    """``inner``, and in the end one line a token on stderr: its log-probability, its text, and the
+    ids and log-probabilities of the likeliest tokens."""
+
+    inner: View
+    _lines: list[str] = field(default_factory=list)
+
+    def show(self, chunk: Chunk) -> None:
+        self.inner.show(chunk)
+        for piece, token, score in zip(chunk.pieces, chunk.tokens, chunk.logprobs, strict=False):
+            top = " ".join(f"{one}:{logprob:.4f}" for one, logprob in score.top)
+            self._lines.append(f"{score.logprob:9.4f}  {token:6} {piece.text!r}  {top}")
+
+    def end(self) -> None:
+        self.inner.end()
+        for line in self._lines:
+            print(line, file=sys.stderr)
+        self._lines.clear()
 
 
 @dataclass(slots=True)

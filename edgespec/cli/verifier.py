@@ -23,6 +23,7 @@ from edgespec.cli.running import (
     set_up_logging,
     trace_to,
 )
+from edgespec.cli.watching import Watching, watching
 from edgespec.compose import SetupError, build_verifier, load_target, target_mode
 from edgespec.config import VerifierConfig
 from edgespec.ports import TargetModel
@@ -41,7 +42,10 @@ KEYS = {
     "server_drafts": "server_drafts",
     "pass_ms": "pacing.pass_ms",
     "trace": "trace",
+    "metrics_port": "metrics_port",
+    "metrics_host": "metrics_host",
     "log_level": "log_level",
+    "log_format": "log_format",
 }
 WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
@@ -53,6 +57,12 @@ ServerDrafts = Annotated[
     typer.Option(
         "--server-drafts/--no-server-drafts",
         help="Guess from the text itself where a device sends no draft (default: on)",
+    ),
+]
+Canonical = Annotated[
+    bool | None,
+    typer.Option(
+        "--canonical/--no-canonical", help="Same bits under every schedule (default: on CPUs)"
     ),
 ]
 _STREAMS_END_WITHIN_S = 3.0
@@ -81,13 +91,7 @@ def verifier(
         typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")] = None,
-    canonical: Annotated[
-        bool | None,
-        typer.Option(
-            "--canonical/--no-canonical",
-            help="Same bits under every schedule (default: on CPUs)",
-        ),
-    ] = None,
+    canonical: Canonical = None,
     max_sessions: Annotated[
         int | None, typer.Option("--max-sessions", help="(default: 64)")
     ] = None,
@@ -98,8 +102,11 @@ def verifier(
     pass_ms: Annotated[
         float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
     ] = None,
+    metrics_port: options.MetricsPort = None,
+    metrics_host: options.MetricsHost = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
     with_parent: WithParent = False,
@@ -114,7 +121,7 @@ def verifier(
     """
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)
-        set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level, settings.log_format)
         with trace_to(settings.trace) as tracer:
             failure = asyncio.run(_serve(settings, tracer, with_parent))
         _leave(failure)
@@ -138,11 +145,19 @@ async def _serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> s
     if with_parent:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
     check_free(config)
+    with watching(config) as watch:
+        return await _serve_until(end, config, tracer, watch)
+
+
+async def _serve_until(
+    end: _End, config: VerifierConfig, tracer: Tracer, watch: Watching
+) -> str | None:
     say(f"loading {config.model} ...")
     target = await asyncio.to_thread(load_target, config)
-    serving, server = build_verifier(config, target=target, tracer=tracer)
+    serving, server = build_verifier(config, target=target, tracer=tracer, watch=watch.watch)
     await server.start()
     _collect_less_often()
+    watch.start(serving)
     end.devices_know = True
     typer.echo(ready_line(config, server.port, target))
     ends = [asyncio.ensure_future(event.wait()) for event in (end.asked, serving.broken)]

@@ -24,6 +24,7 @@ LEARNED = "learned:"
 """What comes before the file of a learned association."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 _MINUTE_MS = 60_000.0
 
 
@@ -107,13 +108,22 @@ class VerifierConfig:
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
+    log_format: str = "text"
+    """``text``, or ``json``: one object a line."""
+    metrics_port: int | None = None
+    """Where Prometheus fetches metrics; 0: any free one; null: nowhere, and nothing is counted."""
+    metrics_host: str = DEFAULT_HOST
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
         _not_empty("host", self.host)
+        _not_empty("metrics_host", self.metrics_host)
+        if self.metrics_port is not None:
+            bounded("metrics_port", self.metrics_port, 0, 65_535)
         bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.threads is not None:
             bounded("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
@@ -217,6 +227,8 @@ class AgentConfig:
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
+    log_format: str = "text"
+    """``text``, or ``json``: one object a line."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.verifiers) <= MAX_VERIFIERS:
@@ -230,6 +242,7 @@ class AgentConfig:
         if not self.association.startswith(LEARNED):
             _one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from edgespec.targets.pass_plan import PassPlan, plan_pass
 from edgespec.targets.request_checks import check_batch, node_depths
 from edgespec.targets.row_tiles import RowTiles
 from edgespec.targets.sampler import SampleBlock, choose_tokens
+from edgespec.targets.scores import score_passes
 from edgespec.targets.self_test import SelfTest, finite_logits, run_self_test
 from edgespec.targets.token_counts import TokenCountsCache
 
@@ -141,13 +142,16 @@ class TorchTarget:
             self._pool.commit(request)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
-            chosen = iter(choose_tokens(logits, blocks))
+            tokens = choose_tokens(logits, blocks)
+            scores = score_passes(logits, batch, tokens)
+        chosen = iter(tokens)
         return [
             PassResult(
                 request.key,
                 tuple(next(chosen) for _ in range(1 + len(request.tokens)))
                 if request.sample
                 else (),
+                scores.get(request.key, ()),
             )
             for request in batch
         ]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.scores import score_token
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
@@ -162,11 +163,22 @@ class ToyTarget:
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
             paths.append((*paths[parent], token) if parent >= 0 else (token,))
-        return PassResult(request.key, tuple(self._sample(sequence, p) for p in ((), *paths)))
+        targets = tuple(self._sample(sequence, p) for p in ((), *paths))
+        if not request.logprobs:
+            return PassResult(request.key, targets)
+        scores = [
+            score_token(self.model.logits(self._tail(sequence, path)), token, request.logprobs)
+            for path, token in zip(((), *paths), targets, strict=True)
+        ]
+        return PassResult(request.key, targets, tuple(scores))
+
+    def _tail(self, sequence: _Sequence, path: tuple[int, ...]) -> list[int]:
+        """What the model looks at: no copy of a long text."""
+        return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
 
     def _sample(self, sequence: _Sequence, path: tuple[int, ...]) -> int:
-        # Only the tail and, when penalised, the whole text are looked at: no copy of a long text.
-        tail = [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
+        # Only the tail and, when penalised, the whole text are looked at.
+        tail = self._tail(sequence, path)
         length = len(sequence.tokens) + len(path)
         prompt: Sequence[int] = ()
         output: Sequence[int] = ()

@@ -1,1 +1,5 @@
-"""What a run leaves behind: the trace of both sides' events and actions."""
+"""What a run leaves behind: traces, summaries, metrics, logs and spans."""
+
+from edgespec.telemetry.metric_table import METRIC_NAMES
+
+__all__ = ["METRIC_NAMES"]

@@ -42,6 +42,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.ports import ModelInfo
 from edgespec.transport.open_codec import decode_open, encode_open
 from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.score_codec import decode_scores, encode_scores
 from edgespec.transport.wire_limits import (
     MAX_UINT32,
     MAX_UINT64,
@@ -241,6 +242,7 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
         for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
             check_number(f"Commit.{name}", value, 0, MAX_UINT32)
     check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
+    scores = commit.logprobs
     return pb.Commit(
         position=commit.position,
         tokens=check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size),
@@ -254,11 +256,13 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.Commit:
         finish=None if commit.finish is None else _FINISH_NAME[commit.finish],
         row_price=_optional("Commit.row_price", commit.row_price, MAX_PRICE),
         credit=_optional("Commit.credit", commit.credit, MAX_UINT32),
+        logprobs=encode_scores(scores, len(commit.tokens), limits) if scores else None,
     )
 
 
 def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
     _check_commit(wire, len(wire.tokens), limits)
+    scores = wire.logprobs
     return Commit(
         position=wire.position,
         tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
@@ -272,6 +276,7 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
         finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
         row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
         credit=wire.credit if wire.HasField("credit") else None,
+        logprobs=decode_scores(scores, len(wire.tokens), limits) if scores else (),
     )
 
 

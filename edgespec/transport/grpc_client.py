@@ -21,6 +21,7 @@ from edgespec.ports import ByteMeter, DeviceStream, LinkError
 from edgespec.transport.codec import SERVICE, decode_downlink, decode_info, encode_uplink
 from edgespec.transport.grpc_options import Keepalive, client_options
 from edgespec.transport.shielded_call import ShieldedCall
+from edgespec.transport.trace_parent import HEADER
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 # Statuses that a second attempt would meet again.
@@ -47,6 +48,7 @@ class GrpcTransport:
     """Streams to the verifier at ``address`` ("host:port" or "unix:path").
 
     ``credentials`` None is plaintext. ``connect_timeout_s`` bounds connect and info, each.
+    ``trace_parent`` is asked at each connect for the caller's span, empty for none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GrpcTransport:
         credentials: grpc.ChannelCredentials | None = None,
         meter: ByteMeter | None = None,
         connect_timeout_s: float = 5.0,
+        trace_parent: Callable[[], str] = lambda: "",
     ) -> None:
         if not address:
             raise ValueError("address is empty, but must be host:port or unix:path")
@@ -69,6 +72,7 @@ class GrpcTransport:
         self._credentials = credentials
         self._meter = meter
         self._connect_timeout_s = connect_timeout_s
+        self._trace_parent = trace_parent
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
@@ -81,7 +85,8 @@ class GrpcTransport:
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
-        call = method()
+        span = self._trace_parent()
+        call = method(metadata=((HEADER, span),) if span else None)
         try:
             await asyncio.wait_for(call.wait_for_connection(), self._connect_timeout_s)
         except TimeoutError:

@@ -72,7 +72,7 @@ class GrpcServer:
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext. ``stalled_s`` is how long a device may leave a message
-    unread.
+    unread. ``refused`` hears why a stream ended on which no generation began.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class GrpcServer:
         opens: CallLimits = OPEN_LIMITS,
         infos: CallLimits = INFO_LIMITS,
         stalled_s: float = STALLED_S,
+        refused: Callable[[FaultCode], None] | None = None,
     ) -> None:
         self._address = address
         self._serve = serve
@@ -101,6 +102,7 @@ class GrpcServer:
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s = stalled_s
+        self._refused = refused or (lambda code: None)
         self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
         self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
@@ -196,6 +198,7 @@ class GrpcServer:
         address = str(context.peer())
         peer = peer_address(address)
         if self._calls[peer] >= self._max_peer_calls:
+            self._refused(FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
             await context.abort(_STATUS[FaultCode.OVERLOADED], f"{text}{self._max_peer_calls}")
         self._calls[peer] += 1
@@ -227,6 +230,8 @@ class GrpcServer:
             await stream.over()
             self._slots.leave(stream)
             fault = stream.verdict
+            if fault is not None and not stream.greeted:
+                self._refused(fault.code)
             await stream.say_last(fault)
         except asyncio.CancelledError:  # the device is gone, or the server stops
             stream.lost()

@@ -40,6 +40,7 @@ from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.codec import decode_uplink, encode_downlink
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.shielded_call import InterruptedOperation, ShieldedCall
+from edgespec.transport.trace_parent import trace_parent_in
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORD_S = 0.5
@@ -76,6 +77,7 @@ class GrpcVerifierStream:
         on_open: Callable[[GrpcVerifierStream], None] = lambda _: None,
         stalled_s: float = STALLED_S,
     ) -> None:
+        self.trace_parent = trace_parent_in(context.invocation_metadata() or ())
         self._context = context
         self.address = address
         self._peer = peer_address(address)
@@ -167,6 +169,11 @@ class GrpcVerifierStream:
     def verdict(self) -> Fault | None:
         """The fault that ended the stream, None for an end without one. Only after the end."""
         return self._verdict.result()
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the device was told that its generation is served."""
+        return self._max_nodes > 0
 
     def hang_up(self, fault: Fault | None) -> None:
         """End the stream from this side, unless it has ended."""

@@ -12,6 +12,7 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.transport.pb import speculation_pb2 as pb
 from edgespec.transport.wire_limits import (
     ProtocolViolation,
@@ -45,6 +46,7 @@ def encode_open(message: Open, limits: WireLimits) -> pb.Open:
         rule="" if message.rule == EXACT_RULE else message.rule,
         drafting=message.drafting,
         session_secret=message.session_secret,
+        logprobs=message.logprobs,
     )
 
 
@@ -63,6 +65,7 @@ def decode_open(wire: pb.Open, limits: WireLimits) -> Open:
         drafting=wire.drafting,
         version=wire.version,
         session_secret=wire.session_secret,
+        logprobs=wire.logprobs,
     )
 
 
@@ -80,6 +83,7 @@ def _check_open(
         known = ", ".join(limits.rules)
         raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {known}")
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
+    check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
     check_context(prompt_length + committed_length, limits)
     check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
     check_count("Open.committed", committed_length, limits.max_resumed_tokens)

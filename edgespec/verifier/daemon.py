@@ -13,9 +13,11 @@ started again.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core.protocol.messages import (
@@ -31,6 +33,8 @@ from edgespec.core.protocol.work import PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
+from edgespec.telemetry.engine_telemetry import EngineTelemetry
+from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.backlog import Backlog
 from edgespec.verifier.target_worker import TargetWorker
@@ -57,6 +61,7 @@ class Verifier:
         engine_limits: ee.EngineLimits | None = None,
         *,
         tracer: Tracer | None = None,
+        telemetry: EngineTelemetry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = VerifyEngine(target.info, limits, engine_limits or ee.EngineLimits())
@@ -65,9 +70,14 @@ class Verifier:
         self.why_broken: str | None = None
         self._target, self._clock = target, clock
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
+        self._telemetry = telemetry
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
+        self._requests: dict[int, str] = {}
+        """The ids under which the log speaks of streams."""
+        self._context = contextvars.copy_context()
+        """Of what runs for no stream in particular, so that the log blames none."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -91,6 +101,9 @@ class Verifier:
         number = self._count
         backlog = Backlog(_MAX_BACKLOG)
         self._streams[number], self._backlogs[number] = stream, backlog
+        self._requests[number] = new_request_id()
+        request_id.set(self._requests[number])
+        trace_parent.set(getattr(stream, "trace_parent", ""))
         reader = asyncio.create_task(self._read(number, stream))
         try:
             while (message := await backlog.get()) is not None:
@@ -101,7 +114,10 @@ class Verifier:
             reader.cancel()
             self._streams.pop(number, None)
             self._backlogs.pop(number, None)
+            self._requests.pop(number, None)
             self._handle(ee.StreamLost(number))
+            if self._telemetry is not None:
+                self._telemetry.gone(number, self._clock())
             await stream.close()
 
     async def _read(self, number: int, stream: VerifierStream) -> None:
@@ -141,9 +157,21 @@ class Verifier:
         backlog = self._backlogs.get(number)
         if backlog is None:
             return
+        if isinstance(message, Fault):
+            message = self._last_words(number, message)
         if not backlog.put(message):
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
+
+    def _last_words(self, number: int, fault: Fault) -> Fault:
+        """The fault; of the verifier's own failures with the id under which the log tells more."""
+        if self._telemetry is not None:
+            self._telemetry.told(number, fault)
+        if fault.code is not FaultCode.INTERNAL:
+            return fault
+        request = self._requests[number]
+        _LOG.warning("ended by a failure: %s", fault.message, extra={"request_id": request})
+        return replace(fault, message=f"{fault.message} (request {request})")
 
     def _close(self, number: int) -> None:
         """End the stream after what was sent on it; soon, even if its device reads nothing."""
@@ -174,12 +202,16 @@ class Verifier:
         now, tracer = self._clock(), self._tracer
         if tracer is not None:
             tracer.record(now, "verifier", "", "event", event)
-        for action in self.engine.handle(event, now):
+        actions = self.engine.handle(event, now)
+        if self._telemetry is not None:
+            self._telemetry.observe(event, actions, now)
+        for action in actions:
             if tracer is not None:
                 tracer.record(now, "verifier", "", "action", action)
             self._do(action)
         if self._worker.has_queued and not self.engine.running:
-            self._worker.submit(()).add_done_callback(self._on_work_done)
+            work = self._worker.submit(())
+            work.add_done_callback(self._on_work_done, context=self._context)
         self._arm()
 
     def _do(self, action: ee.EngineAction) -> None:
@@ -193,9 +225,11 @@ class Verifier:
             case ee.RunBatch(requests):
                 self._start(requests)
             case ee.RunProbe(request):
-                self._worker.probe(request).add_done_callback(self._on_probe_done)
-            case ee.ReportFailure(_, details):
-                _LOG.error("a session failed and was ended:\n%s", details)
+                probe = self._worker.probe(request)
+                probe.add_done_callback(self._on_probe_done, context=self._context)
+            case ee.ReportFailure(_, details, stream):
+                whose = {"request_id": self._requests.get(stream or 0, "-")}
+                _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
             case ee.GiveUp(why):
                 self._break(why)
             case _:
@@ -203,7 +237,7 @@ class Verifier:
 
     def _start(self, requests: tuple[PassRequest, ...]) -> None:
         self._pass = self._worker.submit(requests)
-        self._pass.add_done_callback(self._on_pass_done)
+        self._pass.add_done_callback(self._on_pass_done, context=self._context)
 
     def _on_pass_done(self, done: asyncio.Future[tuple[PassResult, ...]]) -> None:
         if done.cancelled():
@@ -239,7 +273,9 @@ class Verifier:
                 return
             self._timer.cancel()
         delay_s = max(0.0, deadline - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        self._timer = asyncio.get_running_loop().call_later(
+            delay_s, self._on_timer, context=self._context
+        )
         self._timer_at = deadline
 
     def _on_timer(self) -> None:

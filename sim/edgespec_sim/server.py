@@ -155,7 +155,7 @@ class SimulatedVerifier:
                 self._run(requests)
             case RunProbe(request):
                 self._probe(request)
-            case ReportFailure(key, details):
+            case ReportFailure(key, details, _):
                 _LOG.warning("%s: session %s failed: %s", self.name, key, details)
             case GiveUp(why):
                 _LOG.error("%s: %s", self.name, why)

@@ -57,7 +57,8 @@ class CommitBounds:
             )
         if why is None:
             return commit, None
-        return replace(commit, tokens=tokens), f"the verifier broke the protocol: {why}"
+        commit = replace(commit, tokens=tokens, logprobs=commit.logprobs[: len(tokens)])
+        return commit, f"the verifier broke the protocol: {why}"
 
     @property
     def _limit(self) -> str:

@@ -53,7 +53,7 @@ class CommitReader:
                 for index, token in enumerate(tokens, overlap)
             ]
         )
-        return Deliver(position, tokens, kinds) if tokens else None
+        return Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
         """What to answer, if it is time to."""

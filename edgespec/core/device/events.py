@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -124,6 +125,8 @@ class Deliver:
     position: int
     tokens: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
+    logprobs: tuple[TokenScore, ...] = ()
+    """One a token, or none where the verifier told none."""
 
 
 @statically_frozen

@@ -11,6 +11,7 @@ from dataclasses import field
 from enum import Enum
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -104,6 +105,9 @@ class Open:
     session_secret: bytes = field(default=b"", repr=False)
     """Drawn by the device for this session: who does not send it again cannot resume, end or
     replace the session. Kept out of reprs, traces and logs. Empty: the id alone is the proof."""
+    logprobs: int = 0
+    """How many of the likeliest tokens to tell with each committed one, at most ``MAX_LOGPROBS``;
+    0: no scores at all."""
 
 
 @statically_frozen
@@ -176,6 +180,8 @@ class Commit:
     credit: int | None = None
     """How many nodes the device may have outstanding now; 0: drafting is in vain until a commit
     says otherwise. None: as many as ``Opened`` said."""
+    logprobs: tuple[TokenScore, ...] = ()
+    """Of ``tokens``, one each, if the session asked for them and the verifier still has them."""
 
 
 @statically_frozen

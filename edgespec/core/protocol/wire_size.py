@@ -20,6 +20,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
+from edgespec.core.protocol.scores import TokenScore
 
 _FIXED32 = 5  # a tag and four bytes
 _SAMPLING_BYTES = 24
@@ -45,7 +46,8 @@ def message_bytes(message: Message) -> int:
             tokens = _packed(message.prompt) + _packed(message.committed)
             secret = message.session_secret
             secret_bytes = 2 + len(secret) if secret else 0
-            return _wrapped(8 + text_bytes + secret_bytes + tokens + _SAMPLING_BYTES)
+            rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
+            return _wrapped(rest + text_bytes + secret_bytes + tokens)
         case Opened(_, model, position):
             return _wrapped(_LIMITS_BYTES + 2 + len(model.encode()) + _number(position))
         case Fault(_, text):
@@ -83,7 +85,17 @@ def _commit_bytes(commit: Commit) -> int:
     for optional in (commit.row_price, commit.credit):
         if optional is not None:  # 0 travels too
             size += 1 + _VARINT[optional.bit_length()]
+    for score in commit.logprobs:
+        inner = _score_bytes(score)
+        size += 1 + _VARINT[inner.bit_length()] + inner
     return size
+
+
+def _score_bytes(score: TokenScore) -> int:
+    size = _FIXED32 * (bool(score.logprob) + bool(score.margin))
+    size += _packed([token for token, _ in score.top])
+    floats = 4 * len(score.top)
+    return size + (1 + _VARINT[floats.bit_length()] + floats if floats else 0)
 
 
 def _wrapped(size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
+from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.credential import ANYBODY, Credential
 
@@ -42,6 +43,9 @@ def refuse_open(
             f"{model.vocabulary}: both models must share one tokenizer"
         )
         return Fault(FaultCode.VOCABULARY_MISMATCH, why)
+    if not 0 <= request.logprobs <= MAX_LOGPROBS:
+        why = f"logprobs is {request.logprobs}, but must be in [0, {MAX_LOGPROBS}]"
+        return Fault(FaultCode.INVALID, why)
     return _refuse_tokens(request, model, limits, _whose(credential))
 
 

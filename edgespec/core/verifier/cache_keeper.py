@@ -45,6 +45,8 @@ class CacheKeeper:
         self.ledger = ledger
         self.evictions = 0
         """How often a session had to give up its blocks."""
+        self.preemptions = 0
+        """Of these, how often one that had work."""
         self.evicted: list[str] = []
         """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
         self.sessions = sessions
@@ -185,6 +187,7 @@ class CacheKeeper:
             self.ledger.release(victim)
             self.sessions[victim].handle(ev.Evicted(), now)
             self.evictions += 1
+            self.preemptions += self.sessions[victim].wants_pass
             self.evicted.append(victim)
         return True
 

@@ -209,7 +209,7 @@ class VerifyEngine:
                 continue
             self._scheduler.run_with_others(key)
             before = session.prefix.length
-            self.registry.tell(key, ev.PassDone(result.targets), now)
+            self.registry.tell(key, ev.PassDone(result.targets, result.scores), now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)

@@ -182,6 +182,8 @@ class ReportFailure:
 
     key: str
     details: str
+    stream: int | None = None
+    """The stream it had, if it had one."""
 
 
 @statically_frozen

@@ -17,7 +17,7 @@ from edgespec.core.verifier.session_events import Offer, VerifyCounters
 
 class PassFormer:
     """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
-    None: it has no drafts of the verifier's own."""
+    None: it has no drafts of the verifier's own; ``logprobs`` as in ``PassRequest``."""
 
     def __init__(
         self,
@@ -26,14 +26,17 @@ class PassFormer:
         inbox: DraftInbox,
         most_nodes: int,
         end: int,
+        logprobs: int,
         served: ServedDrafts | None,
     ) -> None:
         self._key, self._prefix, self._inbox = key, prefix, inbox
         self._most_nodes, self._end, self._served = most_nodes, end, served
+        self._logprobs = logprobs
 
     def form(self, cache_length: int, offer: Offer) -> PassRequest:
         """The request for a pass in which ``offer`` leaves room."""
         key, first, last = self._key, cache_length, self._prefix.length
+        logprobs = self._logprobs
         feed = tuple(self._prefix.tokens[first : min(last, first + offer.max_rows)])
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
@@ -43,13 +46,14 @@ class PassFormer:
             index = {node.id: i for i, node in enumerate(nodes)}
             tokens = tuple([node.token for node in nodes])
             parents = tuple([index.get(node.parent, -1) for node in nodes])
-            return PassRequest(key, first, feed, tokens, parents)
+            return PassRequest(key, first, feed, tokens, parents, logprobs=logprobs)
         if self._served is None:
-            return PassRequest(key, first, feed)
+            return PassRequest(key, first, feed, logprobs=logprobs)
         depth = self._end - 1 - last  # a node can matter only before the last token
         guesses = self._served.propose(self._prefix.tokens, room, depth, offer.least_chance)
         tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
-        return PassRequest(key, first, feed, tokens, parents, served=len(tokens))
+        served = len(tokens)
+        return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
 
     def learn(
         self,

@@ -12,10 +12,11 @@ their line would grow without end. ``PromptLoad`` measures what arrives all the 
 thrice that if it is more, up to three fifths of the verifier's time.
 
 Formula: rows = share * base_s / row_s with share ``SHARE``, or ``SPARE`` * arriving rows a pass up
-to the share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last base_s + n
-* row_s: a line through the passes of late. With passes of 24 ms and prompt rows of 0.5 ms that is
-0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows
-arrive 8 times a second all the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
+to the share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last
+base_s + n * row_s: a line through the passes of late. With passes of 24 ms and prompt rows of
+0.5 ms that is 0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where
+prompts of 200 rows arrive 8 times a second all the time, and passes last 30 ms, it is at least
+3 * 8 * 200 * 0.03 = 144.
 
 Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
 that is never without prompts. A base measured once, without them, would be too short when more

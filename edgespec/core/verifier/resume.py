@@ -10,6 +10,7 @@ from hmac import compare_digest
 
 from edgespec.core.protocol.messages import MAX_COMMIT_TOKENS, Commit, FinishReason, Open
 from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.verifier.score_keeper import ScoreKeeper
 
 
 def same_device(first: Open, later: Open) -> bool:
@@ -31,13 +32,14 @@ def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
 
 
 def missed_commits(
-    prefix: CommittedPrefix, held: int, finish: FinishReason | None
+    prefix: CommittedPrefix, held: int, finish: FinishReason | None, scores: ScoreKeeper
 ) -> Iterator[Commit]:
     """What brings a device that holds ``held`` tokens up to date, in messages the wire can carry;
-    the last one says how the generation ended, if it has."""
+    the last one says how the generation ended, if it has. With the scores that are kept."""
     start = held
     while prefix.length - start > MAX_COMMIT_TOKENS:
         yield Commit(start, tuple(prefix.tokens[start : start + MAX_COMMIT_TOKENS]))
         start += MAX_COMMIT_TOKENS
     if start < prefix.length or finish is not None:
-        yield Commit(start, tuple(prefix.tokens[start:]), finish=finish)
+        logprobs = scores.of(start, prefix.length - start)
+        yield Commit(start, tuple(prefix.tokens[start:]), finish=finish, logprobs=logprobs)

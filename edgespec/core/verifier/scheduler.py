@@ -166,16 +166,7 @@ class PassScheduler:
         table = self._keeper.reserve(request.key, request.cache_length + rows)
         if not table:
             return request
-        return PassRequest(
-            request.key,
-            request.cache_length,
-            request.feed,
-            request.tokens,
-            request.parents,
-            request.sample,
-            table,
-            request.served,
-        )
+        return request.with_blocks(table)
 
     def finish(self, now: float) -> Batch:
         """The pass is over, well or badly."""

@@ -8,12 +8,11 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
     READY     no pass is running; ``Offer`` may start one
     PASSING   one is running; its request is kept in ``_pass``
     FINISHED  the last token is committed, or the device cancelled
-A session outlives its stream by the lease (``attachment.py``). Drafts only ever change *when*
-tokens are committed. Invariants: in a pass that samples, ``cache_length + len(feed) ==
-prefix.length`` (between decoding passes the cache holds all but the last committed token); every
+A session outlives its stream by the lease (``attachment.py``). Drafts only change *when* tokens are
+committed. Invariants: in a pass that samples, ``cache_length + len(feed) == prefix.length``; every
 such pass commits at least one token; nothing is committed past a stop id, max_tokens or the
-context. ``Evicted`` takes its cache away: it feeds its prefix again, less what ``Cached`` says is
-there. ``deadline`` is when to offer a pass, or look at ``over``, again.
+context. ``Evicted`` takes its cache away, and ``Cached`` says what of it is there again.
+``deadline`` is when to offer a pass, or look at ``over``, again.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.resume import missed_commits
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
+from edgespec.core.verifier.score_keeper import ScoreKeeper
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.transitions import VERIFY_MOVES
 
@@ -76,10 +76,11 @@ class VerifySession:
             self.inbox,
             limits.max_nodes_per_pass,
             self._ending.end,
+            request.logprobs,
             served,
         )
         self.device = Attachment(self.prefix.length, now)
-        self._idle_since = now
+        self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
 
     @property
@@ -107,8 +108,8 @@ class VerifySession:
                 return () if fault is None else self._refuse(fault, now)
             case ev.Offer():
                 return self._on_offer(event, now)
-            case ev.PassDone(targets):
-                return self._on_pass_done(targets, now)
+            case ev.PassDone():
+                return self._on_pass_done(event, now)
             case Received():
                 return self._on_received(event, now)
             case ev.Attach(request):
@@ -147,7 +148,7 @@ class VerifySession:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
         self._note_unread(now)
         greeting = self._say(Opened(self._limits, self._model.name, held), now)
-        missed = missed_commits(self.prefix, held, self.finish)
+        missed = missed_commits(self.prefix, held, self.finish, self._scores)
         return greeting, *(self._say(commit, now) for commit in missed)
 
     def _say(self, message: Opened | Commit | Fault, now: float) -> ev.Send:
@@ -177,6 +178,7 @@ class VerifySession:
             why = f"received position {message.position} is beyond the {self.prefix.length} known"
             return self._refuse(Fault(FaultCode.RESYNC, why), now)
         self.device.acknowledge(message, now)
+        self._scores.acknowledged(self.device.received)
         self._note_unread(now)
         return ()
 
@@ -205,7 +207,7 @@ class VerifySession:
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
         return (ev.RunPass(request),)
 
-    def _on_pass_done(self, targets: tuple[int, ...], now: float) -> tuple[ev.VerifyAction, ...]:
+    def _on_pass_done(self, event: ev.PassDone, now: float) -> tuple[ev.VerifyAction, ...]:
         assert self._pass is not None
         done, self._pass = self._pass, None
         if self.state is ev.FINISHED:  # cancelled meanwhile
@@ -216,30 +218,28 @@ class VerifySession:
             self.state = transition(VERIFY_MOVES, self.state, ev.READY)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
-        walk = self._rule.walk(done.request.tokens, done.request.parents, targets)
+        walk = self._rule.walk(done.request.tokens, done.request.parents, event.targets)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
-        accepted = self._former.learn(done.request, targets, inside, self.counters)
+        accepted = self._former.learn(done.request, event.targets, inside, self.counters)
+        self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
-        commit = self._commit(tokens, accepted, done, now)
+        commit = self._tell(tokens, accepted, done, now)
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
         self._note_unread(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
 
-    def _commit(
-        self, tokens: tuple[int, ...], accepted: int, done: ev.RunningPass, now: float
-    ) -> Commit:
-        rows = done.request.drafted
-        stale = self.inbox.take_stale()
-        echo, held_us = self.device.take_echo(now)
-        self.counters.count(rows, accepted, stale)
+    def _tell(self, tokens: tuple[int, ...], hits: int, done: ev.RunningPass, now: float) -> Commit:
+        position, rows = self.prefix.length - len(tokens), done.request.drafted
+        stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
+        self.counters.count(rows, hits, stale)
         return Commit(
-            position=self.prefix.length - len(tokens),
+            position=position,
             tokens=tokens,
-            accepted=accepted,
+            accepted=hits,
             stale=stale,
             queue_us=round(done.queue_s * 1e6),
             verify_us=round((now - done.started_at) * 1e6),
@@ -247,4 +247,5 @@ class VerifySession:
             echo=echo,
             held_us=held_us,
             finish=self.finish,
+            logprobs=self._scores.of(position, len(tokens)),
         )

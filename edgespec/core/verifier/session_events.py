@@ -7,6 +7,7 @@ from enum import Enum
 from typing import ClassVar
 
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -37,7 +38,8 @@ class Offer:
 @statically_frozen
 class PassDone:
     targets: tuple[int, ...]
-    """As in ``PassResult``."""
+    scores: tuple[TokenScore, ...] = ()
+    """Both as in ``PassResult``."""
 
 
 @statically_frozen

@@ -196,7 +196,8 @@ class SessionRegistry:
         except Exception:
             if not self._contain:
                 raise
-            self.actions.append(ee.ReportFailure(key, traceback.format_exc()))
+            stream = self.streams.stream(key)
+            self.actions.append(ee.ReportFailure(key, traceback.format_exc(), stream))
             fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
             self.end(key, fault)
             return ()

@@ -63,7 +63,7 @@ class DeviceMessage(_message.Message):
     def __init__(self, draft: _Optional[_Union[Draft, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret")
+    __slots__ = ("version", "session_id", "model", "vocabulary", "prompt", "committed", "sampling", "run_ahead", "rule", "drafting", "session_secret", "logprobs")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Open(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     SESSION_SECRET_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     version: int
     session_id: str
     model: str
@@ -86,7 +87,8 @@ class Open(_message.Message):
     rule: str
     drafting: bool
     session_secret: bytes
-    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ...) -> None: ...
+    logprobs: int
+    def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos")
@@ -184,7 +186,7 @@ class Limits(_message.Message):
     def __init__(self, context_length: _Optional[int] = ..., max_nodes_outstanding: _Optional[int] = ..., max_nodes_per_pass: _Optional[int] = ..., max_unreceived: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish", "row_price", "credit")
+    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish", "row_price", "credit", "logprobs")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +199,7 @@ class Commit(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -209,7 +212,20 @@ class Commit(_message.Message):
     finish: FinishReason
     row_price: int
     credit: int
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., row_price: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenScore]
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., row_price: _Optional[int] = ..., credit: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ...) -> None: ...
+
+class TokenScore(_message.Message):
+    __slots__ = ("logprob", "margin", "tokens", "logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    margin: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., margin: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

@@ -1,0 +1,59 @@
+"""Log lines for people and for machines, with the stream that a line is about.
+
+As JSON a line is one object: ``time`` (UTC), ``level``, ``logger``, ``message``; ``request`` (the
+stream's id) and ``exception`` where there is one; and the fields that a caller gave as
+``extra={"fields": {...}}``. Whatever a message holds stays on one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from edgespec.telemetry.request_id import request_id
+
+TEXT, JSON = "text", "json"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request := _request_of(record):
+            line["request"] = request
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        fields = getattr(record, "fields", {})
+        line |= {key: value for key, value in fields.items() if key not in line}
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """Level, logger, the stream's id in brackets, and the message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s %(name)s%(where)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request = _request_of(record)
+        record.where = f" [{request}]" if request else ""
+        return super().format(record)
+
+
+def formatter(name: str) -> logging.Formatter:
+    """The formatter of that name: ``TEXT`` or ``JSON``."""
+    return JsonFormatter() if name == JSON else TextFormatter()
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    """The stream that the caller named, else the one that the running task serves."""
+    return getattr(record, "request_id", "") or request_id.get()

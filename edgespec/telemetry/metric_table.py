@@ -1,0 +1,87 @@
+"""Every metric of a verifier: its name, its kind, what it says and the labels it has.
+
+The names after the prefix are vLLM's where vLLM has the same thing, so that dashboards and habits
+carry over. Each metric has the label ``model_name``; all other labels have values from closed sets,
+so nothing that a device sends can make a new time series.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+PREFIX: Final = "edgespec_"
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``name`` as it is exposed, less a histogram's ``_bucket``, ``_sum`` and ``_count``."""
+
+    name: str
+    kind: Kind
+    help: str
+    label: str = ""
+    """Its one label beside ``model_name``, if it has one."""
+
+
+def _metric(kind: Kind, name: str, text: str, label: str = "") -> Metric:
+    return Metric(PREFIX + name, kind, text, label)
+
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+METRICS: Final = (
+    # What users feel.
+    _metric(_H, "time_to_first_token_seconds", "From Open to the first tokens of a new stream"),
+    _metric(_H, "inter_token_latency_seconds", "Time a token took after the one before"),
+    _metric(_H, "rtt_seconds", "From handing over a commit to its acknowledgement"),
+    # Who is there.
+    _metric(_G, "num_requests_running", "Sessions with a device, in the cache"),
+    _metric(_G, "num_requests_waiting", "Sessions with a device that wait to enter the cache"),
+    _metric(_G, "num_requests_detached", "Sessions without a device, kept for the lease"),
+    _metric(_C, "requests_finished_total", "Streams that ended after they were opened", "reason"),
+    _metric(_C, "requests_rejected_total", "Streams refused before they were opened", "reason"),
+    # Tokens.
+    _metric(_C, "prompt_tokens_total", "Prompt tokens of the sessions opened"),
+    _metric(_C, "generation_tokens_total", "Tokens committed by passes and sent"),
+    _metric(_C, "run_ahead_tokens_total", "Of these, by passes that had no draft"),
+    _metric(_C, "server_drafted_tokens_total", "Of these, guessed by the verifier's own drafter"),
+    # Drafts.
+    _metric(_C, "spec_decode_num_drafts_total", "Sessions' parts of passes that had draft nodes"),
+    _metric(_C, "spec_decode_num_draft_tokens_total", "Draft nodes that passes looked at"),
+    _metric(_C, "spec_decode_num_accepted_tokens_total", "Draft nodes that became tokens"),
+    _metric(
+        _C,
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "Draft nodes that became tokens, by their place in the draft",
+        "position",
+    ),
+    _metric(_C, "stale_nodes_total", "Draft nodes dropped when they came: too late or impossible"),
+    _metric(_C, "wasted_nodes_total", "Draft nodes that a pass looked at in vain"),
+    # Passes.
+    _metric(_H, "pass_seconds", "Length of a pass"),
+    _metric(_H, "pass_rows", "Rows of a pass: fed tokens and draft nodes"),
+    _metric(_H, "pass_tokens", "Tokens that a pass committed, of all its sessions"),
+    _metric(_C, "failed_passes_total", "Passes that failed and were tried again"),
+    # The cache.
+    _metric(_G, "kv_cache_usage_perc", "Share of the key-value blocks that is held, 0 to 1"),
+    _metric(_C, "evictions_total", "How often a session gave up its blocks"),
+    _metric(_C, "preemptions_total", "Of these, how often one that had work"),
+    _metric(_C, "prefix_cache_queries_total", "Tokens that were looked up in the prefix cache"),
+    _metric(_C, "prefix_cache_hits_total", "Of these, tokens found there"),
+    # The wire and the process.
+    _metric(_C, "received_bytes_total", "Payload bytes of messages from devices", "kind"),
+    _metric(_C, "received_messages_total", "Messages from devices", "kind"),
+    _metric(_C, "sent_bytes_total", "Payload bytes of messages to devices", "kind"),
+    _metric(_C, "sent_messages_total", "Messages to devices", "kind"),
+    _metric(_H, "event_loop_lag_seconds", "How late the event loop was, asked ten times a second"),
+    _metric(_G, "build_info", "1; the label says which version runs", "version"),
+)
+METRIC_NAMES: Final = tuple(metric.name for metric in METRICS)
+"""As a query names them, less a histogram's ``_bucket``, ``_sum`` and ``_count``."""

@@ -1,0 +1,163 @@
+"""Metrics over HTTP, for Prometheus to fetch: ``/metrics``, and ``/healthz`` for whoever asks
+whether the process answers.
+
+The server has a thread of its own and reads plain counts, so a fetch neither waits for the event
+loop nor holds it up, and works when the loop is stuck, which is when it is wanted most. Callers are
+bounded in number and in the time they may take to ask.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from edgespec.telemetry.histogram import Histogram
+from edgespec.telemetry.metric_table import METRICS, Kind, Metric
+from edgespec.telemetry.metric_values import MetricValues, Value
+
+_MAX_CALLERS = 16
+_ASK_WITHIN_S = 5.0
+_MODEL = "model_name"
+
+
+class CountedCollector(Collector):
+    """Translates counts into the library's families, for each fetch anew."""
+
+    def __init__(self, counted: MetricValues) -> None:
+        self._counted = counted
+
+    def collect(self) -> Iterable[Family]:
+        values, model = self._counted.now(), self._counted.model
+        return [_family(metric, values[metric.name], model) for metric in METRICS]
+
+
+def registry_of(counted: MetricValues) -> CollectorRegistry:
+    """A registry of its own, with the process's standard metrics (``process_...``) beside ours."""
+    registry = CollectorRegistry()
+    registry.register(CountedCollector(counted))
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class MetricsServer:
+    """Takes ``host:port`` when it is made (port 0: a free one) and answers from ``start`` on.
+
+    Raises ``OSError`` when the address cannot be had.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = _Server(family, (host, port))
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """The port listened on."""
+        return int(self._server.server_address[1])
+
+    def start(self, counted: MetricValues) -> None:
+        """Answer, from now on, with what is counted there."""
+        self._server.answers = _answers(registry_of(counted))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="edgespec-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the address; a second call does nothing."""
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._thread = None
+        self._server.server_close()
+
+
+Answers = Callable[[str, str], tuple[int, str, bytes]]
+"""From a path and an Accept header to a status, a content type and a body."""
+
+
+def _answers(registry: CollectorRegistry) -> Answers:
+    def answer(path: str, accept: str) -> tuple[int, str, bytes]:
+        match path.partition("?")[0]:
+            case "/metrics":
+                encode, content_type = choose_encoder(accept)
+                return 200, content_type, encode(registry)
+            case "/healthz":
+                return 200, "text/plain; charset=utf-8", b"ok\n"
+            case _:
+                return 404, "text/plain; charset=utf-8", b"here are /metrics and /healthz\n"
+
+    return answer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _ASK_WITHIN_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        status, content_type, body = self.server.answers(self.path, self.headers.get("Accept", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A fetch every few seconds is no news."""
+
+
+class _Server(ThreadingMixIn, TCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = _MAX_CALLERS
+    answers: Answers
+
+    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+        self.address_family = family
+        self._places = threading.BoundedSemaphore(_MAX_CALLERS)
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that left or never asked is none of ours."""
+
+
+def _family(metric: Metric, value: Value, model: str) -> Family:
+    labels = [_MODEL, metric.label] if metric.label else [_MODEL]
+    if isinstance(value, Histogram):
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+        bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
+        buckets = list(zip(bounds, value.cumulative, strict=True))
+        histogram.add_metric([model], buckets, value.total)
+        return histogram
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=labels)
+    by_label = {None: value} if isinstance(value, float | int) else value
+    for label, one in by_label.items():
+        family.add_metric([model] if label is None else [model, label], one)
+    return family

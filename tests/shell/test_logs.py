@@ -1,0 +1,224 @@
+"""Log lines. Oracle: what a stream was sent; a reader that takes each line for one JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from edgespec.compose import build_agent, connect
+from edgespec.config import VerifierConfig
+from edgespec.core.protocol.messages import Fault, FaultCode, Open, Opened
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.engine_events import StreamOpened
+from edgespec.telemetry.access_log import log_stream
+from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
+from edgespec.telemetry.request_id import new_request_id, request_id
+from edgespec.telemetry.stream_meter import StreamMeter
+from edgespec.verifier.daemon import Verifier
+from tests.shell.live_verifier import daemon, start
+from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
+from tests.shell.test_verifier_containment import Fragile, _open, _read, _verifier
+from tests.shell.watched_verifier import watched
+
+WITHIN_S = 120
+
+
+class Lines(logging.Handler):
+    """Every line as JSON, read back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(JsonFormatter())
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.texts]
+
+    @property
+    def streams(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("event") == "stream"]
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    logger, handler = logging.getLogger("edgespec"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def _record(message: str, **extra: object) -> logging.LogRecord:
+    return logging.getLogger("edgespec.x").makeRecord(
+        "edgespec.x", logging.WARNING, "x.py", 1, message, (), None, extra=extra
+    )
+
+
+def test_a_json_line_is_one_object_whatever_the_message_holds() -> None:
+    hostile = 'two\nlines "and" {braces} \x1b[31m \u2028 é'
+    text = JsonFormatter().format(_record(hostile, fields={"tokens": 3, "level": "forged"}))
+    assert "\n" not in text
+    assert "\x1b" not in text
+    line = json.loads(text)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    assert line == {
+        "level": "warning",
+        "logger": "edgespec.x",
+        "message": hostile,
+        "tokens": 3,
+    }
+
+
+def test_an_exception_is_in_its_line() -> None:
+    record = _record("it failed")
+    try:
+        raise ValueError("the reason")
+    except ValueError as error:
+        record.exc_info = (ValueError, error, error.__traceback__)
+    line = json.loads(JsonFormatter().format(record))
+    assert line["exception"].endswith("ValueError: the reason")
+
+
+def test_a_line_names_its_stream() -> None:
+    assert TextFormatter().format(_record("m")) == "WARNING edgespec.x: m"
+    assert "request" not in json.loads(JsonFormatter().format(_record("m")))
+    token = request_id.set("abc")
+    try:
+        assert TextFormatter().format(_record("m")) == "WARNING edgespec.x [abc]: m"
+        assert json.loads(JsonFormatter().format(_record("m")))["request"] == "abc"
+        own = _record("m", request_id="own")
+        assert json.loads(JsonFormatter().format(own))["request"] == "own"
+    finally:
+        request_id.reset(token)
+
+
+def test_request_ids_are_short_and_fresh() -> None:
+    found = {new_request_id() for _ in range(100)}
+    assert len(found) == 100
+    assert all(re.fullmatch("[0-9a-f]{10}", one) for one in found)
+
+
+async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> None:
+    async with watched() as found:
+        async with (
+            build_agent(config(found.address)) as one,
+            build_agent(config(found.address)) as two,
+        ):
+            chunks = await asyncio.gather(collect(one, GREEDY), collect(two, SAMPLED))
+            stats = [agent.stats for agent in (one, two)]
+    assert sorted(line["tokens"] for line in log.streams) == sorted(len(tokens(c)) for c in chunks)
+    accepted = [one.counters.accepted for one in stats if one is not None]
+    assert sorted(line["accepted"] for line in log.streams) == sorted(accepted)
+    assert len({line["request"] for line in log.streams}) == 2
+    for line in log.streams:
+        assert (line["reason"], line["level"], line["served"]) == ("length", "info", True)
+        assert line["peer"] in line["message"]
+        assert 0 < line["ttft_s"] <= line["duration_s"]
+        assert line["tpot_s"] > 0
+
+
+def test_the_line_names_the_key_that_the_device_showed(log: Lines) -> None:
+    meter = StreamMeter(log_stream)
+    credential = Credential("laptops")
+    meter.observe(StreamOpened(1, Open("s", "", "", (1,)), "10.0.0.9", credential), (), 1.0)
+    meter.gone(1, 2.0)
+    (line,) = log.streams
+    assert (line["key"], line["peer"], line["reason"]) == ("laptops", "10.0.0.9", "lost")
+    assert line["message"].startswith("stream of key laptops at 10.0.0.9 refused (lost): 0 tokens")
+    assert line["ttft_s"] is line["tpot_s"] is None
+
+
+async def test_a_failure_is_found_by_the_id_that_its_device_was_told(log: Lines) -> None:
+    verifier, transport = _verifier(Fragile(lambda what, keys: what == "open" and "bad" in keys))
+    good, bad = await _open(transport, "good"), await _open(transport, "bad")
+    (_, fine), (_, fault) = await asyncio.gather(_read(good), _read(bad))
+    await transport.close()
+    await verifier.stop()
+    assert fine is None
+    assert isinstance(fault, Fault)
+    found = re.search(r"\(request ([0-9a-f]{10})\)$", fault.message)
+    assert found is not None
+    assert fault.code is FaultCode.INTERNAL
+    lines = [line for line in log.lines if line.get("request") == found[1]]
+    assert any("open was chosen to fail" in line["message"] for line in lines)
+
+
+async def test_a_sessions_failure_is_logged_under_its_own_stream(log: Lines) -> None:
+    """Others' messages and passes come between; what is said for no stream names none."""
+    async with watched(VerifierConfig(model="toy")) as found:
+        transport = connect(found.address)
+        streams = [await transport.connect() for _ in range(3)]
+        for number, stream in enumerate(streams):
+            await stream.send(Open(f"s{number}", "", "", (1, 2), drafting=False))
+            assert isinstance(await stream.receive(), Opened)
+        _break_session(found.verifier, "s1")
+        message = await streams[1].receive()
+        while not isinstance(message, Fault):
+            message = await streams[1].receive()
+        await transport.close()
+    (line,) = [one for one in log.lines if "a session failed and was ended" in one["message"]]
+    assert f"(request {line['request']})" in message.message
+    assert "broken on purpose" in line["message"]
+
+
+def _break_session(verifier: Verifier, key: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    session = verifier.engine.sessions[key]
+    session.handle = fail  # type: ignore[method-assign, assignment]
+
+
+async def test_what_runs_for_no_stream_is_logged_for_none(log: Lines) -> None:
+    fails = iter((True,))
+    target = Fragile(lambda what, keys: what == "forward" and next(fails, False))
+    verifier, transport = _verifier(target)
+    stream = await _open(transport, "a")
+    assert (await _read(stream))[1] is not None
+    await transport.close()
+    await verifier.stop()
+    (line,) = [one for one in log.lines if one["message"] == "a pass failed"]
+    assert "request" not in line
+    assert "forward was chosen to fail" in line["exception"]
+
+
+def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
+    form = ("--log-format", "json")
+    with daemon(*form, "--log-level", "info", "--metrics-port", "0") as (address, verifier):
+        where = ("--verifier", address, "--draft", "toy", "--stats")
+        with start("generate", PROMPT, *where, "-n", "8", *form) as device:
+            _, told = device.communicate(timeout=WITHIN_S)
+        verifier.send_signal(signal.SIGTERM)
+        _, said = verifier.communicate(timeout=WITHIN_S)
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert {"loading toy ...", "stopping; the devices are told"} <= {x["message"] for x in lines}
+    (stream,) = [line for line in lines if line.get("event") == "stream"]
+    assert (stream["tokens"], stream["reason"]) == (8, "length")
+    assert "8 tokens in" in json.loads(told.splitlines()[-1])["message"]
+    assert device.returncode == verifier.returncode == 0
+
+
+async def test_no_line_holds_a_session_id_or_a_secret(log: Lines) -> None:
+    async with watched() as found:
+        async with build_agent(config(found.address)) as agent:
+            await collect(agent, SamplingParams(max_tokens=4))
+            (driver,) = agent._drivers
+            request = driver.session.request
+    everything = "\n".join(log.texts)
+    assert log.streams
+    assert request.session_id not in everything
+    assert request.session_secret.hex() not in everything

@@ -1,0 +1,294 @@
+"""A verifier's metrics. Oracle: what its devices counted and received, over real gRPC and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import urllib.error
+
+import pytest
+
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.cli.watching import watching
+from edgespec.compose import SetupError, build_agent, connect, load_target
+from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.telemetry import METRIC_NAMES
+from edgespec.telemetry.metric_table import METRICS, Kind
+from tests.shell.live_verifier import GatedTarget
+from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
+from tests.shell.test_end_to_end import IDS as PROMPT_IDS
+from tests.shell.watched_verifier import Scrape, Watched, fetch, watched
+from tests.sources import ROOT
+
+TOY = VerifierConfig(model="toy")
+IDS = tuple(PROMPT_IDS)
+DRAFTS = "spec_decode_num_drafts_total"
+NODES = "spec_decode_num_draft_tokens_total"
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+
+
+async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
+    count = len(tokens(await collect(agent, params)))
+    assert agent.stats is not None
+    return count, agent.stats.counters
+
+
+async def test_the_counts_are_those_of_the_devices() -> None:
+    async with watched() as found:
+        settings = config(found.address)
+        async with build_agent(settings) as one, build_agent(settings) as two:
+            results = await asyncio.gather(generated(one, GREEDY), generated(two, SAMPLED))
+        seen = await found.scrape()
+    counters = [counters for _, counters in results]
+    assert seen.value("generation_tokens_total") == sum(count for count, _ in results)
+    assert seen.value("prompt_tokens_total") == 2 * len(IDS)
+    assert seen.value(NODES) == sum(one.rows for one in counters) > 0
+    assert seen.value(ACCEPTED) == sum(one.accepted for one in counters) > 0
+    assert seen.value("wasted_nodes_total") == seen.value(NODES) - seen.value(ACCEPTED)
+    assert seen.value("stale_nodes_total") == sum(one.stale for one in counters)
+    per_position = seen.labels(PER_POSITION)
+    assert sum(per_position.values()) == seen.value(ACCEPTED)
+    assert per_position["0"] <= seen.value(DRAFTS) <= sum(one.passes for one in counters)
+    assert seen.labels("requests_finished_total") == {"length": 2}
+    assert seen.labels("requests_rejected_total") == {}
+    assert seen.models == {"toy"}
+
+
+async def test_times_are_counted_once_for_each_stream_token_and_pass() -> None:
+    async with watched() as found:
+        async with build_agent(config(found.address, "none")) as agent:
+            count, counters = await generated(agent, GREEDY)
+        seen = await found.scrape()
+        engine_passes = found.verifier.engine.passes
+    assert seen.value("time_to_first_token_seconds_count") == 1
+    assert seen.value("inter_token_latency_seconds_count") == count - 1
+    assert seen.value("pass_seconds_count") == seen.value("pass_rows_count") == engine_passes
+    assert seen.value("pass_tokens_sum") == count
+    assert seen.value("pass_rows_sum") == len(IDS) + count - 1
+    assert seen.value("run_ahead_tokens_total") == count
+    assert 1 <= seen.value("rtt_seconds_count") <= count
+    assert seen.value("time_to_first_token_seconds_sum") > 0
+    whole_s = seen.value("pass_seconds_sum")
+    assert seen.value("inter_token_latency_seconds_sum") < whole_s * engine_passes
+    assert counters.rows == seen.value(NODES) == 0
+
+
+async def test_bytes_and_messages_are_those_of_the_wire() -> None:
+    async with watched() as found:
+        transport = connect(found.address)
+        stream = await transport.connect()
+        await stream.send(
+            Open("a", "", "", IDS, drafting=False, sampling=SamplingParams(max_tokens=9))
+        )
+        await stream.close()
+        await transport.close()
+        async with build_agent(config(found.address, "none")) as agent:
+            await collect(agent, GREEDY)
+        seen = await found.scrape()
+    received, sent = seen.labels("received_messages_total"), seen.labels("sent_messages_total")
+    assert received["open"] == 2
+    assert received["received"] >= 1
+    assert set(received) <= {"open", "received", "cancel"}
+    assert sent["opened"] <= 2
+    assert sent["commit"] >= GREEDY.max_tokens
+    assert seen.labels("received_bytes_total")["open"] > 2 * len(IDS)
+    assert seen.labels("sent_bytes_total")["commit"] > GREEDY.max_tokens
+
+
+async def test_who_runs_who_waits_and_what_is_held() -> None:
+    target = GatedTarget(load_target(TOY), 0)
+    async with watched(target=target) as found:
+        transport = connect(found.address)
+        streams = [await transport.connect() for _ in range(3)]
+        for number, stream in enumerate(streams):
+            await stream.send(Open(f"s{number}", "", "", IDS, drafting=False))
+            assert isinstance(await stream.receive(), Opened)
+        await asyncio.to_thread(target.reached.wait)
+        during = await found.scrape()
+        target.gate.set()
+        await streams[0].receive()
+        await transport.close()
+    assert during.value("num_requests_running") >= 1
+    running, waiting = during.value("num_requests_running"), during.value("num_requests_waiting")
+    assert running + waiting == 3
+    assert 0 < during.value("kv_cache_usage_perc") < 1
+    assert during.value("generation_tokens_total") == 0
+
+
+async def test_a_full_cache_shows_in_evictions_and_preemptions() -> None:
+    limits = LimitsSection(max_cached_tokens=80)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    async with watched(VerifierConfig(model="toy", limits=limits)) as found:
+        agents = [build_agent(config(found.address, "none")) for _ in range(3)]
+        await asyncio.gather(*(collect(agent, params) for agent in agents))
+        for agent in agents:
+            await agent.close()
+        seen = await found.scrape()
+        evictions = found.verifier.engine.keeper.evictions
+    assert seen.value("evictions_total") == evictions > 0
+    assert 0 < seen.value("preemptions_total") <= evictions
+    assert seen.value("generation_tokens_total") == 3 * 40
+    assert seen.value("kv_cache_usage_perc") == 0
+
+
+# --- how streams end ------------------------------------------------------------------------
+
+
+async def _ended(found: Watched) -> Scrape:
+    """Once the verifier has let go of every stream and session."""
+    while found.verifier.engine.sessions or found.verifier._streams:
+        await found.scrape()
+    return await found.scrape()
+
+
+async def test_every_refusal_has_its_reason() -> None:
+    async with watched(VerifierConfig(model="toy", limits=LimitsSection(max_sessions=1))) as found:
+        for name, vocabulary in (("no such model", ""), ("", "other"), ("toi", "")):
+            transport = connect(found.address)
+            stream = await transport.connect()
+            await stream.send(Open("s", name, vocabulary, IDS))
+            assert isinstance(await stream.receive(), Fault)
+            await transport.close()
+        transport = connect(found.address)
+        first, second = await transport.connect(), await transport.connect()
+        await first.send(Open("a", "", "", IDS, sampling=SamplingParams(max_tokens=1000)))
+        assert isinstance(await first.receive(), Opened)
+        await second.send(Open("b", "", "", IDS))
+        fault = await second.receive()
+        assert isinstance(fault, Fault)
+        assert fault.code is FaultCode.OVERLOADED
+        await first.send(Cancel())
+        seen = await _ended(found)
+        await transport.close()
+    assert seen.labels("requests_rejected_total") == {
+        "unknown_model": 2,
+        "vocabulary_mismatch": 1,
+        "overloaded": 1,
+    }
+    assert seen.labels("requests_finished_total") == {"cancelled": 1}
+
+
+async def test_a_broken_link_a_stop_and_a_resync_have_their_reasons() -> None:
+    limits = LimitsSection(lease_s=0.0)
+    async with watched(VerifierConfig(model="toy", limits=limits)) as found:
+        transport = connect(found.address)
+        stream = await transport.connect()
+        await stream.send(Open("a", "", "", IDS, sampling=SamplingParams(max_tokens=4000)))
+        assert isinstance(await stream.receive(), Opened)
+        await stream.close()
+        await transport.close()
+        async with build_agent(config(found.address)) as agent:
+            stopping = SamplingParams(max_tokens=4000, stop=(" ",), ignore_eos=True)
+            await collect(agent, stopping)
+        seen = await _ended(found)
+    finished = seen.labels("requests_finished_total")
+    assert finished["lost"] + finished["cancelled"] == 2
+    assert finished["lost"] >= 1
+
+
+async def test_a_resumed_stream_is_not_counted_again() -> None:
+    """The second stream holds what the first one got, the third nothing: it is sent all again."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    async with watched() as found:
+        transport = connect(found.address)
+        held: list[int] = []
+        for stop_at, begin in ((4, False), (12, False), (12, True)):
+            held = [] if begin else held
+            stream = await transport.connect()
+            await stream.send(Open("a", "", "", IDS, tuple(held), sampling=params, drafting=False))
+            while len(held) < stop_at:
+                message = await stream.receive()
+                assert not isinstance(message, Fault)
+                if isinstance(message, Commit):
+                    held += message.tokens
+            await stream.close()
+        await transport.close()
+        seen = await found.scrape()
+    assert seen.value("time_to_first_token_seconds_count") == 1
+    assert seen.value("prompt_tokens_total") == len(IDS)
+    # One pass may have ended while no stream was there to hear of it.
+    assert 11 <= seen.value("generation_tokens_total") <= 12 == len(held)
+    finished = seen.labels("requests_finished_total")
+    assert sum(finished.values()) == 3
+    assert finished["length"] >= 2
+
+
+# --- labels, names and the server -----------------------------------------------------------
+
+
+async def test_nothing_that_devices_send_makes_a_new_series() -> None:
+    async with watched() as found:
+        before = await found.scrape()
+        transport = connect(found.address)
+        for number in range(20):
+            stream = await transport.connect()
+            name, session = f'evil"{{}}\\n{number}', f"session-{number}"
+            await stream.send(Open(session, name if number % 2 else "", f"v{number}", IDS))
+            assert isinstance(await stream.receive(), Fault)
+        await transport.close()
+        async with build_agent(config(found.address)) as agent:
+            await collect(agent, SAMPLED)
+        after = await found.scrape()
+    assert after.samples.keys() == before.samples.keys()
+    assert after.models == before.models
+    assert sum(after.labels("requests_rejected_total").values()) == 20
+
+
+async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
+    async with watched() as found:
+        seen = await found.scrape()
+    exposed = {(name, family.type) for name, family in seen.families.items() if "edgespec" in name}
+    counter = Kind.COUNTER
+    assert exposed == {
+        (one.name.removesuffix("_total") if one.kind is counter else one.name, one.kind.value)
+        for one in METRICS
+    }
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(edgespec_\w+)` \| (\w+) \|", page, re.MULTILINE)
+    assert sorted(told) == sorted((one.name, one.kind.value) for one in METRICS)
+    assert METRIC_NAMES == tuple(one.name for one in METRICS)
+
+
+async def test_the_server_answers_health_and_nothing_else() -> None:
+    async with watched() as found:
+        assert await asyncio.to_thread(fetch, f"{found.url}/healthz") == "ok\n"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            await asyncio.to_thread(fetch, f"{found.url}/")
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        await asyncio.to_thread(fetch, f"{found.url}/metrics")
+
+
+async def test_a_taken_port_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = f"cannot serve metrics on 127.0.0.1:{port}: .*choose another with --metrics-port"
+        with pytest.raises(SetupError, match=text), watching(VerifierConfig(metrics_port=port)):
+            pass
+
+
+async def test_without_a_port_nothing_is_counted() -> None:
+    with watching(TOY) as found:
+        assert found.watch is None
+        assert found.metrics_port is None
+
+
+async def test_a_verifier_that_stops_has_finished_its_streams() -> None:
+    async with watched() as found:
+        async with build_agent(config(found.address, "none")) as agent:
+            stream = agent.generate("the quick", SamplingParams(max_tokens=4000, ignore_eos=True))
+            await anext(stream)
+            await found.verifier.stop()
+            with pytest.raises(GenerationError):
+                async for _ in stream:
+                    pass
+        while found.verifier._streams:
+            await found.scrape()
+        seen = await found.scrape()
+    assert seen.labels("requests_finished_total") == {"shutting_down": 1}

@@ -1,0 +1,232 @@
+"""Log-probabilities from the target to the user. Oracle: the toy's logits, and transformers' own
+model with ``log_softmax``. The text is that of a run without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.agent.agent import Agent, Chunk
+from edgespec.compose import TOY_MODEL, build_agent, load_target
+from edgespec.config import VerifierConfig
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore, score_token
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import PassRequest
+from edgespec.transport.codec import decode_downlink, decode_uplink
+from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from tests.shell.live_verifier import GatedTarget, daemon, serving, start, toy_text
+from tests.shell.test_end_to_end import IDS, PROMPT, SAMPLED, config, tokens
+from tests.shell.tiny_checkpoints import write_checkpoint
+
+WITHIN_S = 120
+
+
+async def scored(agent: Agent, params: SamplingParams, count: int) -> list[Chunk]:
+    return [chunk async for chunk in agent.generate(PROMPT, params, logprobs=count)]
+
+
+def told(chunks: list[Chunk]) -> list[TokenScore]:
+    return [score for chunk in chunks for score in chunk.logprobs]
+
+
+def expected(text: list[int], count: int) -> list[TokenScore]:
+    whole = [*IDS, *text]
+    return [
+        score_token(TOY_MODEL.logits(whole[: len(IDS) + place]), token, count)
+        for place, token in enumerate(text)
+    ]
+
+
+def same(found: list[TokenScore], right: list[TokenScore]) -> None:
+    assert len(found) == len(right)
+    for one, other in zip(found, right, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.margin == pytest.approx(other.margin, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert [x for _, x in one.top] == pytest.approx([x for _, x in other.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("draft", ["toy", "none"])
+async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
+    """Drafted trees and penalties too: scores are of the raw distribution."""
+    async with serving() as (address, _):
+        async with build_agent(config(address, draft)) as agent:
+            chunks = await scored(agent, SAMPLED, 3)
+            plain = await scored(agent, SAMPLED, 0)
+    text = toy_text(IDS, SAMPLED)
+    assert tokens(chunks) == tokens(plain) == text
+    assert told(plain) == []
+    same(told(chunks), expected(text, 3))
+    for chunk in chunks:
+        assert len(chunk.logprobs) == len(chunk.tokens)
+
+
+async def test_sessions_that_ask_and_that_do_not_share_passes() -> None:
+    async with serving() as (address, _):
+        async with build_agent(config(address)) as one, build_agent(config(address)) as two:
+            plain = two.generate(PROMPT, SAMPLED)
+            first = await anext(plain)
+            chunks = await scored(one, SAMPLED, 1)
+            rest = [first, *[chunk async for chunk in plain]]
+    assert tokens(rest) == tokens(chunks)
+    assert told(rest) == []
+    same(told(chunks), expected(tokens(chunks), 1))
+
+
+async def test_a_stop_string_cuts_scores_with_the_tokens() -> None:
+    text = ToyTokenizer().decode(toy_text(IDS, SAMPLED))
+    params = replace(SAMPLED, stop=(text[10:12],))
+    async with serving() as (address, _), build_agent(config(address)) as agent:
+        chunks = await scored(agent, params, 2)
+    assert 0 < len(tokens(chunks)) < SAMPLED.max_tokens
+    same(told(chunks), expected(tokens(chunks), 2))
+
+
+async def test_a_lost_link_loses_no_score() -> None:
+    target = GatedTarget(load_target(VerifierConfig(model="toy")), 8)
+    async with serving(target) as (address, verifier):
+        async with build_agent(config(address, "none")) as agent:
+            found: list[Chunk] = []
+            async for chunk in agent.generate(PROMPT, SAMPLED, logprobs=2):
+                if not found:
+                    for stream in tuple(verifier._streams.values()):
+                        await stream.close()
+                    target.gate.set()
+                found.append(chunk)
+            assert agent.stats is not None
+            assert agent.stats.counters.reconnects == 1
+    assert tokens(found) == toy_text(IDS, SAMPLED)
+    same(told(found), expected(tokens(found), 2))
+
+
+@pytest.mark.parametrize("wrong", [-1, 21])
+async def test_a_count_out_of_range_is_named(wrong: int) -> None:
+    async with serving() as (address, _), build_agent(config(address)) as agent:
+        with pytest.raises(ValueError, match=rf"logprobs is {wrong}, but must be in \[0, 20\]"):
+            await scored(agent, SAMPLED, wrong)
+
+
+def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:
+    with daemon() as (address, _):
+        line = ("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "6")
+        with start(*line, "--logprobs", "2", "--json") as device:
+            out, _ = device.communicate(timeout=WITHIN_S)
+        with start(*line, "--logprobs", "2") as shown:
+            text, errors = shown.communicate(timeout=WITHIN_S)
+        with edgespec.SyncAgent(address, draft="toy") as agent:
+            params = edgespec.SamplingParams(max_tokens=6)
+            chunks = list(agent.generate(PROMPT, params, logprobs=2))
+    chunked = [json.loads(one) for one in out.splitlines()]
+    logprobs = [score["logprob"] for chunk in chunked for score in chunk.get("logprobs", ())]
+    assert logprobs == [score.logprob for score in told(chunks)]
+    assert len(logprobs) == 6
+    assert text.strip() == ToyTokenizer().decode(tokens(chunks)).strip()
+    assert [float(one.split()[0]) for one in errors.splitlines()] == pytest.approx(
+        logprobs, abs=1e-4
+    )
+
+
+# --- hostile peers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("commit", "text"),
+    [
+        (pb.Commit(tokens=[1, 2], logprobs=[pb.TokenScore()]), "has 1 entries, .* per token: 2"),
+        (pb.Commit(logprobs=[pb.TokenScore()]), "has 1 entries, .* per token: 0"),
+        (pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[1])]), "0 entries, .*: 1"),
+        (
+            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[1] * 21, logprobs=[0] * 21)]),
+            "TokenScore.tokens has 21 entries",
+        ),
+        (
+            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[99], logprobs=[0])]),
+            "TokenScore.tokens",
+        ),
+        (
+            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(logprob=float("nan"))]),
+            "TokenScore.logprob is nan",
+        ),
+    ],
+)
+def test_scores_over_a_bound_are_refused(commit: pb.Commit, text: str) -> None:
+    payload = pb.VerifierMessage(commit=commit).SerializeToString()
+    with pytest.raises(ProtocolViolation, match=text):
+        decode_downlink(payload, WireLimits(vocabulary_size=50))
+
+
+def test_an_open_that_asks_for_too_many_is_refused() -> None:
+    wire = pb.Open(version=1, session_id="s", prompt=[1], logprobs=21)
+    with pytest.raises(ProtocolViolation, match=r"Open\.logprobs is 21"):
+        decode_uplink(pb.DeviceMessage(open=wire).SerializeToString())
+
+
+# --- a real model ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("scored"))
+
+
+def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
+    """A tree behind a prompt; each row against ``log_softmax`` of its path run alone."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    target = load_target(VerifierConfig(model=str(checkpoint), device="cpu"))
+    prompt, nodes, parents = (5, 9, 2, 11), (3, 4, 8), (-1, 0, -1)
+    for params in (SamplingParams(), SamplingParams(temperature=0.7, top_k=5, seed=3)):
+        target.open("s", len(prompt), params)
+        target.open("t", len(prompt), params)
+        asking = PassRequest("s", 0, prompt, nodes, parents, logprobs=4)
+        silent = replace(asking, key="t", logprobs=0)
+        scored, plain = target.forward([asking, silent])
+        target.close("s")
+        target.close("t")
+        assert plain.scores == ()
+        assert scored.targets == plain.targets
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32
+        )
+        paths = [(), (3,), (3, 4), (8,)]
+        for path, token, score in zip(paths, scored.targets, scored.scores, strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *path]])).logits[0, -1]
+            right = logits.float().log_softmax(-1)
+            best = right.topk(4)
+            assert score.logprob == pytest.approx(float(right[token]), abs=1e-4)
+            assert [x for _, x in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert [token for token, _ in score.top] == best.indices.tolist()
+            assert score.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+
+
+def test_nobody_asks_and_nothing_is_scored(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from edgespec.targets import scores
+
+    calls: list[int] = []
+    inner = scores._score_rows
+
+    def counted(logits: Any, chosen: Any, count: int) -> tuple[TokenScore, ...]:
+        calls.append(count)
+        return inner(logits, chosen, count)
+
+    monkeypatch.setattr(scores, "_score_rows", counted)
+    target = load_target(VerifierConfig(model=str(checkpoint), device="cpu"))
+    for key in ("s", "t"):
+        target.open(key, 3, SamplingParams())
+    batch = [PassRequest(key, 0, (1, 2, 3)) for key in ("s", "t")]
+    target.forward(batch)
+    assert calls == []
+    again = [replace(one, cache_length=2, feed=(3,)) for one in batch]
+    target.forward([replace(again[0], logprobs=5), again[1]])
+    assert calls == [5]
