@@ -7,6 +7,7 @@ told RESOURCE_EXHAUSTED when it finds no place in the line.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,15 @@ import grpc.aio
 
 from edgespec.core.verifier.stream_budget import CallBudget, CallLimits
 from edgespec.transport.peer_address import peer_address
+
+
+def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
+    """What a status carries besides, so that any gRPC client learns when to come back: whole
+    seconds as HTTP has it, and milliseconds as gRPC's own retries do. 0: no advice."""
+    if wait_s <= 0.0:
+        return ()
+    milliseconds = math.ceil(wait_s * 1e3)
+    return ("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(milliseconds))
 
 
 class CallLine:
@@ -33,7 +43,8 @@ class CallLine:
                 f"{peer} asks too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {self._limits.max_wait_s:g} s"
             )
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            advice = retry_metadata(wait_s - self._limits.max_wait_s)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 

@@ -32,8 +32,8 @@ def rest(pipe: IO[str] | None) -> str:
     return "" if pipe is None else pipe.read()
 
 
-def test_sigterm_drains_the_daemon_and_a_replacement_continues_the_text() -> None:
-    with daemon("--pass-ms", "10") as (address, verifier):
+def test_sigterm_stops_the_daemon_and_a_replacement_continues_the_text() -> None:
+    with daemon("--pass-ms", "10", "--drain-s", "0") as (address, verifier):
         device = generating(address)
         lines = [first_line(device)]
         verifier.send_signal(signal.SIGTERM)
