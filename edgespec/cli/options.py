@@ -233,6 +233,16 @@ Color = Annotated[
     ),
 ]
 
+ACCESS_KEYS: Mapping[str, str] = {
+    "tls": "tls.enabled",
+    "ca": "tls.ca",
+    "client_cert": "tls.client_cert",
+    "client_key": "tls.client_key",
+    "server_name": "tls.server_name",
+    "api_key_file": "api_key_file",
+    "insecure": "insecure",
+}
+"""How a device is let in: those of every command that talks to a verifier."""
 AGENT_KEYS: Mapping[str, str] = {
     "verifier": "verifier",
     "association": "association",
@@ -243,13 +253,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft": "draft.model",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",
-    "tls": "tls.enabled",
-    "ca": "tls.ca",
-    "client_cert": "tls.client_cert",
-    "client_key": "tls.client_key",
-    "server_name": "tls.server_name",
-    "api_key_file": "api_key_file",
-    "insecure": "insecure",
+    **ACCESS_KEYS,
     "policy": "policy.name",
     "gamma": "policy.gamma",
     "width": "policy.width",

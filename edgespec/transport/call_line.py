@@ -14,8 +14,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.stream_budget import CallBudget, CallLimits
 from edgespec.transport.peer_address import peer_address
+
+
+def caller(peer: str, credential: Credential) -> str:
+    """Who waits in a line: the peer, and whose key it showed. So no key can fill the line of others
+    that call from the same address, such as a proxy's."""
+    return f"{peer} (key {credential.name!r})" if credential.name else peer
 
 
 def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
@@ -34,9 +41,9 @@ class CallLine:
         self._limits, self._clock = limits, clock
         self._budget = CallBudget(limits, clock())
 
-    async def turn(self, context: Any) -> None:
+    async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
-        peer = peer_address(str(context.peer()))
+        peer = caller(peer_address(str(context.peer())), credential)
         wait_s = self._budget.turn(peer, self._clock())
         if wait_s > self._limits.max_wait_s:
             text = (

@@ -33,7 +33,7 @@ from edgespec.core.verifier.stream_budget import (
     UplinkLimits,
 )
 from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
-from edgespec.transport.call_line import CallLine, SideServices, retry_metadata
+from edgespec.transport.call_line import CallLine, SideServices, caller, retry_metadata
 from edgespec.transport.codec import SERVICE, encode_downlink
 from edgespec.transport.door import WRONG_KEY, Door, shown_key
 from edgespec.transport.grpc_options import Keepalive, server_options
@@ -218,10 +218,10 @@ class GrpcServer:
         """One stream, from its headers to its status."""
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
-        peer = peer_address(address)
         key = shown_key(context)
         if (credential := self._door.credential(key)) is None:
             await self._door.turn_away(context, lambda fault: encode_downlink(fault, self._limits))
+        peer = caller(peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
             await context.abort(
@@ -275,11 +275,12 @@ class GrpcServer:
     async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
         most_s = self._open_limits.max_wait_s
-        wait_s = self._opens.turn(stream.peer, asyncio.get_running_loop().time())
+        who = caller(stream.peer, stream.credential)
+        wait_s = self._opens.turn(who, asyncio.get_running_loop().time())
         if wait_s > most_s:
             await stream.over(_REFUSAL_DELAY_S)
             text = (
-                f"{stream.peer} opens streams too often: the wait would be {wait_s:.1f} s, "
+                f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {most_s:g} s"
             )
             return Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S)

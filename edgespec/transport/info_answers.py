@@ -25,9 +25,9 @@ class InfoAnswers:
 
     async def answer(self, _request: bytes, context: Any) -> bytes:
         """The encoded reply to one call."""
-        if self._door.credential(shown_key(context)) is None:
+        if (credential := self._door.credential(shown_key(context))) is None:
             await self._door.turn_away(context)
-        await self._line.turn(context)
+        await self._line.turn(context, credential)
         info = self._info()
         if info != self._told:
             self._told, self._answer = info, encode_info(info, self._limits)

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import GenerationError
+from edgespec.cli import checks
 from edgespec.cli.device import greet
 from edgespec.compose import SetupError, build_agent, connect
 from edgespec.config import (
@@ -83,6 +84,8 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
         (tmp_path / "key").write_text(keys["two"] + "\n")
         config = replace(device_config(address), api_key_file=str(tmp_path / "key"))
         assert (await greet(config))[1].name == "toy"
+        check = await checks.verifier(address, config)
+        assert (check.state, check.finding[:10]) == (checks.State.GOOD, "serves toy")
         async with build_agent(config) as agent:
             assert await collect(agent) == EXPECTED
         assert [event.credential.name for event in opened] == ["one", "two"]
@@ -108,6 +111,10 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
             assert agent.stats.counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
             await greet(config)
+        check = await checks.verifier(address, config)
+        assert check.state is checks.State.BAD
+        assert "UNAUTHENTICATED: this verifier" in check.finding
+        assert check.advice == ""
         assert not verifier.engine.sessions
         async with grpc.aio.insecure_channel(address) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
