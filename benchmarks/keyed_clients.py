@@ -4,8 +4,8 @@
 
 FOLDER holds ``ca.pem`` and the file ``NAME.key`` with the key of the flood. ``wrong-keys`` tries
 another key with each call, forty calls at a time; ``flood`` plays some kinds of
-``hostile_clients.py`` at once, all with the one key. It prints a JSON object with what became of the
-calls and is gone, its streams open. The process is niced to 10.
+``hostile_clients.py`` at once, all with the one key. It prints a JSON object with what became of
+the calls and is gone, its streams open. The process is niced to 10.
 """
 
 from __future__ import annotations
