@@ -48,7 +48,7 @@ class MessageCounter:
 
 def watch(report: Path) -> None:
     """Make the verifier that this process builds answer SIGUSR1."""
-    command: Any = importlib.import_module("edgespec.cli.verifier")
+    command: Any = importlib.import_module("edgespec.cli.serving")
     build = command.build_verifier
 
     def build_watched(*arguments: Any, **options: Any) -> Any:

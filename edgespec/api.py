@@ -70,12 +70,23 @@ def connect(
     run_ahead: str = RunAhead.AUTO.value,
     rtt_ms: float = 0.0,
     draft_ms: float = 0.0,
+    tls: bool = False,
+    ca: str = "",
+    client_cert: str = "",
+    client_key: str = "",
+    server_name: str = "",
+    api_key_file: str = "",
+    insecure: bool = False,
 ) -> Agent:
     """An agent for the verifier at ``address`` ("host:port" or "unix:path").
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
     Hub id, or ``none`` to only stream; ``model`` asks for a target by name; ``rtt_ms`` and
-    ``draft_ms`` emulate a longer link and a slower device. Use as ``async with``.
+    ``draft_ms`` emulate a longer link and a slower device. ``tls`` encrypts and trusts the system's
+    CAs, ``ca`` names a file of others; ``client_cert`` and ``client_key`` are for a verifier that
+    asks for them. The key for a verifier that wants one comes from ``EDGESPEC_API_KEY`` or
+    ``api_key_file``, and goes over TLS or loopback only, unless ``insecure``. Use as ``async
+    with``.
 
     Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
     file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
@@ -92,6 +103,13 @@ def connect(
         "policy.width": width,
         "policy.window": window,
         "policy.run_ahead": run_ahead,
+        "tls.enabled": tls,
+        "tls.ca": ca,
+        "tls.client_cert": client_cert,
+        "tls.client_key": client_key,
+        "tls.server_name": server_name,
+        "api_key_file": api_key_file,
+        "insecure": insecure,
     }
     return build_agent(load_config(AgentConfig, None, settings, overrides_from="connect"))
 

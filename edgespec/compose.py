@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
@@ -110,13 +111,15 @@ def build_verifier(
     *,
     target: TargetModel | None = None,
     tracer: Tracer | None = None,
+    access: ServerAccess | None = None,
     watch: Watch | None = None,
 ) -> tuple[Verifier, GrpcServer]:
-    """A verifier and the server that listens for it; call ``await server.start()``. ``watch``
-    counts what both do."""
+    """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
+    reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_server import GrpcServer
         from edgespec.transport.wire_limits import WireLimits
+    access = access or ServerAccess(config)
     target = target or load_target(config)
     bounds = config.limits
     context_length = target.info.context_length
@@ -152,6 +155,8 @@ def build_verifier(
         peer_share=bounds.peer_share,
         meter=None if watch is None else watch.traffic,
         refused=None if streams is None else streams.refused,
+        credentials=access.credentials,
+        authenticate=access.authenticate if access.asks_for_keys else None,
     )
     return verifier, server
 
@@ -259,17 +264,29 @@ def vocabulary_of(reference: str) -> str:
     return vocabulary_fingerprint(folder / "tokenizer.json")
 
 
-def connect(address: str, link: LinkSection | None = None) -> Transport:
+def connect(
+    address: str, link: LinkSection | None = None, access: DeviceAccess | None = None
+) -> Transport:
     """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
 
-    Nothing is sent before the first use. A missing port means the default one.
+    Nothing is sent before the first use. A missing port means the default one. Raises
+    ``ConfigError`` when ``access`` holds a key that others could read on its way there.
     """
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_client import GrpcTransport
         from edgespec.transport.shaped import ShapedTransport
         from edgespec.transport.wire_limits import WireLimits
     wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
-    transport = GrpcTransport(with_port(address), limits=wire, trace_parent=current_trace_parent)
+    access = access or DeviceAccess()
+    transport = GrpcTransport(
+        with_port(address),
+        limits=wire,
+        credentials=access.credentials,
+        shows_certificate=access.shows_certificate,
+        server_name=access.server_name,
+        api_key=access.key_for(with_port(address)),
+        trace_parent=current_trace_parent,
+    )
     if link is None or not link.shaped:
         return transport
     up, down = link_models(link)
@@ -318,7 +335,7 @@ def build_agent(
         )
     reference = tokenizer_reference(config)
     tokenizer = load_tokenizer(reference)
-    transport = connect(config.verifiers[0], config.link)
+    transport = connect(config.verifiers[0], config.link, device_access(config))
     policy = config.policy
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),

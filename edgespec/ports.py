@@ -13,14 +13,17 @@ from typing import Protocol
 from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier.credential import Credential
 
 __all__ = [
+    "Authenticate",
     "ByteMeter",
     "CacheShape",
     "Cancelled",
     "Candidate",
     "CapacityError",
     "Clock",
+    "Credential",
     "DeviceStream",
     "Drafter",
     "LinkError",
@@ -32,6 +35,7 @@ __all__ = [
     "StepCancelledError",
     "TargetModel",
     "Transport",
+    "UntrustedPeerError",
     "VerifierStream",
     "never_cancelled",
 ]
@@ -150,6 +154,11 @@ class LinkError(ConnectionError):
         self.retryable = retryable
 
 
+class UntrustedPeerError(LinkError):
+    """Somebody answers, but no TLS connection comes about: the message says whose certificate is
+    not accepted, and why."""
+
+
 class DeviceStream(Protocol):
     """The device's end of one generation's stream."""
 
@@ -176,6 +185,10 @@ class VerifierStream(Protocol):
         """What fairness counts by: the device's address without its port, ``unix`` for a unix
         socket, ``loopback`` within one process."""
 
+    @property
+    def credential(self) -> Credential:
+        """Whose key the device showed; ``ANYBODY`` where none is asked for."""
+
     async def send(self, message: Downlink) -> None: ...
 
     async def receive(self) -> Uplink: ...
@@ -197,6 +210,9 @@ class Transport(Protocol):
 
 ServeStream = Callable[[VerifierStream], Awaitable[None]]
 """What a server transport calls for each stream a device opens."""
+
+Authenticate = Callable[[str], Credential | None]
+"""Whose key it is that a device showed (empty: it showed none); None: nobody's, refuse it."""
 
 
 class ByteMeter(Protocol):

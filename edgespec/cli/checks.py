@@ -14,9 +14,10 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
+from edgespec.config import AgentConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
-from edgespec.ports import LinkError
+from edgespec.ports import LinkError, UntrustedPeerError
 
 MIN_PYTHON = (3, 11)
 NEEDED = ("grpcio", "numpy", "protobuf", "tokenizers", "typer", "pyyaml")
@@ -173,16 +174,19 @@ def free_port(port: int) -> Check:
     return Check(name, State.GOOD, "free")
 
 
-async def verifier(address: str) -> Check:
+async def verifier(address: str, config: AgentConfig) -> Check:
+    from edgespec.access import device_access
     from edgespec.compose import connect, with_port
 
-    transport = connect(address)
+    transport = connect(address, access=device_access(config))
     name = f"verifier at {with_port(address)}"
     try:
         served = await transport.info()
     except LinkError as error:
         port = with_port(address).rpartition(":")[2]
-        return Check(name, State.BAD, str(error), f"edgespec verifier --port {port}")
+        refused = isinstance(error, UntrustedPeerError) or not error.retryable
+        advice = "" if refused else f"edgespec verifier --port {port}"
+        return Check(name, State.BAD, str(error), advice)
     finally:
         await transport.close()
     model, limits = served.model, served.limits

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+from edgespec.access import device_access
 from edgespec.agent.agent import Agent
 from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.cli.running import say
@@ -25,7 +26,7 @@ from edgespec.config import DEFAULT_PORT, LEARNED, AgentConfig
 from edgespec.core.association.network import LearnedAssociation
 from edgespec.core.association.policies import AssociationPolicy, DeviceView, association_policy
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import LinkError, ModelInfo
+from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
 
 # Of a device that was not told how fast it drafts; no simple policy looks at it.
 _USUAL_STEP_S = 0.01
@@ -38,7 +39,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     if len(config.verifiers) > 1:
         return await _choose(config)
     (address,) = config.verifiers
-    transport = connect(address)
+    transport = connect(address, access=device_access(config))
     try:
         info = (await transport.info()).model
     except LinkError as error:
@@ -53,7 +54,8 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     policy = association(config.association)
     device = DeviceView(platform.node(), config.draft.draft_ms / 1e3 or _USUAL_STEP_S)
-    links = {with_port(address): connect(address) for address in config.verifiers}
+    access = device_access(config)
+    links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
         found = await choose_verifier(
             links, policy, device, lambda model: _misfit(config, model, "it")
@@ -111,7 +113,9 @@ def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:
 
 
 def no_verifier(address: str, error: LinkError) -> str:
-    """The message for a verifier that is not there."""
+    """The message for a verifier that is not there, or that does not let us in."""
+    if isinstance(error, UntrustedPeerError) or not error.retryable:
+        return str(error)
     port = with_port(address).rpartition(":")[2]
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
     return (

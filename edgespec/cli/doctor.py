@@ -8,15 +8,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from edgespec.cli import checks
+from edgespec.cli import checks, options
 from edgespec.cli.checks import Check, State
 from edgespec.cli.running import FAILED, reported, run
-from edgespec.config import DEFAULT_PORT
+from edgespec.config import DEFAULT_PORT, AgentConfig
 
 _MARKS = {State.GOOD: "[green]ok[/]  ", State.NOTE: "[yellow]note[/]", State.BAD: "[red]BAD[/] "}
 
 
 def doctor(
+    context: typer.Context,
     verifier: Annotated[
         list[str] | None,
         typer.Option(
@@ -26,6 +27,13 @@ def doctor(
             help="Also ask this verifier what it serves; repeatable",
         ),
     ] = None,
+    tls: options.Tls = None,
+    ca: options.Ca = None,
+    client_cert: options.ClientCert = None,
+    client_key: options.ClientKey = None,
+    server_name: options.ServerName = None,
+    api_key_file: options.ApiKeyFile = None,
+    insecure: options.Insecure = None,
     port: Annotated[
         int, typer.Option("--port", help="The port a verifier here would take")
     ] = DEFAULT_PORT,
@@ -35,6 +43,7 @@ def doctor(
     Exit code 1 if something a device needs is broken; notes are about what is optional.
     """
     with reported():
+        config = options.configured(AgentConfig, context, options.ACCESS_KEYS)
         found = [
             checks.python(),
             *checks.packages(),
@@ -45,7 +54,7 @@ def doctor(
             checks.exactness(),
             checks.free_port(port),
         ]
-        found += [run(checks.verifier(address)) for address in verifier or ()]
+        found += [run(checks.verifier(address, config)) for address in verifier or ()]
     console = Console(highlight=False)
     for check in found:
         _print(console, check)

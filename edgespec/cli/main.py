@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from edgespec import __version__
+from edgespec.cli.certs import certs
 from edgespec.cli.chat import chat
 from edgespec.cli.demo import demo
 from edgespec.cli.doctor import doctor
 from edgespec.cli.export import export
 from edgespec.cli.generate import generate
+from edgespec.cli.keys import keys
 from edgespec.cli.plan import plan
 from edgespec.cli.profile import profile
 from edgespec.cli.running import EXIT_CODES
@@ -69,3 +71,5 @@ if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
 app.command(epilog=EXIT_CODES)(profile)
 app.add_typer(plan)
+app.add_typer(keys)
+app.add_typer(certs)

@@ -85,6 +85,59 @@ RttMs = Annotated[
     float | None,
     typer.Option("--rtt-ms", help="Emulate a link of this round trip", rich_help_panel=_WHERE),
 ]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls/--no-tls",
+        help="Encrypt, and trust the CAs that the system trusts",
+        rich_help_panel=_WHERE,
+    ),
+]
+Ca = Annotated[
+    str | None,
+    typer.Option("--ca", metavar="FILE", help="Encrypt, and trust this CA", rich_help_panel=_WHERE),
+]
+ClientCert = Annotated[
+    str | None,
+    typer.Option(
+        "--client-cert",
+        metavar="FILE",
+        help="This device's certificate, if the verifier wants one",
+        rich_help_panel=_WHERE,
+    ),
+]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        "--client-key", metavar="FILE", help="The private key of that", rich_help_panel=_WHERE
+    ),
+]
+ServerName = Annotated[
+    str | None,
+    typer.Option(
+        "--server-name",
+        metavar="NAME",
+        help="Name in the verifier's certificate (default: the host)",
+        rich_help_panel=_WHERE,
+    ),
+]
+ApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        help="Holds the key for the verifier; EDGESPEC_API_KEY wins over it",
+        rich_help_panel=_WHERE,
+    ),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure/--no-insecure",
+        help="Send the key without TLS, too",
+        rich_help_panel=_WHERE,
+    ),
+]
 Draft = Annotated[
     str | None,
     typer.Option(
@@ -200,6 +253,16 @@ Color = Annotated[
     ),
 ]
 
+ACCESS_KEYS: Mapping[str, str] = {
+    "tls": "tls.enabled",
+    "ca": "tls.ca",
+    "client_cert": "tls.client_cert",
+    "client_key": "tls.client_key",
+    "server_name": "tls.server_name",
+    "api_key_file": "api_key_file",
+    "insecure": "insecure",
+}
+"""How a device is let in: those of every command that talks to a verifier."""
 AGENT_KEYS: Mapping[str, str] = {
     "verifier": "verifier",
     "association": "association",
@@ -211,6 +274,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft": "draft.model",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",
+    **ACCESS_KEYS,
     "policy": "policy.name",
     "gamma": "policy.gamma",
     "width": "policy.width",

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,10 +108,12 @@ async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
             loop.remove_signal_handler(number)
 
 
-def on_stopping_signals(stop: Callable[[int], None]) -> list[int]:
+def on_stopping_signals(
+    stop: Callable[[int], None], numbers: Sequence[int] = _STOPPING_SIGNALS
+) -> list[int]:
     """From now on the running loop calls ``stop`` with the number of each signal that asks this
     process to end. Signals that are ignored, as under ``nohup``, stay so. Returns the others."""
-    heeded = [n for n in _STOPPING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     loop = asyncio.get_running_loop()
     for number in heeded:
         loop.add_signal_handler(number, stop, number)

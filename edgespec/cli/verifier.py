@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import gc
 import logging
 import os
-import signal
-import socket
-import sys
 from typing import Annotated
 
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.running import (
-    FAILED,
-    on_stopping_signals,
-    reported,
-    say,
-    set_up_logging,
-    trace_to,
-)
-from edgespec.cli.watching import Watching, watching
-from edgespec.compose import SetupError, build_verifier, load_target, target_mode
+from edgespec.cli.running import FAILED, reported, say, set_up_logging, trace_to
+from edgespec.cli.serving import serve
 from edgespec.config import VerifierConfig
-from edgespec.ports import TargetModel
-from edgespec.telemetry.trace import Tracer
 
 KEYS = {
     "model": "model",
@@ -40,6 +25,12 @@ KEYS = {
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
     "server_drafts": "server_drafts",
+    "keys": "keys",
+    "tls_cert": "tls.cert",
+    "tls_key": "tls.key",
+    "client_ca": "tls.client_ca",
+    "insecure": "insecure",
+    "drain_s": "drain_s",
     "pass_ms": "pacing.pass_ms",
     "trace": "trace",
     "metrics_port": "metrics_port",
@@ -52,6 +43,7 @@ WITH_PARENT = "--with-parent"
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
 ]
+_SERVICE = "Service"
 ServerDrafts = Annotated[
     bool | None,
     typer.Option(
@@ -59,49 +51,109 @@ ServerDrafts = Annotated[
         help="Guess from the text itself where a device sends no draft (default: on)",
     ),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        envvar="EDGESPEC_MODEL",
+        help="bundled, a folder, a Hub id, toy (default: bundled)",
+    ),
+]
+Name = Annotated[
+    str | None, typer.Option("--name", help="What devices ask for (default: the model's)")
+]
+Host = Annotated[str | None, typer.Option("--host", help="(default: 127.0.0.1)")]
+Port = Annotated[
+    int | None,
+    typer.Option("--port", "-p", envvar="EDGESPEC_PORT", help="0: any (default: 7420)"),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")]
 Canonical = Annotated[
     bool | None,
     typer.Option(
-        "--canonical/--no-canonical", help="Same bits under every schedule (default: on CPUs)"
+        "--canonical/--no-canonical",
+        help="Same bits under every schedule (default: on CPUs)",
     ),
 ]
-_STREAMS_END_WITHIN_S = 3.0
+MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
+MaxModelLen = Annotated[
+    int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
+]
+PassMs = Annotated[
+    float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
+]
+ServiceKeys = Annotated[
+    str | None,
+    typer.Option(
+        "--keys",
+        metavar="FILE",
+        help="Let in who shows one of these keys (`edgespec keys`)",
+        rich_help_panel=_SERVICE,
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-cert",
+        metavar="FILE",
+        help="Encrypt, with this certificate (`edgespec certs`)",
+        rich_help_panel=_SERVICE,
+    ),
+]
+TlsKey = Annotated[
+    str | None,
+    typer.Option("--tls-key", metavar="FILE", help="Its private key", rich_help_panel=_SERVICE),
+]
+ClientCa = Annotated[
+    str | None,
+    typer.Option(
+        "--client-ca",
+        metavar="FILE",
+        help="Let in devices with a certificate of this CA only",
+        rich_help_panel=_SERVICE,
+    ),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure/--no-insecure",
+        help="Listen beyond this machine without TLS",
+        rich_help_panel=_SERVICE,
+    ),
+]
+DrainS = Annotated[
+    float | None,
+    typer.Option(
+        "--drain-s",
+        help="How long streams may go on after SIGTERM (default: 30)",
+        rich_help_panel=_SERVICE,
+    ),
+]
 
 
 def verifier(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            envvar="EDGESPEC_MODEL",
-            help="bundled, a folder, a Hub id, toy (default: bundled)",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="What devices ask for (default: the model's)")
-    ] = None,
-    host: Annotated[str | None, typer.Option("--host", help="(default: 127.0.0.1)")] = None,
-    port: Annotated[
-        int | None,
-        typer.Option("--port", "-p", envvar="EDGESPEC_PORT", help="0: any (default: 7420)"),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
-    ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")] = None,
+    model: Model = None,
+    name: Name = None,
+    host: Host = None,
+    port: Port = None,
+    dtype: Dtype = None,
+    device: Device = None,
     canonical: Canonical = None,
-    max_sessions: Annotated[
-        int | None, typer.Option("--max-sessions", help="(default: 64)")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
-    ] = None,
+    max_sessions: MaxSessions = None,
+    max_model_len: MaxModelLen = None,
     server_drafts: ServerDrafts = None,
-    pass_ms: Annotated[
-        float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
-    ] = None,
+    keys: ServiceKeys = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    client_ca: ClientCa = None,
+    insecure: Insecure = None,
+    drain_s: DrainS = None,
+    pass_ms: PassMs = None,
     metrics_port: options.MetricsPort = None,
     metrics_host: options.MetricsHost = None,
     trace: options.Trace = None,
@@ -113,17 +165,20 @@ def verifier(
 ) -> None:
     """Serve a target model to devices, until Ctrl-C or SIGTERM.
 
-    Prints one line when it is ready. Stopping tells the devices, who come back when a verifier
-    does; a second Ctrl-C ends at once. The port is not encrypted and asks for no password: listen
-    beyond this machine only on a network you trust.
+    Prints one line when it is ready. To stop, it takes no new streams, lets the running ones go on
+    for --drain-s seconds and tells the rest, who come back when a verifier does; a second Ctrl-C
+    ends at once. SIGHUP reads keys and certificates again. Without TLS it listens on this machine
+    alone.
 
-    [dim]edgespec verifier --host 0.0.0.0 --port 7420[/]
+    [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
+
+    [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
     """
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)
         set_up_logging(settings.log_level, settings.log_format)
         with trace_to(settings.trace) as tracer:
-            failure = asyncio.run(_serve(settings, tracer, with_parent))
+            failure = asyncio.run(serve(settings, tracer, with_parent))
         _leave(failure)
 
 
@@ -134,90 +189,3 @@ def _leave(failure: str | None) -> None:
     say(f"error: the verifier failed: {failure}")
     logging.shutdown()
     os._exit(FAILED)
-
-
-async def _serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
-    """Until somebody asks for the end, or the verifier fails: then why."""
-    if not sys.stderr.isatty():  # a log file wants no progress bars
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    end = _End()
-    on_stopping_signals(end.ask)
-    if with_parent:
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
-    check_free(config)
-    with watching(config) as watch:
-        return await _serve_until(end, config, tracer, watch)
-
-
-async def _serve_until(
-    end: _End, config: VerifierConfig, tracer: Tracer, watch: Watching
-) -> str | None:
-    say(f"loading {config.model} ...")
-    target = await asyncio.to_thread(load_target, config)
-    serving, server = build_verifier(config, target=target, tracer=tracer, watch=watch.watch)
-    await server.start()
-    _collect_less_often()
-    watch.start(serving)
-    end.devices_know = True
-    typer.echo(ready_line(config, server.port, target))
-    ends = [asyncio.ensure_future(event.wait()) for event in (end.asked, serving.broken)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if not serving.broken.is_set():
-        await serving.stop()
-    await server.stop(_STREAMS_END_WITHIN_S)
-    return serving.why_broken
-
-
-def _collect_less_often() -> None:
-    """What is loaded by now stays to the end, and what streams leave behind is mostly freed without
-    the garbage collector, which at Python's thresholds took 7 % of a busy event loop
-    (``benchmarks/daemon_load.py``). It still looks, every 20,000 new objects."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-
-
-class _End:
-    """The first request to stop is obeyed in order, the second at once.
-
-    So is the first one while the model is still being loaded: nobody has to be told yet.
-    """
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.devices_know = False
-
-    def ask(self, number: int) -> None:
-        if self.asked.is_set() or not self.devices_know:
-            os._exit(128 + number)
-        self.asked.set()
-        say("stopping; the devices are told")
-
-
-def _read_stdin(end: _End) -> None:
-    """What comes means nothing; the end of it is the end of the process that started this one,
-    even where that was killed and could not say so."""
-    if not os.read(sys.stdin.fileno(), 4096):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        end.ask(signal.SIGHUP)
-
-
-def check_free(config: VerifierConfig) -> None:
-    """Raises ``SetupError`` when the address cannot be had: said before a model is loaded."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            why = error.strerror or str(error)
-            hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
-            raise SetupError(f"cannot listen on {config.address}: {why}{hint}") from error
-
-
-def ready_line(config: VerifierConfig, port: int, target: TargetModel) -> str:
-    host = config.address.rpartition(":")[0]
-    return (
-        f"edgespec verifier ready on {host}:{port}: {target.info.name},"
-        f" {target_mode(target)}, context {target.info.context_length}"
-    )

@@ -17,6 +17,7 @@ from edgespec.config.sections import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.config.security import DeviceTlsSection, ServerTlsSection
 
 __all__ = [
     "DEFAULT_ADDRESS",
@@ -24,12 +25,14 @@ __all__ = [
     "LEARNED",
     "AgentConfig",
     "ConfigError",
+    "DeviceTlsSection",
     "DraftSection",
     "LimitsSection",
     "LinkSection",
     "PacingSection",
     "PolicyName",
     "PolicySection",
+    "ServerTlsSection",
     "VerifierConfig",
     "dump_config",
     "load_config",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.reconnect import ReconnectPolicy
@@ -105,6 +106,13 @@ class VerifierConfig:
     """May a pass without a draft of the device carry guesses of the verifier's own?"""
     pacing: PacingSection = field(default_factory=PacingSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
+    keys: str = ""
+    """File of the keys that are let in (``edgespec keys``); empty: whoever can connect is."""
+    tls: ServerTlsSection = field(default_factory=ServerTlsSection)
+    insecure: bool = False
+    """Listen beyond this machine without TLS."""
+    drain_s: float = 30.0
+    """How long running streams may go on after a request to stop."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"
@@ -124,6 +132,12 @@ class VerifierConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
+        bounded("drain_s", self.drain_s, 0.0, 86_400.0)
+        if not (self.tls.used or self.insecure or is_loopback(self.host)):
+            raise ValueError(
+                f"host is {self.host!r}, which others can reach, and there is no TLS: give"
+                " --tls-cert and --tls-key (`edgespec certs` makes them), or --insecure"
+            )
         if self.threads is not None:
             bounded("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
@@ -224,6 +238,11 @@ class AgentConfig:
     association: str = LowestDelay.name
     """By what to choose among several verifiers (``core/association/policies.py``), or
     ``learned:FILE``."""
+    tls: DeviceTlsSection = field(default_factory=DeviceTlsSection)
+    api_key_file: str = ""
+    """File that holds the key for the verifier; ``EDGESPEC_API_KEY`` in the environment wins."""
+    insecure: bool = False
+    """Send the key also where it can be read on its way."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"

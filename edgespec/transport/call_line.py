@@ -7,14 +7,31 @@ told RESOURCE_EXHAUSTED when it finds no place in the line.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.stream_budget import CallBudget, CallLimits
 from edgespec.transport.peer_address import peer_address
+
+
+def caller(peer: str, credential: Credential) -> str:
+    """Who waits in a line: the peer, and whose key it showed. So no key can fill the line of others
+    that call from the same address, such as a proxy's."""
+    return f"{peer} (key {credential.name!r})" if credential.name else peer
+
+
+def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
+    """What a status carries besides, so that any gRPC client learns when to come back: whole
+    seconds as HTTP has it, and milliseconds as gRPC's own retries do. 0: no advice."""
+    if wait_s <= 0.0:
+        return ()
+    milliseconds = math.ceil(wait_s * 1e3)
+    return ("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(milliseconds))
 
 
 class CallLine:
@@ -24,16 +41,17 @@ class CallLine:
         self._limits, self._clock = limits, clock
         self._budget = CallBudget(limits, clock())
 
-    async def turn(self, context: Any) -> None:
+    async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
-        peer = peer_address(str(context.peer()))
+        peer = caller(peer_address(str(context.peer())), credential)
         wait_s = self._budget.turn(peer, self._clock())
         if wait_s > self._limits.max_wait_s:
             text = (
                 f"{peer} asks too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {self._limits.max_wait_s:g} s"
             )
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            advice = retry_metadata(wait_s - self._limits.max_wait_s)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 

@@ -69,6 +69,7 @@ _FAULT: Final = {
     6: FaultCode.OVERLOADED,
     7: FaultCode.SHUTTING_DOWN,
     8: FaultCode.INTERNAL,
+    9: FaultCode.UNAUTHENTICATED,
 }
 _FINISH_NAME: Final = {m: pb.FinishReason.Name(n) for n, m in _FINISH.items()}
 # The wire has one word for both; the device tells them apart.

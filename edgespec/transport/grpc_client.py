@@ -17,11 +17,13 @@ import grpc.aio
 from grpc.aio import EOF
 
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.ports import ByteMeter, DeviceStream, LinkError
+from edgespec.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
 from edgespec.transport.codec import SERVICE, decode_downlink, decode_info, encode_uplink
+from edgespec.transport.door import HEADER, SCHEME
 from edgespec.transport.grpc_options import Keepalive, client_options
 from edgespec.transport.shielded_call import ShieldedCall
-from edgespec.transport.trace_parent import HEADER
+from edgespec.transport.tls import handshake_failure
+from edgespec.transport.trace_parent import HEADER as SPAN_HEADER
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 # Statuses that a second attempt would meet again.
@@ -47,8 +49,11 @@ _LINGER_S: Final = 1.0
 class GrpcTransport:
     """Streams to the verifier at ``address`` ("host:port" or "unix:path").
 
-    ``credentials`` None is plaintext. ``connect_timeout_s`` bounds connect and info, each.
-    ``trace_parent`` is asked at each connect for the caller's span, empty for none.
+    ``credentials`` None is plaintext; whether they hold a certificate of this device is
+    ``shows_certificate``. ``server_name`` is what the verifier's certificate has to name, if not
+    the host. Whether ``api_key`` may go there is for the caller to know. ``connect_timeout_s``
+    bounds connect and info, each. ``trace_parent`` is asked at each connect for the caller's span,
+    empty for none.
     """
 
     def __init__(
@@ -58,6 +63,9 @@ class GrpcTransport:
         limits: WireLimits | None = None,
         keepalive: Keepalive | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        shows_certificate: bool = False,
+        server_name: str = "",
+        api_key: str = "",
         meter: ByteMeter | None = None,
         connect_timeout_s: float = 5.0,
         trace_parent: Callable[[], str] = lambda: "",
@@ -69,7 +77,9 @@ class GrpcTransport:
         self._address = address
         self._limits = limits or WireLimits()
         self._keepalive = keepalive or Keepalive()
-        self._credentials = credentials
+        self._credentials, self._shows_certificate = credentials, shows_certificate
+        self._server_name = server_name
+        self._metadata = ((HEADER, f"{SCHEME} {api_key}"),) if api_key else None
         self._meter = meter
         self._connect_timeout_s = connect_timeout_s
         self._trace_parent = trace_parent
@@ -86,14 +96,15 @@ class GrpcTransport:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
         span = self._trace_parent()
-        call = method(metadata=((HEADER, span),) if span else None)
+        metadata = (*(self._metadata or ()), *(((SPAN_HEADER, span),) if span else ()))
+        call = method(metadata=metadata or None)
         try:
             await asyncio.wait_for(call.wait_for_connection(), self._connect_timeout_s)
         except TimeoutError:
             call.cancel()
             raise self._timed_out("connect") from None
         except grpc.aio.AioRpcError as error:
-            raise _link_error(self._address, error.code(), error.details()) from None
+            raise self._refused(error) from None
         except BaseException:
             call.cancel()
             raise
@@ -105,12 +116,12 @@ class GrpcTransport:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Info", None, None)
         try:
-            payload = await method(b"", timeout=self._connect_timeout_s)
+            payload = await method(b"", timeout=self._connect_timeout_s, metadata=self._metadata)
             return decode_info(payload, self._limits)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise self._timed_out("info") from None
-            raise _link_error(self._address, error.code(), error.details()) from None
+            raise self._refused(error) from None
         except ProtocolViolation as violation:
             raise LinkError(f"verifier at {self._address}: {violation}", retryable=False) from None
 
@@ -135,7 +146,11 @@ class GrpcTransport:
         if self._closed:
             raise LinkError(f"the transport to {self._address} was closed here", retryable=False)
         if self._channel is None:
-            options = client_options(self._limits, self._keepalive, self._connect_timeout_s)
+            options: list[tuple[str, Any]] = [
+                *client_options(self._limits, self._keepalive, self._connect_timeout_s)
+            ]
+            if self._server_name:
+                options.append(("grpc.ssl_target_name_override", self._server_name))
             if self._credentials is None:
                 self._channel = grpc.aio.insecure_channel(self._address, options=options)
             else:
@@ -143,6 +158,17 @@ class GrpcTransport:
                     self._address, self._credentials, options=options
                 )
         return self._channel
+
+    def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
+        """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
+        why = handshake_failure(
+            error.details() or "",
+            tls=self._credentials is not None,
+            certificate_shown=self._shows_certificate,
+        )
+        if why is not None:
+            return UntrustedPeerError(f"verifier at {self._address}: {why}")
+        return _link_error(self._address, error.code(), error.details())
 
     def _timed_out(self, what: str) -> LinkError:
         return LinkError(

@@ -18,6 +18,7 @@ Options = list[tuple[str, int]]
 # than the waits of a session, or its attempts would be refused without a look at the peer.
 _FIRST_RECONNECT_S = 0.1
 _LAST_RECONNECT_S = 0.3
+_HANDSHAKE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def server_options(limits: WireLimits, keepalive: Keepalive) -> Options:
         *_common(limits, keepalive),
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
         ("grpc.so_reuseport", 0),
+        # Who connects and does not finish the TLS handshake; the library waits two minutes.
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
         ("grpc.http2.max_ping_strikes", 0),
     ]

@@ -32,9 +32,10 @@ from edgespec.core.verifier.stream_budget import (
     UplinkBudget,
     UplinkLimits,
 )
-from edgespec.ports import ByteMeter, LinkError, ServeStream
-from edgespec.transport.call_line import CallLine, SideServices
-from edgespec.transport.codec import SERVICE
+from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
+from edgespec.transport.call_line import CallLine, SideServices, caller, retry_metadata
+from edgespec.transport.codec import SERVICE, encode_downlink
+from edgespec.transport.door import WRONG_KEY, Door, shown_key
 from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.transport.info_answers import InfoAnswers
@@ -49,6 +50,8 @@ _MAX_DETAILS = 512
 _LAST_WORDS_S = 0.5
 # A peer that is refused for opening too often cannot try again before it has heard of it.
 _REFUSAL_DELAY_S = 0.5
+# How long a refused device should wait: by then a slot or a place in the line may be free.
+_RETRY_AFTER_S = 1.0
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
 
@@ -61,9 +64,12 @@ _STATUS = {
     FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
     FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
 
-_SHUTTING_DOWN = Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
+_SHUTTING_DOWN = Fault(
+    FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
+)
 
 
 class GrpcServer:
@@ -71,8 +77,9 @@ class GrpcServer:
 
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
-    ``credentials`` None is plaintext. ``stalled_s`` is how long a device may leave a message
-    unread. ``refused`` hears why a stream ended on which no generation began.
+    ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
+    how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
+    generation began.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class GrpcServer:
         limits: WireLimits | None = None,
         keepalive: Keepalive | None = None,
         credentials: grpc.ServerCredentials | None = None,
+        authenticate: Authenticate | None = None,
         meter: ByteMeter | None = None,
         max_streams: int = 1024,
         peer_share: float = 0.75,
@@ -99,6 +107,7 @@ class GrpcServer:
         self._limits = limits or WireLimits()
         self._keepalive = keepalive or Keepalive()
         self._credentials = credentials
+        self._door = Door(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s = stalled_s
@@ -128,7 +137,7 @@ class GrpcServer:
         self._uplink = UplinkBudget(self._uplink_limits or UplinkLimits(), clock())
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
-        self._infos = InfoAnswers(self._info, self._limits, questions)
+        self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
         server = grpc.aio.server(
             options=server_options(self._limits, self._keepalive),
             interceptors=(SideServices(SERVICE, questions),),
@@ -146,12 +155,15 @@ class GrpcServer:
         for service in ("", SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Report NOT_SERVING, refuse new streams, give the running ones ``grace_s`` seconds, then
-        end them with Fault(SHUTTING_DOWN)."""
-        if self._server is None:
+    @property
+    def stream_count(self) -> int:
+        """Streams that are being served."""
+        return len(self._streams)
+
+    async def drain(self) -> None:
+        """Report NOT_SERVING and refuse new streams, those in line too; the others go on."""
+        if self._server is None or self._draining:
             return
-        server, self._server = self._server, None
         self._draining = True
         # One that watches the health and does not read would hold this up for ever.
         with suppress(TimeoutError):
@@ -159,6 +171,19 @@ class GrpcServer:
                 await self._health.enter_graceful_shutdown()
         for stream in tuple(self._in_line):
             stream.hang_up(_SHUTTING_DOWN)
+
+    async def drained(self) -> None:
+        """Wait until no stream is served any more; after ``drain``."""
+        while self._streams:
+            await asyncio.wait(self._streams.values())
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """``drain``, give the running streams ``grace_s`` seconds, then end them with
+        Fault(SHUTTING_DOWN)."""
+        await self.drain()
+        if self._server is None:
+            return
+        server, self._server = self._server, None
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
@@ -196,11 +221,19 @@ class GrpcServer:
         """One stream, from its headers to its status."""
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
-        peer = peer_address(address)
+        key = shown_key(context)
+        if (credential := self._door.credential(key)) is None:
+            self._refused(FaultCode.UNAUTHENTICATED)
+            await self._door.turn_away(context, lambda fault: encode_downlink(fault, self._limits))
+        peer = caller(peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
-            await context.abort(_STATUS[FaultCode.OVERLOADED], f"{text}{self._max_peer_calls}")
+            await context.abort(
+                _STATUS[FaultCode.OVERLOADED],
+                f"{text}{self._max_peer_calls}",
+                retry_metadata(_RETRY_AFTER_S),
+            )
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
@@ -209,22 +242,25 @@ class GrpcServer:
                 address,
                 self._limits,
                 self._uplink.open(asyncio.get_running_loop().time()),
+                credential=credential,
                 meter=self._meter,
                 on_open=self._slots.opened,
                 stalled_s=self._stalled_s,
             )
-            await self._from_line_to_status(stream, context)
+            await self._from_line_to_status(stream, context, key)
         finally:
             self._calls[peer] -= 1
             if not self._calls[peer]:
                 del self._calls[peer]
 
-    async def _from_line_to_status(self, stream: GrpcVerifierStream, context: Any) -> None:
+    async def _from_line_to_status(
+        self, stream: GrpcVerifierStream, context: Any, key: str
+    ) -> None:
         try:
             if refusal := await self._refusal(stream):
                 stream.hang_up(refusal)
             elif not await stream.over(0.0):
-                task = asyncio.create_task(self._run(stream))
+                task = asyncio.create_task(self._run(stream, key))
                 self._streams[stream] = task
                 task.add_done_callback(lambda _: self._streams.pop(stream, None))
             await stream.over()
@@ -239,19 +275,21 @@ class GrpcServer:
         finally:
             self._slots.leave(stream)
         if fault is not None:
-            await context.abort(_STATUS[fault.code], fault.message[:_MAX_DETAILS])
+            details, advice = fault.message[:_MAX_DETAILS], retry_metadata(fault.retry_after_s)
+            await context.abort(_STATUS[fault.code], details, advice)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
         most_s = self._open_limits.max_wait_s
-        wait_s = self._opens.turn(stream.peer, asyncio.get_running_loop().time())
+        who = caller(stream.peer, stream.credential)
+        wait_s = self._opens.turn(who, asyncio.get_running_loop().time())
         if wait_s > most_s:
             await stream.over(_REFUSAL_DELAY_S)
             text = (
-                f"{stream.peer} opens streams too often: the wait would be {wait_s:.1f} s, "
+                f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {most_s:g} s"
             )
-            return Fault(FaultCode.OVERLOADED, text, retry_after_s=1.0)
+            return Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
             try:
@@ -260,17 +298,23 @@ class GrpcServer:
                 self._in_line.discard(stream)
         if self._draining:
             return _SHUTTING_DOWN
-        entry = self._slots.enter(stream, stream.peer)
+        entry = self._slots.enter(stream, stream.peer, stream.credential)
         if entry.evicted is not None:
             text = "no Open has come on this stream, and its place is needed for another"
-            entry.evicted.hang_up(Fault(FaultCode.OVERLOADED, text, retry_after_s=1.0))
-        return None if entry.refusal is None else Fault(FaultCode.OVERLOADED, entry.refusal)
+            entry.evicted.hang_up(Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
+        if entry.refusal is None:
+            return None
+        return Fault(FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
 
-    async def _run(self, stream: GrpcVerifierStream) -> None:
+    async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
         """Serve one stream; whatever goes wrong ends this one only."""
         fault: Fault | None = None
         try:
-            await self._serve(stream)
+            # The key may have been revoked while the stream stood in line.
+            if self._door.credential(key) is None:
+                fault = WRONG_KEY
+            else:
+                await self._serve(stream)
         except LinkError as error:
             _LOG.info("stream of %s: %s", stream.address, error)
         except ProtocolViolation as violation:

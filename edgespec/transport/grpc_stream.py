@@ -35,6 +35,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     Uplink,
 )
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.codec import decode_uplink, encode_downlink
@@ -73,6 +74,7 @@ class GrpcVerifierStream:
         limits: WireLimits,
         budget: StreamBudget,
         *,
+        credential: Credential = ANYBODY,
         meter: ByteMeter | None = None,
         on_open: Callable[[GrpcVerifierStream], None] = lambda _: None,
         stalled_s: float = STALLED_S,
@@ -80,6 +82,7 @@ class GrpcVerifierStream:
         self.trace_parent = trace_parent_in(context.invocation_metadata() or ())
         self._context = context
         self.address = address
+        self._credential = credential
         self._peer = peer_address(address)
         self._limits = limits
         self._budget = budget
@@ -110,6 +113,11 @@ class GrpcVerifierStream:
     def peer(self) -> str:
         """What fairness counts by: the device's address without its port."""
         return self._peer
+
+    @property
+    def credential(self) -> Credential:
+        """Whose key the device showed."""
+        return self._credential
 
     async def send(self, message: Downlink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over

@@ -8,22 +8,26 @@ from typing import Any
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.transport.call_line import CallLine
 from edgespec.transport.codec import encode_info
+from edgespec.transport.door import Door, shown_key
 from edgespec.transport.wire_limits import WireLimits
 
 
 class InfoAnswers:
-    """Answers each caller in its turn. The reply is encoded again only when it would differ."""
+    """Answers each caller that is let in, in its turn. The reply is encoded again only when it
+    would differ."""
 
     def __init__(
-        self, info: Callable[[], VerifierInfo], limits: WireLimits, line: CallLine
+        self, info: Callable[[], VerifierInfo], limits: WireLimits, line: CallLine, door: Door
     ) -> None:
-        self._info, self._limits, self._line = info, limits, line
+        self._info, self._limits, self._line, self._door = info, limits, line, door
         self._told: VerifierInfo | None = None
         self._answer = b""
 
     async def answer(self, _request: bytes, context: Any) -> bytes:
         """The encoded reply to one call."""
-        await self._line.turn(context)
+        if (credential := self._door.credential(shown_key(context))) is None:
+            await self._door.turn_away(context)
+        await self._line.turn(context, credential)
         info = self._info()
         if info != self._told:
             self._told, self._answer = info, encode_info(info, self._limits)

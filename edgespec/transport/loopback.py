@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
+from edgespec.core.verifier.credential import ANYBODY
 from edgespec.ports import ByteMeter, DeviceStream, LinkError, ServeStream
 from edgespec.transport.codec import (
     decode_downlink,
@@ -177,6 +178,7 @@ class _DeviceEnd:
 
 class _VerifierEnd:
     peer = "loopback"
+    credential = ANYBODY
 
     def __init__(self, link: _Link, codec: _Codec) -> None:
         self._link = link

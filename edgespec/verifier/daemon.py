@@ -16,11 +16,12 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core.protocol.messages import (
+    Cancel,
     Downlink,
     Fault,
     FaultCode,
@@ -48,7 +49,10 @@ _LAST_WORDS_S = 1.0
 # A pass that is running when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
-_STOPS = Fault(FaultCode.SHUTTING_DOWN, "the verifier is stopping", retry_after_s=1.0)
+_STOPS = Fault(
+    FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
+)
+_REVOKED = Fault(FaultCode.UNAUTHENTICATED, "the key of this device (EDGESPEC_API_KEY) was revoked")
 
 
 class Verifier:
@@ -130,7 +134,7 @@ class Verifier:
                 self._send(number, _STOPS)
                 self._close(number)
                 return
-            self._handle(ee.StreamOpened(number, first, stream.peer))
+            self._handle(ee.StreamOpened(number, first, stream.peer, stream.credential))
             while True:
                 self._take(number, await stream.receive())
         except TimeoutError:
@@ -303,6 +307,16 @@ class Verifier:
             self._close(number)
         if self._timer is not None:
             self._timer.cancel()
+
+    def revoke(self, names: Collection[str]) -> int:
+        """End the streams of these credentials and what they generate, now; how many there were.
+        What such a device left behind earlier ends with its lease."""
+        found = [n for n, one in self._streams.items() if one.credential.name in names]
+        for number in found:
+            self._send(number, _REVOKED)
+            self._handle(ee.StreamMessage(number, Cancel()))
+            self._close(number)
+        return len(found)
 
     async def stop(self) -> None:
         """Tell every device to come back later, end the streams, let a running pass finish; one

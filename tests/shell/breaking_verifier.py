@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from edgespec.cli import verifier
+from edgespec.cli import serving
 from edgespec.cli.main import app
 from edgespec.compose import load_target
 from edgespec.config import VerifierConfig
@@ -32,7 +32,7 @@ def main(port: str, passes: str, trace: str) -> None:
     def load(config: VerifierConfig) -> TargetModel:
         return StickyError(load_target(config), int(passes))
 
-    verifier.load_target = load  # type: ignore[attr-defined] # the name that the command looks up
+    serving.load_target = load  # type: ignore[attr-defined] # the name that the command looks up
     app(["verifier", "--model", "toy", "--port", port, "--trace", trace])
 
 

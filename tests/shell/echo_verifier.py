@@ -13,6 +13,8 @@ from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Draft,
+    Fault,
+    FaultCode,
     FinishReason,
     Limits,
     Open,
@@ -25,6 +27,9 @@ from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), Limits(lease_s=7.5), 3, 8)
+STOPPING = Fault(
+    FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", retry_after_s=1.0
+)
 OPEN = Open("session", "", "", (1, 2, 3))
 PATIENCE_S = 60.0
 """How long a test waits for what must come: keepalive notices a dead peer within 4 s, on a busy

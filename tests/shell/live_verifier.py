@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from edgespec.access import ServerAccess
 from edgespec.compose import TOY_MODEL, build_verifier
 from edgespec.config import VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams, choose
@@ -21,11 +22,14 @@ from tests.sources import ROOT
 
 @contextlib.asynccontextmanager
 async def serving(
-    target: TargetModel | None = None, port: int = 0, config: VerifierConfig | None = None
+    target: TargetModel | None = None,
+    port: int = 0,
+    config: VerifierConfig | None = None,
+    access: ServerAccess | None = None,
 ) -> AsyncIterator[tuple[str, Verifier]]:
     """A toy verifier on 127.0.0.1, over real gRPC; yields its address."""
     config = config or VerifierConfig(model="toy", port=port)
-    verifier, server = build_verifier(config, target=target)
+    verifier, server = build_verifier(config, target=target, access=access)
     await server.start()
     try:
         yield f"127.0.0.1:{server.port}", verifier

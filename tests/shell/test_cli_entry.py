@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli.running import on_stopping_signals
-from edgespec.cli.verifier import _End
+from edgespec.cli.serving import Stopping
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -127,7 +127,7 @@ def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
         raise SystemExit(code)
 
     monkeypatch.setattr("os._exit", leave)
-    end = _End()
+    end = Stopping()
     with pytest.raises(SystemExit) as left:
         end.ask(signal.SIGTERM)  # the model is still being loaded
     assert left.value.code == 143

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from edgespec.core.verifier.credential import Credential
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.stream_slots import Entry, StreamSlots
 
@@ -102,3 +103,39 @@ def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
         slots.leave(stream)
     assert len(slots) == 0
     assert slots.enter(1000, "a") == Entry()
+
+
+def test_a_key_has_a_share_whatever_addresses_it_calls_from() -> None:
+    slots: StreamSlots[int] = StreamSlots(8, 0.5)
+    key = Credential("k")
+    for stream in range(4):
+        assert slots.enter(stream, f"peer {stream}", key) == Entry()
+        slots.opened(stream)
+    text = "4 streams of key 'k' are open, the limit is 4"
+    assert slots.enter(4, "peer 4", key) == Entry(refusal=text)
+    assert slots.enter(4, "peer 4", Credential("other")) == Entry()
+    slots.leave(0)
+    assert slots.enter(5, "peer 5", key) == Entry()
+
+
+def test_a_key_with_few_sessions_has_few_streams_and_loses_its_own_idle_ones_first() -> None:
+    slots: StreamSlots[int] = StreamSlots(100, 1.0)
+    key = Credential("k", max_sessions=1)
+    slots.enter(99, "peer", Credential("other"))
+    for stream in range(10):
+        assert slots.enter(stream, "peer", key) == Entry()
+    assert slots.enter(10, "peer", key) == Entry(evicted=0)
+    for stream in range(1, 11):
+        slots.opened(stream)
+    text = "10 streams of key 'k' are open, the limit is 10"
+    assert slots.enter(11, "peer", key) == Entry(refusal=text)
+
+
+def test_where_address_and_key_are_full_an_idle_stream_of_both_leaves() -> None:
+    slots: StreamSlots[int] = StreamSlots(4, 0.5)
+    mine, other = Credential("mine"), Credential("other")
+    slots.enter(1, "here", other)
+    slots.enter(2, "there", mine)
+    slots.enter(3, "here", mine)
+    assert slots.enter(4, "here", mine) == Entry(evicted=3)
+    assert len(slots) == 3

@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode
+from edgespec.core.protocol.messages import Cancel, Commit
 from edgespec.ports import LinkError
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, PATIENCE_S, echo, opened, served, works
+from tests.shell.echo_verifier import INFO, PATIENCE_S, STOPPING, echo, opened, served, works
 
 
 async def test_a_port_in_use_is_an_error_that_names_it() -> None:
@@ -70,7 +70,7 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
         assert await works(running)
         late = await transport.connect()
         fault = await late.receive()
-        assert fault == Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
+        assert fault == STOPPING
         await running.send(Cancel())
         assert isinstance(await running.receive(), Commit)
         watch.cancel()
@@ -82,9 +82,7 @@ async def test_a_stop_without_grace_tells_the_devices_why() -> None:
     async with served() as (server, transport):
         stream = await opened(transport)
         stopping = asyncio.ensure_future(server.stop())
-        assert await stream.receive() == Fault(
-            FaultCode.SHUTTING_DOWN, "the verifier is shutting down"
-        )
+        assert await stream.receive() == STOPPING
         with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
             await stream.receive()
         assert caught.value.retryable

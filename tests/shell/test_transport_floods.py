@@ -31,7 +31,7 @@ from edgespec.transport.codec import encode_info, encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 from edgespec.transport.wire_limits import WireLimits
-from tests.shell.echo_verifier import INFO, OPEN, echo, opened, served, works
+from tests.shell.echo_verifier import INFO, OPEN, STOPPING, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
 SLOW = UplinkLimits(message_rate=1e-3, message_burst=4.0)
@@ -135,7 +135,7 @@ async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
         assert "no Open has come" in fault.message
         third = await transport.connect()
         refusal = await third.receive()
-        assert refusal == Fault(FaultCode.OVERLOADED, "2 streams are open, the limit is 2")
+        assert refusal == Fault(FaultCode.OVERLOADED, "2 streams are open, the limit is 2", 1.0)
         assert await works(first)
         assert await works(second)
 
@@ -146,7 +146,7 @@ async def test_a_peer_cannot_take_all_slots() -> None:
         third = await transport.connect()
         refusal = await third.receive()
         text = "2 streams of ipv4:127.0.0.1 are open, the limit is 2"
-        assert refusal == Fault(FaultCode.OVERLOADED, text)
+        assert refusal == Fault(FaultCode.OVERLOADED, text, 1.0)
         await held[0].close()
         assert await works(held[1])
 
@@ -243,7 +243,7 @@ async def test_a_stream_in_the_line_hears_that_the_verifier_stops() -> None:
         await transport.info()  # answered after the stream before it has come to the line
         stopping = asyncio.ensure_future(server.stop())
         fault = await asyncio.wait_for(waiting.receive(), PATIENCE_S)
-        assert fault == Fault(FaultCode.SHUTTING_DOWN, "the verifier is shutting down")
+        assert fault == STOPPING
         await stopping
 
 

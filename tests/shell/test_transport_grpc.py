@@ -337,7 +337,7 @@ async def test_streams_over_the_limit_are_refused() -> None:
         first = await opened(transport)
         second = await transport.connect()
         fault = await second.receive()
-        assert fault == Fault(FaultCode.OVERLOADED, "1 streams are open, the limit is 1")
+        assert fault == Fault(FaultCode.OVERLOADED, "1 streams are open, the limit is 1", 1.0)
         with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED") as caught:
             await second.receive()
         assert caught.value.retryable

@@ -57,6 +57,8 @@ class FaultCode(Enum):
     OVERLOADED = "overloaded"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL = "internal"
+    UNAUTHENTICATED = "unauthenticated"
+    """The device showed no key, an unknown one, or one that was revoked."""
 
     @property
     def retryable(self) -> bool:

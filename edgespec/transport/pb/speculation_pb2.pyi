@@ -32,6 +32,7 @@ class FaultCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAULT_CODE_OVERLOADED: _ClassVar[FaultCode]
     FAULT_CODE_SHUTTING_DOWN: _ClassVar[FaultCode]
     FAULT_CODE_INTERNAL: _ClassVar[FaultCode]
+    FAULT_CODE_UNAUTHENTICATED: _ClassVar[FaultCode]
 RUN_AHEAD_UNSPECIFIED: RunAhead
 RUN_AHEAD_AUTO: RunAhead
 RUN_AHEAD_ALWAYS: RunAhead
@@ -49,6 +50,7 @@ FAULT_CODE_CONTEXT_TOO_LONG: FaultCode
 FAULT_CODE_OVERLOADED: FaultCode
 FAULT_CODE_SHUTTING_DOWN: FaultCode
 FAULT_CODE_INTERNAL: FaultCode
+FAULT_CODE_UNAUTHENTICATED: FaultCode
 
 class DeviceMessage(_message.Message):
     __slots__ = ("draft", "received", "cancel", "open")

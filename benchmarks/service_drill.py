@@ -1,0 +1,394 @@
+"""What an operator does to a verifier that is in use, and what its devices notice of it.
+
+    python benchmarks/service_drill.py [--devices 60] [--seconds 8] [--seed 1] [--json FILE]
+
+A real verifier process (toy model, emulated pass time) with TLS and keys, and a crowd of devices
+that stream one text after the other, every eighth with drafts; every second one makes a new
+connection for each text. While they stream, one drill follows the other:
+
+    calm          nothing happens: what the others are compared with
+    rotation      new certificates, three times, and once a broken file
+    revocation    a key is revoked: its own devices end, within a second, and nobody else's
+    wrong-keys    forty clients try keys in a loop
+    flood         one key floods the verifier with streams, drafts, prompts and questions
+    drain         SIGTERM; what has not ended in two seconds resumes at the next verifier, which
+                  starts on the same port when the first one has ended
+
+Every text of an honest device is compared with the target's own. Printed per drill: texts, tokens,
+texts lost and wrong, and the longest time for which a device that wanted a token had none.
+Findings, each of which makes the exit status 1: a text lost or wrong, a wrong key that was let in,
+a certificate or a revocation that did not take effect, a traceback in the verifier's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import json
+import os
+import random
+import signal
+import ssl
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from honest_devices import PATIENT, Request, make_requests, toy_text
+from load_processes import HERE, ROOT, START_WITHIN_S, line_of
+
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.benchmark.report import machine, versions
+from edgespec.compose import build_agent
+from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
+from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.core.protocol.messages import FaultCode
+from edgespec.transport.certificates import make_ca, make_server
+
+FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
+LEAVER, FLOODER = "leaver", "flooder"
+LEAVERS = 6
+DRAIN_S = 2.0
+REVOKED_WITHIN_S = 1.0
+
+
+async def until(true: Callable[[], bool], within_s: float) -> None:
+    """Look again and again, for no longer than that."""
+    ends_s = time.perf_counter() + within_s
+    for _ in itertools.takewhile(lambda _: time.perf_counter() < ends_s, itertools.count()):
+        if true():
+            return
+        await asyncio.sleep(0.02)
+
+
+# --- the verifier ------------------------------------------------------------------------------
+
+
+class Service:
+    """The verifier process with its files."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder, self.port = options, folder, 0
+        self.log, self.keys_path = folder / "verifier.log", folder / "keys.yaml"
+        self.process: Process | None = None
+        make_ca(folder, "drill", 30)
+        self.rotate()
+        made = {name: new_key() for name in (*FLEETS, LEAVER, FLOODER)}
+        limits = {FLOODER: 4}
+        entries = {
+            name: KeyEntry(sha256, max_sessions=limits.get(name, 0))
+            for name, (_, sha256) in made.items()
+        }
+        save_keys(self.keys_path, KeyFile(entries))
+        for name, (key, _) in made.items():
+            (folder / f"{name}.key").write_text(key)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        certificate, key = str(self.folder / "server.pem"), str(self.folder / "server.key")
+        paths = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
+        sessions = str(2 * self.options.devices + 32)
+        with self.log.open("a") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "edgespec", "verifier", "--model", "toy"),
+                *("--port", str(self.port), "--pass-ms", str(self.options.pass_ms)),
+                *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
+                *("--max-sessions", sessions, "--drain-s", str(DRAIN_S)),
+                stdout=PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        line = await line_of(self.process)
+        if "ready on" not in line:
+            raise RuntimeError(f"the verifier did not start: {line}{self.log.read_text()}")
+        self.port = int(line.split(": ")[0].rpartition(":")[2])
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    async def end(self) -> int:
+        assert self.process is not None
+        return await asyncio.wait_for(self.process.wait(), START_WITHIN_S)
+
+    def rotate(self) -> None:
+        make_server(self.folder, ["127.0.0.1"], 7, force=True)
+
+    async def shows(self) -> str:
+        """The certificate that a new connection is shown."""
+        ask = functools.partial(ssl.get_server_certificate, ("127.0.0.1", self.port))
+        return (await asyncio.to_thread(ask)).strip()
+
+    async def reloaded(self, count: int) -> None:
+        """Wait until the log tells of so many reloads."""
+        await until(lambda: self.log.read_text().count("reload: ") >= count, START_WITHIN_S)
+
+
+# --- the devices -------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What devices noticed during one drill."""
+
+    name: str
+    texts: int = 0
+    tokens: int = 0
+    reconnects: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    stall_s: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Streamer:
+    """One device; ``refused_at`` is when it heard that its key is revoked."""
+
+    def __init__(self, drills: Drills, number: int, key: str, requests: list[Request]) -> None:
+        self.drills, self.key, self.requests = drills, key, requests
+        self.dice = random.Random(f"{drills.options.seed} device {number}")
+        self.drafting, self.reuses = number % 8 == 0, number % 2 == 0
+        self.since_s = time.perf_counter()
+        self.refused_at: float | None = None
+
+    async def live(self) -> None:
+        await asyncio.sleep(self.dice.random())
+        while self.refused_at is None:
+            async with self._agent() as agent:
+                await self._text(agent)
+                while self.reuses and self.refused_at is None:
+                    await self._text(agent)
+
+    def _agent(self) -> Agent:
+        folder, service = self.drills.service.folder, self.drills.service
+        return build_agent(
+            AgentConfig(
+                verifier=service.address,
+                tokenizer="toy",
+                draft=DraftSection(model="toy" if self.drafting else "none"),
+                tls=DeviceTlsSection(ca=str(folder / "ca.pem")),
+                api_key_file=str(folder / f"{self.key}.key"),
+                reconnect=PATIENT,
+            )
+        )
+
+    async def _text(self, agent: Agent) -> None:
+        request, tokens = self.dice.choice(self.requests), list[int]()
+        self.since_s = time.perf_counter()
+        try:
+            async for chunk in agent.generate(request.prompt, request.sampling):
+                self.note()
+                tokens += chunk.tokens
+                self.drills.now.tokens += len(chunk.tokens)
+        except GenerationError as error:
+            if self.key == LEAVER and error.code is FaultCode.UNAUTHENTICATED:
+                self.refused_at = time.perf_counter()
+            else:
+                self.drills.now.lost.append(f"{self.key} after {len(tokens)} tokens: {error}")
+            return
+        self.drills.now.texts += 1
+        if agent.stats is not None:
+            self.drills.now.reconnects += agent.stats.counters.reconnects
+        if tuple(tokens) != request.expected:
+            self.drills.now.wrong.append(f"{tokens} is not {list(request.expected)}")
+
+    def note(self) -> None:
+        """A token came, or the drill ends."""
+        now_s = time.perf_counter()
+        waited_s, self.since_s = now_s - self.since_s, now_s
+        if self.refused_at is None:
+            self.drills.now.stall_s = max(self.drills.now.stall_s, waited_s)
+
+
+# --- the drills --------------------------------------------------------------------------------
+
+
+class Drills:
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.service = options, Service(options, folder)
+        self.now = Outcome("warm-up")
+        self.outcomes: list[Outcome] = []
+        self.findings: list[str] = []
+        self.reloads = 0
+        self.devices: list[Streamer] = []
+
+    async def run(self) -> None:
+        requests = [
+            Request(one.prompt, one.sampling, toy_text(one))
+            for one in make_requests(12, self.options.seed, 160)
+        ]
+        await self.service.start()
+        keys = [FLEETS[number % len(FLEETS)] for number in range(self.options.devices)]
+        keys += [LEAVER] * LEAVERS
+        self.devices = [Streamer(self, n, key, requests) for n, key in enumerate(keys)]
+        living = [asyncio.create_task(one.live()) for one in self.devices]
+        try:
+            await asyncio.sleep(max(2.0, self.options.seconds / 2))
+            calm = asyncio.sleep(self.options.seconds)
+            for name, work in (
+                ("calm", calm),
+                ("rotation", self._rotation()),
+                ("revocation", self._revocation()),
+                ("wrong-keys", self._hostile("wrong-keys")),
+                ("flood", self._hostile("flood")),
+                ("drain", self._drain()),
+            ):
+                await self._drill(name, work)
+        finally:
+            for task in living:
+                task.cancel()
+            ended = await asyncio.gather(*living, return_exceptions=True)
+        self.findings += [f"a device failed: {e!r}" for e in ended if isinstance(e, Exception)]
+        self.service.signal(signal.SIGTERM)
+        if status := await self.service.end():
+            self.findings.append(f"the verifier's exit status is {status}")
+        if "Traceback" in (log := self.service.log.read_text()):
+            self.findings.append(f"a traceback: {log[log.index('Traceback') :][:3000]}")
+
+    async def _drill(self, name: str, work: Any) -> None:
+        for device in self.devices:
+            device.note()
+        self.now = outcome = Outcome(name)
+        await work
+        for device in self.devices:
+            device.note()
+        self.outcomes.append(outcome)
+        for kind in ("lost", "wrong"):
+            if found := getattr(outcome, kind):
+                self.findings.append(
+                    f"{name}: {len(found)} texts are {kind}; the first: {found[0]}"
+                )
+        if not outcome.texts:
+            self.findings.append(f"{name}: no text ended; give more --seconds")
+        print(line(outcome), flush=True)
+
+    async def _reload(self) -> None:
+        self.reloads += 1
+        self.service.signal(signal.SIGHUP)
+        await self.service.reloaded(self.reloads)
+
+    async def _rotation(self) -> None:
+        certificate = self.service.folder / "server.pem"
+        for _ in range(3):
+            self.service.rotate()
+            await self._reload()
+            if await self.service.shows() != certificate.read_text().strip():
+                self.findings.append("rotation: the new certificate is not shown")
+            await asyncio.sleep(self.options.seconds / 4)
+        good = certificate.read_text()
+        certificate.write_text("not a certificate")
+        await self._reload()
+        if await self.service.shows() != good.strip():
+            self.findings.append("rotation: a broken file replaced a good one")
+        certificate.write_text(good)
+        await asyncio.sleep(self.options.seconds / 4)
+
+    async def _revocation(self) -> None:
+        await asyncio.sleep(self.options.seconds / 4)
+        path = self.service.keys_path
+        left = {name: one for name, one in load_keys(path).keys.items() if name != LEAVER}
+        save_keys(path, KeyFile(left))
+        asked_s = time.perf_counter()
+        await self._reload()
+        leavers = [one for one in self.devices if one.key == LEAVER]
+        await until(lambda: all(one.refused_at is not None for one in leavers), 10.0)
+        took = [one.refused_at - asked_s for one in leavers if one.refused_at is not None]
+        if len(took) < len(leavers) or max(took) > REVOKED_WITHIN_S:
+            self.findings.append(f"revocation: {len(took)} of {len(leavers)} ended, {took}")
+        self.now.notes |= {"ended": len(took), "longest_s": round(max(took, default=0.0), 3)}
+        await asyncio.sleep(self.options.seconds * 3 / 4)
+
+    async def _hostile(self, what: str) -> None:
+        paths = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
+        service, seconds = self.service, str(self.options.seconds)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(HERE / "keyed_clients.py"), what, str(service.port)),
+            *("--folder", str(service.folder), "--key", FLOODER, "--seconds", seconds),
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        tally = json.loads(await line_of(process))
+        await process.wait()
+        self.now.notes |= tally
+        if what == "wrong-keys" and (tally.get("let in") or not tally.get("UNAUTHENTICATED")):
+            self.findings.append(f"wrong-keys: {tally}")
+
+    async def _drain(self) -> None:
+        asked_s = time.perf_counter()
+        self.service.signal(signal.SIGTERM)
+        if status := await self.service.end():
+            self.findings.append(f"drain: the exit status is {status}")
+        ended_s = time.perf_counter()
+        await self.service.start()
+        ready_s = time.perf_counter()
+        self.now.notes |= {
+            "ended_after_s": round(ended_s - asked_s, 2),
+            "next_ready_after_s": round(ready_s - asked_s, 2),
+        }
+        await asyncio.sleep(max(3.0, self.options.seconds))
+
+
+def line(outcome: Outcome) -> str:
+    notes = ", ".join(f"{name} {value}" for name, value in outcome.notes.items())
+    return (
+        f"{outcome.name:12} {outcome.texts:6} {outcome.tokens:8} {len(outcome.lost):5}"
+        f" {len(outcome.wrong):6} {outcome.reconnects:11} {outcome.stall_s * 1e3:10.0f}   {notes}"
+    )
+
+
+HEAD = (
+    f"{'':12} {'texts':>6} {'tokens':>8} {'lost':>5} {'wrong':>6} {'reconnects':>11}"
+    f" {'stall ms':>10}"
+)
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> Drills:
+    drills = Drills(options, folder)
+    try:
+        await drills.run()
+    finally:
+        process = drills.service.process
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+    return drills
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, default=60, help="beside six that lose their key")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each drill, about")
+    parser.add_argument("--pass-ms", type=float, default=40.0, help="emulated")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        drills = asyncio.run(measure(options, Path(folder)))
+    for finding in drills.findings:
+        print(f"finding: {finding}")
+    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
+    print(f"{len(drills.findings)} findings; {options.devices} devices, emulated pass time")
+    if options.json is not None:
+        rows = [vars(one) for one in drills.outcomes]
+        report = {"drills": rows, "findings": drills.findings, "machine": machine()}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if drills.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

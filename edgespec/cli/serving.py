@@ -1,0 +1,222 @@
+"""The verifier's life in its process: load, listen, reload, drain, stop.
+
+A request to stop begins a *drain*: health says NOT_SERVING, new streams are refused, and running
+ones may end. What is left after ``drain_s`` hears that the verifier stops, and resumes elsewhere; a
+second request ends everything at once. A verifier that somebody else started (``--with-parent``)
+and one whose terminal was closed do not drain: nobody is there to wait.
+
+SIGHUP reads keys and certificates anew (``edgespec/access.py``); streams whose key is gone end.
+What comes of it is logged as a warning, so that it shows at the usual log level.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from edgespec.access import ServerAccess
+from edgespec.cli.running import on_stopping_signals, say
+from edgespec.cli.watching import Watching, watching
+from edgespec.compose import SetupError, build_verifier, load_target, target_mode
+from edgespec.config import ConfigError, VerifierConfig
+from edgespec.ports import TargetModel
+from edgespec.telemetry.trace import Tracer
+from edgespec.verifier.daemon import Verifier
+
+if TYPE_CHECKING:
+    from edgespec.transport.grpc_server import GrpcServer
+
+_LOG = logging.getLogger(__name__)
+_STREAMS_END_WITHIN_S = 3.0
+
+
+async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
+    """Until somebody asks for the end, or the verifier fails: then why. Raises ``ConfigError`` for
+    keys and certificates that cannot be used, ``SetupError``, ``OSError``."""
+    if not sys.stderr.isatty():  # a log file wants no progress bars
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    end, reload = Stopping(), asyncio.Event()
+    on_stopping_signals(end.ask, (signal.SIGINT, signal.SIGTERM))
+    _on_hangup(end, reload)
+    if with_parent:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
+    access = ServerAccess(config)
+    for warning in access.warnings:
+        _LOG.warning("%s", warning)
+    check_free(config)
+    with watching(config) as watch:
+        return await _serve_until(end, reload, config, tracer, access, watch, with_parent)
+
+
+async def _serve_until(
+    end: Stopping,
+    reload: asyncio.Event,
+    config: VerifierConfig,
+    tracer: Tracer,
+    access: ServerAccess,
+    watch: Watching,
+    with_parent: bool,
+) -> str | None:
+    say(f"loading {config.model} ...")
+    target = await asyncio.to_thread(load_target, config)
+    serving, server = build_verifier(
+        config, target=target, tracer=tracer, access=access, watch=watch.watch
+    )
+    await server.start()
+    _collect_less_often()
+    watch.start(serving)
+    end.devices_know = True
+    typer.echo(ready_line(config, server.port, target))
+    reloading = asyncio.create_task(_reload_whenever(reload, access, serving))
+    await _first_of(end.asked.wait(), serving.broken.wait())
+    if not serving.broken.is_set():
+        nobody_waits = with_parent or end.number == signal.SIGHUP
+        await _drain(serving, server, 0.0 if nobody_waits else config.drain_s)
+    reloading.cancel()
+    if not serving.broken.is_set():
+        await serving.stop()
+    await server.stop(_STREAMS_END_WITHIN_S)
+    return serving.why_broken
+
+
+def _collect_less_often() -> None:
+    """What is loaded by now stays to the end, and what streams leave behind is mostly freed without
+    the garbage collector, which at Python's thresholds took 7 % of a busy event loop
+    (``benchmarks/daemon_load.py``). It still looks, every 20,000 new objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+class Stopping:
+    """The first request to stop is obeyed in order, the second at once.
+
+    So is the first one while the model is still being loaded: nobody has to be told yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.number = 0
+        """The signal that asked."""
+        self.devices_know = False
+
+    def ask(self, number: int) -> None:
+        if self.asked.is_set() or not self.devices_know:
+            os._exit(128 + number)
+        self.number = number
+        self.asked.set()
+
+
+async def _drain(serving: Verifier, server: GrpcServer, drain_s: float) -> None:
+    """Take no new streams, and wait for those that run as long as they may."""
+    count = server.stream_count
+    if not (count and drain_s):
+        say("stopping; the devices are told")
+        await server.drain()
+        return
+    streams = f"{count} stream" + ("s" if count > 1 else "")
+    say(f"stopping: {streams} may go on for {drain_s:g} s; a second request ends them at once")
+    await server.drain()
+    try:
+        async with asyncio.timeout(drain_s):
+            await _first_of(server.drained(), serving.broken.wait())
+    except TimeoutError:
+        say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these is over, and forget the others."""
+    tasks = [asyncio.create_task(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# --- reloading -------------------------------------------------------------------------------
+
+
+async def _reload_whenever(asked: asyncio.Event, access: ServerAccess, serving: Verifier) -> None:
+    """Until cancelled. What is asked while a reload runs is done once more behind it."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            # The new keys hold from here on, so no stream that comes now is missed below.
+            done = await asyncio.to_thread(access.reload)
+        except ConfigError as error:
+            _LOG.error("reload: nothing has changed, because of %s", error)
+            continue
+        except Exception:
+            _LOG.exception("reload: nothing has changed")
+            continue
+        ended = serving.revoke(done.keys.revoked) if done.keys.revoked else 0
+        _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
+        for warning in done.warnings:
+            _LOG.warning("%s", warning)
+
+
+def _on_hangup(end: Stopping, reload: asyncio.Event) -> None:
+    """SIGHUP has two meanings: an operator's "read your files again" and, for a process that was
+    started on a terminal, the end of that terminal. ``nohup`` wants to outlive it."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    had_terminal = _has_terminal() and not outlives
+
+    def heed() -> None:
+        if had_terminal and not _has_terminal():
+            end.ask(signal.SIGHUP)
+        else:
+            reload.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, heed)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _read_stdin(end: Stopping) -> None:
+    """What comes means nothing; the end of it is the end of the process that started this one,
+    even where that was killed and could not say so."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        end.ask(signal.SIGHUP)
+
+
+# --- before and after the model is loaded ----------------------------------------------------
+
+
+def check_free(config: VerifierConfig) -> None:
+    """Raises ``SetupError`` when the address cannot be had: said before a model is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            why = error.strerror or str(error)
+            hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+            raise SetupError(f"cannot listen on {config.address}: {why}{hint}") from error
+
+
+def ready_line(config: VerifierConfig, port: int, target: TargetModel) -> str:
+    host = config.address.rpartition(":")[0]
+    return (
+        f"edgespec verifier ready on {host}:{port}: {target.info.name},"
+        f" {target_mode(target)}, context {target.info.context_length}"
+    )

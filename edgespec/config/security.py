@@ -1,0 +1,79 @@
+"""What secures the way between a device and a verifier: TLS on both ends, and the plain exceptions.
+
+Loopback needs nothing. Anything else needs TLS, or the word ``insecure``: then what passes can be
+read and changed on its way, and nothing but the operator's network says who is who.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTlsSection:
+    """PEM files of a verifier. They are read again at SIGHUP."""
+
+    cert: str = ""
+    """Its certificate, and those between it and the CA behind it; empty: no TLS."""
+    key: str = ""
+    """The certificate's private key."""
+    client_ca: str = ""
+    """Whose device certificates are let in (mTLS); empty: a device needs none."""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            given, missing = ("cert", "key") if self.cert else ("key", "cert")
+            raise ValueError(f"{given} is given without {missing}")
+        if self.client_ca and not self.cert:
+            raise ValueError("client_ca is given without cert and key")
+
+    @property
+    def used(self) -> bool:
+        return bool(self.cert)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTlsSection:
+    """How a device makes sure of its verifier. Any setting here turns TLS on."""
+
+    enabled: bool = False
+    """TLS with the CAs that the system trusts."""
+    ca: str = ""
+    """PEM file of the CAs to trust instead."""
+    client_cert: str = ""
+    """PEM file of the device's own certificate, for a verifier that asks for one."""
+    client_key: str = ""
+    """The private key of that."""
+    server_name: str = ""
+    """The name that the verifier's certificate must have; empty: the host of its address."""
+
+    def __post_init__(self) -> None:
+        if bool(self.client_cert) != bool(self.client_key):
+            given, missing = "client_cert", "client_key"
+            if self.client_key:
+                given, missing = missing, given
+            raise ValueError(f"{given} is given without {missing}")
+
+    @property
+    def used(self) -> bool:
+        return self.enabled or any((self.ca, self.client_cert, self.server_name))
+
+
+def host_of(address: str) -> str:
+    """The host of "host:port", "[ipv6]:port" or "host"; empty for a unix socket."""
+    if address.startswith("unix:") or "/" in address:
+        return ""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can listen in. An empty host is that of a unix socket."""
+    if host.lower() in ("", "localhost"):
+        return True
+    try:
+        return ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a name: what it stands for is for others to say
+        return False

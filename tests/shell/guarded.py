@@ -1,0 +1,58 @@
+"""What tests of keys and TLS share: configurations of both ends, files of keys, a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgespec.agent.agent import Agent, Chunk
+from edgespec.config import (
+    AgentConfig,
+    DeviceTlsSection,
+    DraftSection,
+    ServerTlsSection,
+    VerifierConfig,
+)
+from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.live_verifier import toy_text
+
+PROMPT = "the quick brown fox"
+PARAMS = SamplingParams(max_tokens=30, temperature=0.9, seed=5)
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
+EXPECTED = toy_text(ToyTokenizer().encode(PROMPT), PARAMS)
+QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=1.0, give_up_s=20.0)
+PATIENCE_S = 60.0
+
+
+def verifier_config(
+    tls: ServerTlsSection | None = None, keys: Path | None = None
+) -> VerifierConfig:
+    return VerifierConfig(
+        model="toy", port=0, tls=tls or ServerTlsSection(), keys="" if keys is None else str(keys)
+    )
+
+
+def device_config(address: str, tls: DeviceTlsSection | None = None) -> AgentConfig:
+    return AgentConfig(
+        verifier=address,
+        tokenizer="toy",
+        draft=DraftSection(model="toy"),
+        reconnect=QUICK,
+        tls=tls or DeviceTlsSection(),
+    )
+
+
+async def collect(agent: Agent, params: SamplingParams = PARAMS) -> list[int]:
+    chunks: list[Chunk] = [chunk async for chunk in agent.generate(PROMPT, params)]
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+def keys_in(path: Path, *names: str, **limits: Any) -> dict[str, str]:
+    """A file of new keys; the keys by name."""
+    made = {name: new_key() for name in names}
+    entries = {name: KeyEntry(of_key, **limits) for name, (_, of_key) in made.items()}
+    save_keys(path, KeyFile(entries))
+    return {name: key for name, (key, _) in made.items()}

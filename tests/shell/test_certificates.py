@@ -1,0 +1,210 @@
+"""Certificates made by ``edgespec certs`` and the checks of a verifier's and a device's files.
+
+Oracle: the standard library's own TLS, beside the end-to-end tests; each mistake is named with its
+file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.transport.tls import (
+    TlsFileError,
+    channel_credentials,
+    handshake_failure,
+    load_server_identity,
+)
+from tests.shell.pki import Pki, certs
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["certs", *map(str, arguments)])
+
+
+def certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def handshake(pki: Pki, host: str) -> str:
+    """The protocol that two contexts of the standard library agree on, over memory."""
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(pki.path("server.pem"), pki.path("server.key"))
+    server_side.verify_mode = ssl.CERT_REQUIRED
+    server_side.load_verify_locations(pki.path("ca.pem"))
+    device_side = ssl.create_default_context(cafile=pki.path("ca.pem"))
+    device_side.load_cert_chain(pki.path("device.pem"), pki.path("device.key"))
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        device_side.wrap_bio(down, up, server_hostname=host),
+        server_side.wrap_bio(up, down, server_side=True),
+    ]
+    left = list(ends)
+    for _ in range(8):
+        for end in tuple(left):
+            try:
+                end.do_handshake()
+                left.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+    assert not left
+    assert ends[1].getpeercert()
+    return str(ends[0].version())
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_what_is_made_is_what_tls_takes(pki: Pki, host: str) -> None:
+    assert handshake(pki, host) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError, match="match"):
+        handshake(pki, "elsewhere.example")
+
+
+def test_what_is_made_says_what_it_is_for(pki: Pki) -> None:
+    ca, server, device = (certificate(pki.folder / f"{n}.pem") for n in ("ca", "server", "device"))
+    assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    for leaf, purpose in ((server, "serverAuth"), (device, "clientAuth")):
+        assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        usage = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert [one._name for one in usage] == [purpose]
+        leaf.verify_directly_issued_by(ca)
+        key = leaf.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        assert key.curve.name == "secp256r1"
+        assert timedelta(396) < leaf.not_valid_after_utc - NOW < timedelta(398)
+    for name in ("ca", "server", "device"):
+        assert stat.S_IMODE((pki.folder / f"{name}.key").stat().st_mode) == 0o600
+
+
+def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
+    mine = Pki(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for arguments in (("ca",), ("server", "localhost"), ("device", "device")):
+        refused = call(*arguments, "--dir", tmp_path)
+        assert refused.exit_code == 1
+        assert "is there already; --force replaces it" in refused.stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    mine.renew_server("other.example")
+    assert (tmp_path / "server.pem").read_bytes() != before[tmp_path / "server.pem"]
+    assert (tmp_path / "ca.pem").read_bytes() == before[tmp_path / "ca.pem"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("server", "no host"), "'no host' is no host name and no address"),
+        (("server", "x" * 64 + ".example"), "is no host name"),
+        (("server", "localhost", "--out", "../server"), "cannot be the name of a file"),
+        (("server", "localhost", "--out", "ca", "--force"), "is the CA's own"),
+        (("device", "a/b"), "cannot be the name of a file"),
+        (("server", "localhost", "--days", "4000"), "the CA itself expires on"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    arguments: tuple[str, ...], why: str, pki: Pki, tmp_path: Path
+) -> None:
+    for name in ("ca.pem", "ca.key"):
+        shutil.copy(pki.folder / name, tmp_path)
+    refused = call(*arguments, "--dir", tmp_path)
+    assert refused.exit_code == 1
+    assert why in refused.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
+
+
+def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
+    refused = call("server", "localhost", "--dir", tmp_path)
+    assert refused.exit_code == 1
+    assert "make a CA first: edgespec certs ca" in refused.stderr
+
+
+# --- the files of a verifier -------------------------------------------------------------------
+
+
+def test_good_files_are_taken(pki: Pki) -> None:
+    shown, key, ca = (pki.folder / name for name in ("server.pem", "server.key", "ca.pem"))
+    identity = load_server_identity(shown, key, ca, NOW)
+    assert identity.expires == certificate(shown).not_valid_after_utc
+    assert b"PRIVATE" not in repr(identity).encode()
+
+
+def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
+    good, key = pki.folder / "server.pem", pki.folder / "server.key"
+    rubbish, empty = tmp_path / "rubbish.pem", tmp_path / "empty.pem"
+    rubbish.write_text("-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n")
+    empty.write_text("")
+    later = NOW + timedelta(days=500)
+    cases = [
+        ((tmp_path / "none", key, None, NOW), "none: No such file"),
+        ((rubbish, key, None, NOW), "rubbish.pem: holds no PEM certificate"),
+        ((empty, key, None, NOW), "empty.pem: holds no PEM certificate"),
+        ((key, key, None, NOW), "server.key: holds no PEM certificate"),
+        ((good, good, None, NOW), "server.pem: holds no PEM private key"),
+        ((good, pki.folder / "device.key", None, NOW), "device.key: the key does not belong"),
+        ((good, key, rubbish, NOW), "rubbish.pem: holds no PEM certificate"),
+        ((good, key, None, later), "server.pem: the certificate expired on"),
+        ((good, key, None, NOW - timedelta(days=1)), "server.pem: the certificate is not valid"),
+    ]
+    for (certificate_path, key_path, client_ca, now), why in cases:
+        with pytest.raises(TlsFileError) as caught:
+            load_server_identity(certificate_path, key_path, client_ca, now)
+        assert why in str(caught.value)
+
+
+def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization as form
+
+    plain = form.load_pem_private_key((pki.folder / "server.key").read_bytes(), None)
+    path = tmp_path / "locked.key"
+    locked = form.BestAvailableEncryption(b"secret")
+    path.write_bytes(plain.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked))
+    with pytest.raises(TlsFileError, match=r"locked\.key: a password protects the key"):
+        load_server_identity(pki.folder / "server.pem", path, None, NOW)
+    with pytest.raises(TlsFileError, match=r"locked\.key: no PEM certificate and plain"):
+        channel_credentials(None, pki.folder / "server.pem", path)
+
+
+def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
+    ca, mine, key = (pki.folder / name for name in ("ca.pem", "device.pem", "device.key"))
+    assert channel_credentials(ca, mine, key) is not None
+    assert channel_credentials(None, None, None) is not None
+    with pytest.raises(TlsFileError, match=r"device\.key: holds no PEM certificate"):
+        channel_credentials(key, None, None)
+    with pytest.raises(TlsFileError, match=r"server\.key: the key does not belong"):
+        channel_credentials(ca, mine, pki.folder / "server.key")
+    with pytest.raises(TlsFileError, match="none: No such file"):
+        channel_credentials(tmp_path / "none", None, None)
+
+
+# --- what a handshake says ---------------------------------------------------------------------
+
+
+def test_other_failures_are_left_as_they_are() -> None:
+    for details in (
+        "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
+        "Socket closed",
+        "CERTIFICATE_VERIFY_FAILED, says a verifier",
+        "",
+    ):
+        assert handshake_failure(details, tls=True, certificate_shown=False) is None
+
+
+def test_certs_of_days_out_of_range_are_wrong_usage(tmp_path: Path) -> None:
+    assert call("ca", "--dir", tmp_path, "--days", "0").exit_code == 2
+    certs("ca", "--dir", tmp_path, "--days", "1", "--name", "tomorrow")
+    ends = certificate(tmp_path / "ca.pem").not_valid_after_utc
+    assert timedelta(0) < ends - NOW <= timedelta(days=1, minutes=5)

@@ -1,0 +1,120 @@
+"""The file of keys and ``edgespec keys``. Oracle: what is printed opens, and nothing else does."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.config import ConfigError
+from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.key_ring import digest
+
+SHA256 = digest("x").hex()
+
+
+def keys(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["keys", *map(str, arguments)])
+
+
+def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    limits = ("--sessions", "8", "--context", "4096", "--tokens-per-s", "12.5", "--priority", "-2")
+    made = keys("add", "workshop", *limits, "--models", "big, small", "--file", path)
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert len(key) > 40
+    assert key not in path.read_text()
+    assert key not in made.stderr
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    credential = Credential("workshop", 8, 4096, 12.5, -2, ("big", "small"))
+    assert load_keys(path).ring().credential(key) == credential
+    other = keys("add", "phone.7", "--file", path).stdout.strip()
+    ring = load_keys(path).ring()
+    assert ring.credential(other) == Credential("phone.7")
+    assert ring.credential(key) == credential
+    assert ring.credential(key + "x") is None
+    assert ring.credential("") is None
+    shown = keys("list", "--file", path).stdout.splitlines()
+    assert shown[0] == "phone.7: no limits"
+    assert shown[1].startswith("workshop: max_sessions 8, context_length 4096, tokens_per_s 12.5,")
+    assert shown[1].endswith("priority -2, models big/small")
+
+
+def test_a_revoked_key_opens_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    first = keys("add", "first", "--file", path).stdout.strip()
+    second = keys("add", "second", "--file", path).stdout.strip()
+    assert keys("revoke", "first", "--file", path).exit_code == 0
+    ring = load_keys(path).ring()
+    assert ring.credential(first) is None
+    assert ring.credential(second) == Credential("second")
+    gone = keys("revoke", "first", "--file", path)
+    assert gone.exit_code == 2
+    assert "has no key 'first'; known: second" in gone.stderr
+
+
+def test_two_keys_are_never_the_same() -> None:
+    made = [new_key() for _ in range(50)]
+    assert len({key for key, _ in made}) == 50
+    assert all(digest(key).hex() == of_key for key, of_key in made)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("", "name ''"), ("two words", "'two words'"), ("x" * 65, "1 to 64 letters"), ("-x", "begin")],
+)
+def test_a_name_that_logs_could_not_show_is_refused(name: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    refused = keys("add", "--file", path, "--", name)
+    assert refused.exit_code == 2
+    assert why in refused.stderr
+    assert not path.exists()
+
+
+def test_a_name_is_not_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    keys("add", "one", "--file", path)
+    before = path.read_text()
+    again = keys("add", "one", "--file", path)
+    assert (again.exit_code, path.read_text()) == (2, before)
+    assert "'one' has a key already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keys: {a: {sha256: abc}}", "keys.a.sha256 is 'abc', but must be 64 hexadecimal digits"),
+        ("keys: {a: {}}", "keys.a: key 'sha256' is missing"),
+        (f"keys: {{a: {{sha256: {SHA256}, priority: 101}}}}", "priority is 101, but must be in"),
+        (
+            f"keys: {{a: {{sha256: {SHA256}}}, b: {{sha256: {SHA256}}}}}",
+            "'a' and 'b' have",
+        ),
+        (f"keys: {{a: {{sha256: {SHA256}, sesions: 1}}}}", "unknown key 'sesions'"),
+        ("keys: [a]", "keys is ['a'], but must be keys and values"),
+        ("a: 1", "unknown key 'a'"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_their_place(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_keys(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    save_keys(path, KeyFile({"a": KeyEntry(SHA256)}))
+    with pytest.raises(ConfigError, match="missing"):
+        save_keys(tmp_path / "missing" / "keys.yaml", KeyFile())
+    assert list(load_keys(path).keys) == ["a"]
+    assert [one.name for one in tmp_path.iterdir()] == ["keys.yaml"]

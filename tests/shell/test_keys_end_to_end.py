@@ -1,0 +1,264 @@
+"""Keys between a real agent and a real verifier, over sockets of this machine.
+
+Oracle: who is let in gets the toy's text, token for token; who is not hears why, and no key leaves
+the device where others could read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from edgespec.access import DeviceAccess, ServerAccess, device_access
+from edgespec.agent.agent import GenerationError
+from edgespec.cli import checks
+from edgespec.cli.device import greet
+from edgespec.compose import SetupError, build_agent, connect
+from edgespec.config import (
+    AgentConfig,
+    ConfigError,
+    LimitsSection,
+    VerifierConfig,
+)
+from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
+from edgespec.core.protocol.messages import Fault, FaultCode, Open
+from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
+from edgespec.ports import LinkError
+from edgespec.verifier.daemon import Verifier
+from tests.shell.guarded import (
+    EXPECTED,
+    LONG,
+    PATIENCE_S,
+    PROMPT,
+    collect,
+    device_config,
+    keys_in,
+    verifier_config,
+)
+from tests.shell.live_verifier import serving
+from tests.shell.pki import Pki
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+def use_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_API_KEY", key)
+
+
+@contextlib.asynccontextmanager
+async def keyed(path: Path) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
+    access = ServerAccess(config := verifier_config(keys=path))
+    async with serving(config=config, access=access) as (address, verifier):
+        yield address, verifier, access
+
+
+async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_in(tmp_path / "keys.yaml", "one", "two", max_sessions=3)
+    async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
+        opened, handle = list[StreamOpened](), verifier._handle
+
+        def watched(event: EngineEvent) -> None:
+            if isinstance(event, StreamOpened):
+                opened.append(event)
+            handle(event)
+
+        monkeypatch.setattr(verifier, "_handle", watched)
+        use_key(keys["one"], monkeypatch)
+        async with build_agent(device_config(address)) as agent:
+            assert await collect(agent) == EXPECTED
+        monkeypatch.delenv("EDGESPEC_API_KEY")
+        (tmp_path / "key").write_text(keys["two"] + "\n")
+        config = replace(device_config(address), api_key_file=str(tmp_path / "key"))
+        assert (await greet(config))[1].name == "toy"
+        check = await checks.verifier(address, config)
+        assert (check.state, check.finding[:10]) == (checks.State.GOOD, "serves toy")
+        async with build_agent(config) as agent:
+            assert await collect(agent) == EXPECTED
+        assert [event.credential.name for event in opened] == ["one", "two"]
+        assert {event.credential.max_sessions for event in opened} == {3}
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("", "this verifier asks for a key"), ("edgespec-wrong", "does not know the key")],
+)
+async def test_without_the_right_key_nothing_but_health_is_answered(
+    key: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys_in(tmp_path / "keys.yaml", "one")
+    use_key(key, monkeypatch)
+    async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
+        config = device_config(address)
+        async with build_agent(config) as agent:
+            with pytest.raises(GenerationError, match=f"{why}.*EDGESPEC_API_KEY") as caught:
+                await collect(agent)
+            assert caught.value.code is FaultCode.UNAUTHENTICATED
+            assert agent.stats is not None
+            assert agent.stats.counters.reconnects == 0  # not tried again
+        with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
+            await greet(config)
+        check = await checks.verifier(address, config)
+        assert check.state is checks.State.BAD
+        assert "UNAUTHENTICATED: this verifier" in check.finding
+        assert check.advice == ""
+        assert not verifier.engine.sessions
+        async with grpc.aio.insecure_channel(address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            reply = await health.Check(health_pb2.HealthCheckRequest())
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
+    key = keys_in(tmp_path / "keys.yaml", "one")["one"]
+    async with keyed(tmp_path / "keys.yaml") as (address, _, _):
+        async with grpc.aio.insecure_channel(address) as channel:
+            ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
+            right = ("authorization", f"bearer {key}")
+            assert await ask(b"", metadata=(right,))
+            for wrong in ((right, right), (("authorization", key),), (("authorization", ""),)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ask(b"", metadata=wrong)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = keys_in(path, "good", "bad")
+    async with keyed(path) as (address, verifier, access):
+        use_key(keys["bad"], monkeypatch)
+        bad = build_agent(device_config(address))
+        use_key(keys["good"], monkeypatch)
+        good = build_agent(device_config(address))
+        async with bad, good:
+            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, LONG)
+            await asyncio.gather(anext(ours), anext(theirs))
+            sha256 = {name: KeyEntry(_digest(keys[name])) for name in ("good",)}
+            save_keys(path, KeyFile(sha256))
+            done = access.reload()
+            assert str(done) == "keys revoked: bad"
+            assert verifier.revoke(done.keys.revoked) == 1
+            assert len(verifier.engine.sessions) == 1  # at once: nothing waits for a lease
+            with pytest.raises(GenerationError, match="was revoked") as caught:
+                async for _ in theirs:
+                    pass
+            assert caught.value.code is FaultCode.UNAUTHENTICATED
+            await anext(ours)
+            await ours.aclose()
+            with pytest.raises(GenerationError, match="does not know the key, or not any more"):
+                await collect(bad)
+            assert await collect(good) == EXPECTED
+
+
+def _digest(key: str) -> str:
+    from edgespec.core.verifier.key_ring import digest
+
+    return digest(key).hex()
+
+
+async def test_a_key_has_a_bound_of_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = keys_in(path, "greedy", "other", max_sessions=1)
+    async with keyed(path) as (address, _, _):
+        mine = connect(address, access=DeviceAccess(keys["greedy"]))
+        streams = [await mine.connect() for _ in range(10)]  # twice its sessions, and eight
+        for number, stream in enumerate(streams):
+            await stream.send(Open(f"s{number}", "", "", (1, 2, 3)))
+            await stream.receive()
+        late = await mine.connect()
+        fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
+        text = "10 streams of key 'greedy' are open, the limit is 10"
+        assert fault == Fault(FaultCode.OVERLOADED, text, 1.0)
+        with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
+            await late.receive()
+        other = connect(address, access=DeviceAccess(keys["other"]))
+        stream = await other.connect()
+        await stream.send(Open("other", "", "", (1, 2, 3)))
+        assert not isinstance(await stream.receive(), Fault)
+        await mine.close()
+        await other.close()
+
+
+async def test_a_refusal_says_when_to_come_back_in_its_metadata() -> None:
+    config = VerifierConfig(
+        model="toy", port=0, limits=LimitsSection(max_sessions=1, peer_share=0.001)
+    )
+    async with serving(config=config) as (address, _):
+        first = connect(address)
+        stream = await first.connect()
+        await stream.send(Open("one", "", "", (1, 2, 3)))
+        await stream.receive()
+        async with grpc.aio.insecure_channel(address) as channel:
+            call: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)()
+            assert await call.read() is not grpc.aio.EOF  # the fault
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            trailing = dict(await call.trailing_metadata())
+            assert trailing["retry-after"] == "1"
+            assert trailing["grpc-retry-pushback-ms"] == "1000"
+        await first.close()
+
+
+# --- where a key may go ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "sent"),
+    [
+        ("127.0.0.1:7420", True),
+        ("127.8.9.1:7420", True),
+        ("[::1]:7420", True),
+        ("localhost", True),
+        ("unix:edge.sock", True),
+        ("10.0.0.7:7420", False),
+        ("gpu-box:7420", False),
+        ("[2001:db8::1]:7420", False),
+        ("localhost.example:7420", False),
+    ],
+)
+def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) -> None:
+    config = device_config(address)
+    environment = {"EDGESPEC_API_KEY": "edgespec-secret"}
+    access = device_access(config, environment)
+    if sent:
+        assert access.key_for(address) == "edgespec-secret"
+    else:
+        with pytest.raises(ConfigError, match="would be sent without TLS") as caught:
+            connect(address, access=access)
+        assert "edgespec-secret" not in str(caught.value)
+    for safe in (replace(config, insecure=True), replace(config, tls=pki.device())):
+        assert device_access(safe, environment).key_for(address) == "edgespec-secret"
+    assert "edgespec-secret" not in repr(access)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("", "holds no key"), ("two words", "one word"), ("schlüssel", "not plain ASCII")],
+)
+def test_a_file_without_a_key_is_named(content: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(content, encoding="utf-8")
+    config = replace(AgentConfig(), api_key_file=str(path))
+    with pytest.raises(ConfigError, match=why) as caught:
+        device_access(config, {})
+    assert str(path) in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        device_access(replace(config, api_key_file=str(tmp_path / "none")), {})

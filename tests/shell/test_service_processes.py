@@ -1,0 +1,239 @@
+"""The daemon as an operator meets it: reload by SIGHUP, drain by SIGTERM, refusals at its start.
+
+Oracle: the toy's text, of devices that the operation is not about; what the processes say of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.agent.agent import Agent, Chunk, GenerationError
+from edgespec.cli.main import app
+from edgespec.compose import build_agent, connect
+from edgespec.config.key_file import KeyFile, load_keys, save_keys
+from edgespec.core.protocol.messages import Fault, FaultCode
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.guarded import PROMPT, device_config, keys_in
+from tests.shell.live_verifier import daemon, environment, start, toy_text
+from tests.shell.pki import Pki
+from tests.sources import ROOT
+
+WITHIN_S = 120
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+EXPECTED = toy_text(ToyTokenizer().encode(PROMPT), LONG)
+SLOW = ("--pass-ms", "10")
+
+
+async def said(process: subprocess.Popen[str], what: str) -> str:
+    """What the daemon has said on stderr up to and with the line that holds ``what``."""
+
+    def read() -> str:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if what in line:
+                return "".join(lines)
+        raise AssertionError(f"{what!r} is not in {''.join(lines)}")
+
+    return await asyncio.wait_for(asyncio.to_thread(read), WITHIN_S)
+
+
+async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:
+    return [token async for chunk in chunks for token in chunk.tokens]
+
+
+def agent(address: str, key: str, monkeypatch: pytest.MonkeyPatch, pki: Pki | None = None) -> Agent:
+    monkeypatch.setenv("EDGESPEC_API_KEY", key)
+    return build_agent(device_config(address, None if pki is None else pki.device()))
+
+
+async def test_sighup_reads_keys_and_certificates_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pki, newer, path = Pki(tmp_path / "pki"), Pki(tmp_path / "newer"), tmp_path / "keys.yaml"
+    keys = keys_in(path, "good", "bad")
+    tls = ("--tls-cert", pki.path("server.pem"), "--tls-key", pki.path("server.key"))
+    with daemon(*SLOW, *tls, "--keys", str(path)) as (address, process):
+        good, bad = (agent(address, keys[name], monkeypatch, pki) for name in ("good", "bad"))
+        async with good, bad:
+            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, LONG)
+            first = await anext(ours)
+            await anext(theirs)
+            saved = path.read_text()
+            path.write_text("keys: {bad: {sha256: 5}}")
+            process.send_signal(signal.SIGHUP)
+            words = await said(process, "reload")
+            assert "ERROR" in words
+            assert "nothing has changed, because of" in words
+            assert "keys.bad.sha256 is 5, but must be text" in words
+            await anext(theirs)
+            path.write_text(saved)
+            known = load_keys(path).keys
+            save_keys(path, KeyFile({"good": known["good"]}))
+            for name in ("server.pem", "server.key"):
+                (tmp_path / "pki" / name).write_bytes((tmp_path / "newer" / name).read_bytes())
+            process.send_signal(signal.SIGHUP)
+            words = await said(process, "reload")
+            assert "keys revoked: bad; a new certificate or client CA; 1 streams were" in words
+            with pytest.raises(GenerationError, match="was revoked"):
+                await tokens_of(theirs)
+            async with agent(address, keys["good"], monkeypatch, newer) as late:
+                assert await tokens_of(late.generate(PROMPT, LONG)) == EXPECTED
+            assert [*first.tokens, *await tokens_of(ours)] == EXPECTED
+            assert good.stats is not None
+            assert good.stats.counters.reconnects == 0
+
+
+async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with daemon(*SLOW) as (address, process):
+        async with agent(address, "", monkeypatch) as device:
+            chunks = device.generate(PROMPT, LONG)
+            first = await anext(chunks)
+            process.send_signal(signal.SIGTERM)
+            words = await said(process, "stopping")
+            assert "1 stream may go on for 30 s; a second request ends" in words
+            late = connect(address)
+            fault = await (await late.connect()).receive()
+            assert isinstance(fault, Fault)
+            assert fault.code is FaultCode.SHUTTING_DOWN
+            assert fault.retry_after_s == 1.0
+            await late.close()
+            assert [*first.tokens, *await tokens_of(chunks)] == EXPECTED
+            assert device.stats is not None
+            assert device.stats.counters.reconnects == 0
+        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
+
+
+async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with daemon(*SLOW, "--drain-s", "0.2") as (address, process):
+        device = agent(address, "", monkeypatch)
+        chunks = device.generate(PROMPT, LONG)
+        first = await anext(chunks)
+        process.send_signal(signal.SIGTERM)
+        await said(process, "1 of them are told to resume elsewhere")
+        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
+    with daemon("--port", address.rpartition(":")[2]):
+        async with device:
+            assert [*first.tokens, *await tokens_of(chunks)] == EXPECTED
+
+
+async def test_a_second_request_ends_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon(*SLOW) as (address, process):
+        async with agent(address, "", monkeypatch) as device:
+            chunks = device.generate(PROMPT, LONG)
+            await anext(chunks)
+            process.send_signal(signal.SIGINT)
+            await said(process, "may go on for 30 s")
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, WITHIN_S) == 130
+            await chunks.aclose()
+
+
+@contextlib.contextmanager
+def on_a_terminal(*options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """The daemon as the leader of a terminal's session; the terminal's other end."""
+    ours, theirs = pty.openpty()
+    code = (
+        "import fcntl, os, sys, termios\n"
+        "os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'edgespec', *sys.argv[1:]])\n"
+    )
+    arguments = ("verifier", "--model", "toy", "--port", "0", *options)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(theirs)
+        try:
+            yield ours, process
+        finally:
+            process.kill()
+
+
+async def test_a_closed_terminal_ends_the_daemon_and_sighup_alone_does_not() -> None:
+    with on_a_terminal() as (terminal, process):
+        assert process.stdout is not None
+        assert "ready on" in await asyncio.to_thread(process.stdout.readline)
+        process.send_signal(signal.SIGHUP)
+        assert "nothing changed" in await said(process, "reload")
+        os.close(terminal)
+        await said(process, "stopping; the devices are told")
+        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "why"),
+    [
+        (
+            ("--host", "0.0.0.0"),
+            2,
+            "host is '0.0.0.0', which others can reach",
+        ),
+        (("--tls-cert", "server.pem"), 2, "tls.cert is given without key"),
+        (("--client-ca", "ca.pem"), 2, "tls.client_ca is given without cert and key"),
+        (("--tls-cert", "none.pem", "--tls-key", "none.key"), 2, "none.pem: No such file"),
+        (("--keys", "none.yaml"), 2, "none.yaml: No such file"),
+        (("--drain-s", "-1"), 2, "drain_s is -1.0, but must be in [0.0, 86400.0]"),
+    ],
+)
+def test_what_would_not_be_safe_is_refused_at_the_start(
+    options: tuple[str, ...], code: int, why: str
+) -> None:
+    with start("verifier", "--model", "toy", "--port", "0", *options) as process:
+        out, err = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == code, out + err
+    assert why in err
+    assert "Traceback" not in err
+
+
+def test_insecure_is_a_word_that_opens_any_address() -> None:
+    with start(
+        "verifier", "--model", "toy", "--port", "0", "--host", "0.0.0.0", "--insecure"
+    ) as one:
+        assert one.stdout is not None
+        assert "ready on 0.0.0.0:" in one.stdout.readline()
+        one.send_signal(signal.SIGTERM)
+        assert one.wait(WITHIN_S) == 0
+
+
+def test_commands_take_ca_certificate_and_key_from_files(tmp_path: Path) -> None:
+    pki, path = Pki(tmp_path), tmp_path / "keys.yaml"
+    (tmp_path / "one.key").write_text(keys_in(path, "one")["one"])
+    options = ("--tls-cert", pki.path("server.pem"), "--tls-key", pki.path("server.key"))
+    guards = ("--client-ca", pki.path("ca.pem"), "--keys", str(path))
+    shown = ("--client-cert", pki.path("device.pem"), "--client-key", pki.path("device.key"))
+    mine = ("--ca", pki.path("ca.pem"), *shown, "--api-key-file", str(tmp_path / "one.key"))
+    with daemon(*options, *guards) as (address, _):
+        text = call("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "20", *mine)
+        ids = toy_text(ToyTokenizer().encode(PROMPT), SamplingParams(max_tokens=20))
+        assert text.stdout == ToyTokenizer().decode(ids) + "\n"
+        plain = call("generate", PROMPT, "--verifier", address, "--draft", "toy")
+        assert plain.exit_code == 1
+        assert "it may want TLS: --tls, or --ca FILE" in plain.stderr
+        assert "start one" not in plain.stderr
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)

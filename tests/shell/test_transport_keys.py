@@ -1,0 +1,135 @@
+"""Keys at the transport's door: who is turned away takes nothing from those who are let in.
+
+Oracle: a dictionary of keys that the test changes while streams are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.stream_budget import CallLimits
+from edgespec.ports import DeviceStream, LinkError, VerifierStream
+from edgespec.transport.door import MAX_WAITING, NO_KEY, WRONG_KEY
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.grpc_server import GrpcServer
+from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, served, works
+
+ONE_A_SECOND = CallLimits(
+    peer_rate=1.0, peer_burst=1.0, total_rate=100.0, total_burst=100.0, max_wait_s=30.0
+)
+
+
+@dataclass
+class Keys:
+    """What ``authenticate`` knows, and who was served."""
+
+    known: dict[str, Credential] = field(
+        default_factory=lambda: {name: Credential(name) for name in ("one", "two")}
+    )
+    served: list[str] = field(default_factory=list)
+
+    async def serve(self, stream: VerifierStream) -> None:
+        self.served.append(stream.credential.name)
+        await echo(stream)
+
+
+@asynccontextmanager
+async def guarded(keys: Keys, **options: Any) -> AsyncIterator[tuple[GrpcServer, str]]:
+    async with served(keys.serve, authenticate=keys.known.get, **options) as (server, transport):
+        yield server, transport.address
+
+
+@asynccontextmanager
+async def device(address: str, key: str) -> AsyncIterator[GrpcTransport]:
+    transport = GrpcTransport(address, api_key=key)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+async def opened(transport: GrpcTransport) -> DeviceStream:
+    stream = await transport.connect()
+    await stream.send(OPEN)
+    await asyncio.wait_for(stream.receive(), PATIENCE_S)
+    return stream
+
+
+@pytest.mark.parametrize(("key", "word"), [("", NO_KEY), ("three", WRONG_KEY)])
+async def test_who_is_turned_away_is_never_served(key: str, word: object) -> None:
+    keys = Keys()
+    async with guarded(keys) as (_, address), device(address, key) as stranger:
+        stream = await stranger.connect()
+        await stream.send(OPEN)
+        assert await stream.receive() == word
+        with pytest.raises(LinkError, match="UNAUTHENTICATED: this verifier") as caught:
+            await stream.receive()
+        assert not caught.value.retryable
+        with pytest.raises(LinkError, match="UNAUTHENTICATED: this verifier") as caught:
+            await stranger.info()
+        assert not caught.value.retryable
+        async with device(address, "one") as known:
+            assert await works(await opened(known))
+            assert await known.info() == INFO
+    assert keys.served == ["one"]
+
+
+async def test_many_wrong_keys_are_refused_at_once_and_right_ones_come_through() -> None:
+    keys = Keys()
+    async with guarded(keys, max_streams=2) as (_, address), device(address, "one") as known:
+        async with grpc.aio.insecure_channel(address) as channel:
+            ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
+            wrong = (("authorization", "Bearer three"),)
+            calls = [ask(b"", metadata=wrong) for _ in range(3 * MAX_WAITING)]
+            assert await works(await opened(known))  # it took no slot and no turn of theirs
+            codes = [await call.code() for call in calls]
+        assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
+    assert keys.served == ["one"]
+
+
+async def test_one_keys_line_is_not_anothers() -> None:
+    keys = Keys()
+    async with guarded(keys, opens=ONE_A_SECOND) as (server, address):
+        async with device(address, "one") as greedy, device(address, "two") as modest:
+            assert await works(await opened(greedy))
+            waiting = [await greedy.connect() for _ in range(5)]
+            assert await works(await opened(modest))  # though it calls from the same address
+            assert server.stream_count == 2
+            for stream in waiting:
+                await stream.close()
+
+
+async def test_a_key_that_is_revoked_in_the_line_is_not_served() -> None:
+    keys = Keys()
+    async with guarded(keys, opens=ONE_A_SECOND) as (_, address), device(address, "one") as mine:
+        await opened(mine)
+        waiting = await mine.connect()
+        await waiting.send(OPEN)
+        del keys.known["one"]
+        assert await asyncio.wait_for(waiting.receive(), PATIENCE_S) == WRONG_KEY
+    assert keys.served == ["one"]
+
+
+async def test_a_drain_refuses_new_streams_and_keeps_the_running_ones() -> None:
+    keys = Keys()
+    async with guarded(keys) as (server, address), device(address, "one") as mine:
+        running = await opened(mine)
+        await server.drain()
+        late = await mine.connect()
+        assert await late.receive() == STOPPING
+        assert await works(running)
+        drained = asyncio.ensure_future(server.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        await running.close()
+        await asyncio.wait_for(drained, PATIENCE_S)
+        assert server.stream_count == 0
