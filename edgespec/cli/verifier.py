@@ -22,6 +22,7 @@ from edgespec.cli.running import (
     set_up_logging,
     trace_to,
 )
+from edgespec.cli.service_manager import ServiceManager
 from edgespec.compose import SetupError, build_verifier, load_target, target_mode
 from edgespec.config import VerifierConfig
 from edgespec.ports import TargetModel
@@ -133,12 +134,17 @@ async def _serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> s
     serving, server = build_verifier(config, target=target, tracer=tracer)
     await server.start()
     end.devices_know = True
-    typer.echo(ready_line(config, server.port, target))
+    typer.echo(line := ready_line(config, server.port, target))
+    manager = ServiceManager()
+    manager.ready(line)
+    alive = asyncio.ensure_future(manager.keep_alive())
     ends = [asyncio.ensure_future(event.wait()) for event in (end.asked, serving.broken)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    manager.stopping(f"stopping: {serving.why_broken or 'asked to'}")
     if not serving.broken.is_set():
         await serving.stop()
     await server.stop(_STREAMS_END_WITHIN_S)
+    alive.cancel()
     return serving.why_broken
 
 
