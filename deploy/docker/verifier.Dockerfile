@@ -54,7 +54,7 @@ ENV PATH=/opt/edgespec/bin:${PATH} \
 USER 10001:10001
 WORKDIR /var/cache/edgespec
 VOLUME /var/cache/edgespec
-EXPOSE 7420 9420
+EXPOSE 7420 9464
 STOPSIGNAL SIGTERM
 # Long before the first answer: a large model takes its time to load. With TLS, give the check of
 # your compose file or pod `--ca` and `--server-name`.
