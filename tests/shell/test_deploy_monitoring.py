@@ -46,7 +46,8 @@ def queries() -> dict[str, str]:
     found = {f"alert {rule['alert']}": rule["expr"] for rule in rules()}
     for panel in PANELS:
         for target in panel.get("targets", []):
-            found[f"panel {panel['title']} {target['refId']}"] = _filled_in(target["expr"])
+            where = f"panel {panel['id']} {panel['title']} {target['refId']}"
+            found[where] = _filled_in(target["expr"])
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             call = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
