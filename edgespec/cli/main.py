@@ -15,6 +15,7 @@ from edgespec.cli.demo import demo
 from edgespec.cli.doctor import doctor
 from edgespec.cli.export import export
 from edgespec.cli.generate import generate
+from edgespec.cli.health import health
 from edgespec.cli.keys import keys
 from edgespec.cli.plan import plan
 from edgespec.cli.profile import profile
@@ -65,7 +66,7 @@ def main(
     """
 
 
-for command in (demo, verifier, generate, chat, doctor, export):
+for command in (demo, verifier, generate, chat, doctor, health, export):
     app.command(epilog=EXIT_CODES)(command)
 if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)

@@ -26,6 +26,7 @@ import typer
 
 from edgespec.access import ServerAccess
 from edgespec.cli.running import on_stopping_signals, say
+from edgespec.cli.service_manager import ServiceManager
 from edgespec.cli.watching import Watching, watching
 from edgespec.compose import SetupError, build_verifier, load_target, target_mode
 from edgespec.config import ConfigError, VerifierConfig
@@ -76,9 +77,13 @@ async def _serve_until(
     _collect_less_often()
     watch.start(serving)
     end.devices_know = True
-    typer.echo(ready_line(config, server.port, target))
-    reloading = asyncio.create_task(_reload_whenever(reload, access, serving))
+    typer.echo(line := ready_line(config, server.port, target))
+    manager = ServiceManager()
+    manager.ready(line)
+    alive = asyncio.create_task(manager.keep_alive())
+    reloading = asyncio.create_task(_reload_whenever(reload, access, serving, manager, line))
     await _first_of(end.asked.wait(), serving.broken.wait())
+    manager.stopping(f"stopping: {serving.why_broken or 'asked to'}")
     if not serving.broken.is_set():
         nobody_waits = with_parent or end.number == signal.SIGHUP
         await _drain(serving, server, 0.0 if nobody_waits else config.drain_s)
@@ -86,6 +91,7 @@ async def _serve_until(
     if not serving.broken.is_set():
         await serving.stop()
     await server.stop(_STREAMS_END_WITHIN_S)
+    alive.cancel()
     return serving.why_broken
 
 
@@ -147,24 +153,36 @@ async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
 # --- reloading -------------------------------------------------------------------------------
 
 
-async def _reload_whenever(asked: asyncio.Event, access: ServerAccess, serving: Verifier) -> None:
+async def _reload_whenever(
+    asked: asyncio.Event,
+    access: ServerAccess,
+    serving: Verifier,
+    manager: ServiceManager,
+    status: str,
+) -> None:
     """Until cancelled. What is asked while a reload runs is done once more behind it."""
     while True:
         await asked.wait()
         asked.clear()
-        try:
-            # The new keys hold from here on, so no stream that comes now is missed below.
-            done = await asyncio.to_thread(access.reload)
-        except ConfigError as error:
-            _LOG.error("reload: nothing has changed, because of %s", error)
-            continue
-        except Exception:
-            _LOG.exception("reload: nothing has changed")
-            continue
-        ended = serving.revoke(done.keys.revoked) if done.keys.revoked else 0
-        _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
-        for warning in done.warnings:
-            _LOG.warning("%s", warning)
+        manager.reloading()
+        await _reload(access, serving)
+        manager.ready(status)
+
+
+async def _reload(access: ServerAccess, serving: Verifier) -> None:
+    try:
+        # The new keys hold from here on, so no stream that comes now is missed below.
+        done = await asyncio.to_thread(access.reload)
+    except ConfigError as error:
+        _LOG.error("reload: nothing has changed, because of %s", error)
+        return
+    except Exception:
+        _LOG.exception("reload: nothing has changed")
+        return
+    ended = serving.revoke(done.keys.revoked) if done.keys.revoked else 0
+    _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
+    for warning in done.warnings:
+        _LOG.warning("%s", warning)
 
 
 def _on_hangup(end: Stopping, reload: asyncio.Event) -> None:

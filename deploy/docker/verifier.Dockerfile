@@ -1,0 +1,65 @@
+# syntax=docker/dockerfile:1.7
+# The verifier. Build from the root of the repository:
+#
+#   docker build -f deploy/docker/verifier.Dockerfile -t edgespec/verifier:0.1.0 .
+#
+# PyTorch's wheels bring CUDA's libraries along, so the base needs no more of CUDA than what says to
+# the container runtime that a GPU is wanted. Without a GPU, give TORCH_INDEX the CPU builds:
+#
+#   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG BASE=nvidia/cuda:12.9.1-base-ubuntu24.04
+
+FROM ${BASE} AS build
+ARG TORCH_INDEX=https://pypi.org/simple
+ARG HATCHLING=1.27.0
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+# Of the distribution's release that the base's tag names: its archive keeps only the newest build.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/edgespec
+ENV PATH=/opt/edgespec/bin:${PATH}
+WORKDIR /src
+# What changes seldom comes first, and stays in the builder's cache.
+COPY constraints.txt ./
+RUN pip install --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)" \
+    && pip install "hatchling==${HATCHLING}"
+COPY LICENSE NOTICE README.md pyproject.toml ./
+COPY edgespec edgespec
+COPY sim sim
+RUN pip install --no-build-isolation --constraint constraints.txt '.[server]' \
+    && pip uninstall --yes hatchling
+
+FROM ${BASE}
+LABEL org.opencontainers.image.title="edgespec verifier" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --system --gid 10001 edgespec \
+    && useradd --system --uid 10001 --gid 10001 --home-dir /var/cache/edgespec \
+        --shell /usr/sbin/nologin edgespec \
+    && install --directory --owner=10001 --group=10001 --mode=0750 /var/cache/edgespec
+COPY --from=build /opt/edgespec /opt/edgespec
+ENV PATH=/opt/edgespec/bin:${PATH} \
+    HOME=/var/cache/edgespec \
+    HF_HOME=/var/cache/edgespec/huggingface \
+    XDG_CACHE_HOME=/var/cache/edgespec \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+# By number, so that Kubernetes can see that it is not root.
+USER 10001:10001
+WORKDIR /var/cache/edgespec
+VOLUME /var/cache/edgespec
+EXPOSE 7420 9464
+STOPSIGNAL SIGTERM
+# Long before the first answer: a large model takes its time to load. With TLS, give the check of
+# your compose file or pod `--ca` and `--server-name`.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
+    CMD ["edgespec", "health", "127.0.0.1:7420"]
+ENTRYPOINT ["edgespec"]
+# Listening beyond the container needs a certificate, or the word --insecure.
+CMD ["verifier"]

@@ -1,0 +1,129 @@
+"""``edgespec health``: what a probe is told, as an exit code. Oracle: the state of the server."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.ports import LinkError
+from edgespec.transport.health_probe import SERVING, ProbeTls, ask_health
+from tests.shell.echo_verifier import echo, served
+from tests.shell.live_verifier import daemon
+
+NAME = "gpu-box"
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["health", *arguments])
+
+
+def test_a_verifier_that_serves_is_exit_code_0() -> None:
+    with daemon() as (address, _):
+        result = call(address)
+    assert (result.exit_code, result.stdout) == (0, f"{SERVING}\n")
+
+
+def test_nobody_there_is_exit_code_1_and_one_line() -> None:
+    result = call("127.0.0.1:1", "--timeout-s", "1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: no health from 127.0.0.1:1: " in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--timeout-s", "0"), "--timeout-s is 0, but must be in (0, 600]"),
+        (("--timeout-s", "nan"), "--timeout-s is nan"),
+        (("--client-cert", "c.pem"), "--client-cert and --client-key belong together"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_missing_ca_is_named(tmp_path: Path) -> None:
+    result = call("--ca", str(tmp_path / "none.pem"))
+    assert result.exit_code == 1
+    assert "none.pem" in result.stderr
+
+
+@asynccontextmanager
+async def saying(status: int) -> AsyncIterator[str]:
+    """A server whose health service says ``status``; yields its address."""
+    servicer: Any = health.aio.HealthServicer()
+    await servicer.set("", status)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_a_verifier_that_drains_does_not_serve() -> None:
+    status = health_pb2.HealthCheckResponse.NOT_SERVING
+    async with saying(status) as address:
+        assert await ask_health(address) == "NOT_SERVING"
+
+
+def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def not_serving(address: str, **_: object) -> str:
+        return "NOT_SERVING"
+
+    monkeypatch.setattr("edgespec.transport.health_probe.ask_health", not_serving)
+    result = call("gpu-box")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
+
+
+async def test_an_unknown_service_is_said_by_name() -> None:
+    async with served() as (server, _):
+        with pytest.raises(LinkError, match=r"no health from .*: NOT_FOUND"):
+            await ask_health(f"127.0.0.1:{server.port}", "no.such.Service")
+
+
+async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with served() as (server, _):
+        assert await ask_health(f"127.0.0.1:{server.port}") == SERVING
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for ``NAME``, its own authority, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed: no certificate to test with")
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}")
+    names = ("-addext", f"subjectAltName=DNS:{NAME}", "-keyout", str(key), "-out", str(certificate))
+    subprocess.run([openssl, *made, *names], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_tls_by_the_name_in_the_certificate(identity: tuple[Path, Path]) -> None:
+    certificate, key = identity
+    pair = (key.read_bytes(), certificate.read_bytes())
+    async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        assert await ask_health(address, tls=ProbeTls(certificate, server_name=NAME)) == SERVING
+        for wrong in (ProbeTls(certificate), ProbeTls(server_name=NAME), None):
+            with pytest.raises(LinkError, match="no health from"):
+                await ask_health(address, tls=wrong, timeout_s=20.0)
