@@ -11,8 +11,7 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
 A session outlives its stream by the lease (``attachment.py``). Drafts only change *when* tokens are
 committed. Invariants: in a pass that samples, ``cache_length + len(feed) == prefix.length``; every
 such pass commits at least one token; nothing is committed past a stop id, max_tokens or the
-context. ``Evicted`` takes its cache away, and ``Cached`` says what of it is there again.
-``deadline`` is when to offer a pass, or look at ``over``, again.
+context. ``Evicted`` takes its cache away, ``Cached`` gives some back. ``deadline``: look again.
 """
 
 from __future__ import annotations
