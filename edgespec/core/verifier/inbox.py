@@ -1,8 +1,8 @@
 """The inbox takes in the drafts of one session: it checks them, grows the tree and times them.
 
-Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent is
-dropped and counted, a draft on tokens the verifier does not have is a ``Fault`` that makes the
-device come back with what it holds.
+Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent, or one
+that is no token of the target, is dropped and counted; a draft on tokens the verifier does not have
+is a ``Fault`` that makes the device come back with what it holds.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ class DraftInbox:
         if not draft.tokens:
             self.no_draft_coming = True
             return None
-        size = self._vocabulary_size
-        if min(draft.tokens) < 0 or max(draft.tokens) >= size:
-            bad = next(token for token in draft.tokens if not 0 <= token < size)
-            why = f"draft token {bad} is outside the vocabulary of {size}"
-            return Fault(FaultCode.INVALID, why)
         if ROOT in draft.parents:
             base, length = draft.base_position, self._prefix.length
             if base > length:
@@ -62,12 +57,15 @@ class DraftInbox:
 
     def _grow(self, draft: Draft) -> bool:
         useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
-        nodes, grow, first, base = tree.nodes, tree.grow, draft.first_node_id, draft.base_position
+        nodes, grow, size = tree.nodes, tree.grow, self._vocabulary_size
+        first, base = draft.first_node_id, draft.base_position
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
             if len(nodes) >= most:
                 self.overflow += len(draft.tokens) - index
                 break
-            growth = grow(first + index, parent, token, base)
+            growth = STALE
+            if 0 <= token < size:  # a padded draft may propose what is no token
+                growth = grow(first + index, parent, token, base)
             if growth is ALIVE:
                 useful = True
             elif growth is STALE:
