@@ -90,8 +90,10 @@ async def measure(sessions: int, messages: int, options: argparse.Namespace) -> 
             await devices.wait()
             await verifier.stop()
         finally:
-            kill(devices)
-            kill(getattr(verifier, "process", None))
+            for process in (devices, getattr(verifier, "process", None)):
+                kill(process)
+                if process is not None:
+                    await process.wait()
     return point(sessions, messages, before, after, options.pass_ms)
 
 
@@ -196,7 +198,12 @@ async def run(options: argparse.Namespace) -> list[Point]:
     for repeat in range(options.repeats):
         turn = repeat % len(kinds)
         for sessions, messages in kinds[turn:] + kinds[:turn]:
-            points.append(await measure(sessions, messages, options))
+            try:
+                points.append(await measure(sessions, messages, options))
+            except (TimeoutError, RuntimeError) as error:
+                why = f"{type(error).__name__} {error}"
+                print(f"{sessions} sessions could not be played: {why}", file=sys.stderr)
+                continue
             shown = table(points[-1:]).splitlines()
             print("\n".join(shown if len(points) == 1 else shown[1:]), file=sys.stderr, flush=True)
     return points

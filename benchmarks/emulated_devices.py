@@ -36,7 +36,8 @@ PATH = "/edgespec.v1.Verifier/Speculate"
 WIDTH = 2
 # Nodes sent and not decided on yet: two passes' worth, as an agent near its verifier holds them.
 PASSES_AHEAD = 2
-TICK_S = 0.001
+# How many open their first stream at a time.
+OPENING = 64
 
 
 class Text:
@@ -167,7 +168,7 @@ def play(options: argparse.Namespace) -> None:
     share = options.nodes // options.messages
     due: list[tuple[float, int, Device]] = []
     while True:
-        while len(devices) < options.devices and len(devices) <= len(begun) + 16:
+        while len(devices) < options.devices and len(devices) < len(begun) + OPENING:
             devices.append(Device(len(devices), text, options))
             selector.register(devices[-1].call.socket, selectors.EVENT_READ, devices[-1])
         wait_s = max(0.0, due[0][0] - time.monotonic()) if due else 0.05

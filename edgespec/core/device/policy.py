@@ -31,7 +31,7 @@ from edgespec.core.statically_frozen import statically_frozen
 _GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
 MAX_GAMMA = 32
 # Passes follow one another when commits come no further apart than they take, but for jitter.
-_WITHOUT_A_WAIT = 1.06
+_WITHOUT_A_WAIT = 1.01
 GATHER_SHARE = 0.1
 """The last part of a pass in which an agent's drafts leave at once: for the link's jitter."""
 DEFAULT_WIDTH = 2

@@ -57,8 +57,8 @@ class DraftInbox:
 
     def _grow(self, draft: Draft) -> bool:
         useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
-        nodes, grow, first, base = tree.nodes, tree.grow, draft.first_node_id, draft.base_position
-        size = self._vocabulary_size
+        nodes, grow, size = tree.nodes, tree.grow, self._vocabulary_size
+        first, base = draft.first_node_id, draft.base_position
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
             if len(nodes) >= most:
                 self.overflow += len(draft.tokens) - index

@@ -89,9 +89,7 @@ class VerifySession:
     @property
     def wants_pass(self) -> bool:
         """Whether it would take part in a pass, were there room and time."""
-        device = self.device
-        ready = self.state is ev.READY
-        return ready and device.detached_at is None and device.unread_since is None
+        return self.state is ev.READY and self.device.attached and self.device.unread_since is None
 
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
