@@ -23,6 +23,7 @@ from edgespec.config.key_file import load_keys
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, host_of, is_loopback
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.key_ring import KeyChanges, KeyRing
+from edgespec.setup_error import needs
 
 if TYPE_CHECKING:
     import grpc
@@ -55,7 +56,7 @@ class Reloaded:
 
 class ServerAccess:
     """The keys and certificates of one verifier. Raises ``ConfigError`` when they cannot be
-    used."""
+    used, ``SetupError`` where TLS cannot."""
 
     def __init__(self, config: VerifierConfig) -> None:
         self._keys_path = Path(config.keys).expanduser() if config.keys else None
@@ -117,14 +118,10 @@ def _identity(tls: ServerTlsSection) -> ServerIdentity:
     certificate, key = Path(tls.cert).expanduser(), Path(tls.key).expanduser()
     client_ca = Path(tls.client_ca).expanduser() if tls.client_ca else None
     try:
-        return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
+        with needs("cryptography", "edgespec[certs]"):
+            return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
     except TlsFileError as error:
         raise ConfigError(str(error)) from error
-    except ModuleNotFoundError as error:
-        if error.name != "cryptography":
-            raise
-        why = "TLS on a verifier needs cryptography: pip install 'edgespec[certs]'"
-        raise ConfigError(why) from error
 
 
 # --- the device's side -----------------------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, assert_never
@@ -43,6 +42,8 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_in
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.setup_error import SetupError as SetupError
+from edgespec.setup_error import needs as needs
 from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
@@ -62,10 +63,6 @@ _TOY_DRAFT_NOISE = 0.25
 _MAX_CONTEXT_LENGTH = 1 << 20
 
 Say = Callable[[str], None]
-
-
-class SetupError(RuntimeError):
-    """A part cannot be built; the message says what is wrong and, if known, what to run."""
 
 
 class PromptTokenizer(Protocol):
@@ -353,19 +350,6 @@ def with_port(address: str) -> str:
     address = address.strip()
     last = address.rpartition("]")[2]
     return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
-
-
-@contextmanager
-def needs(library: str, install: str) -> Iterator[None]:
-    """Turns a missing library into the line that installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("edgespec"):
-            raise
-        raise SetupError(
-            f"this needs {library} ({error.name} is not installed): pip install '{install}'"
-        ) from error
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache access".split()
+    "export_cache access setup_error".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -122,7 +122,12 @@ FLOORS = (
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
     Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
     # Keys and certificates, from files to running parts.
-    Floor("edgespec.access", (CORE, PORTS, CONFIG, "edgespec.transport"), HEAVY - {"grpc"}),
+    Floor(
+        "edgespec.access",
+        (CORE, PORTS, CONFIG, "edgespec.transport", "edgespec.setup_error"),
+        HEAVY - {"grpc"},
+    ),
+    Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
     # The composition root, and the Python API on top of it.
     Floor("edgespec.compose", COMPOSED, HEAVY),
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),

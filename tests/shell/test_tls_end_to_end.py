@@ -5,6 +5,7 @@ Oracle: who is let in gets the toy's text, token for token; who is not hears why
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,3 +172,11 @@ async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None
         access.reload()
     assert access._server_tls.identity is identity  # type: ignore[union-attr]
     assert access.authenticate(key) is not None
+
+
+def test_without_the_library_it_is_said_what_to_install(
+    pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(SetupError, match=r"cryptography .*pip install 'edgespec\[certs\]'"):
+        ServerAccess(verifier_config(pki.server()))
