@@ -36,6 +36,7 @@ from edgespec.core.verifier.session_events import (
     Evicted,
     Keep,
     Offer,
+    PassDone,
     PassFailed,
     Send,
     VerifyAction,
@@ -68,9 +69,9 @@ def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
 
 
 def _keeps_one_short(
-    session: VerifySession, targets: tuple[int, ...], now: float
+    session: VerifySession, event: PassDone, now: float
 ) -> tuple[VerifyAction, ...]:
-    actions = _keep(session, targets, now)
+    actions = _keep(session, event, now)
     return tuple(Keep(a.nodes[:-1]) if isinstance(a, Keep) else a for a in actions)
 
 
