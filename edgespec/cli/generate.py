@@ -97,10 +97,14 @@ def generate(
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
         set_up_logging(settings.log_level, settings.log_format)
         text = _prompt(prompt, file)
-        view: View = JsonView() if json_lines else TextView(use_color(color))
-        if logprobs and not json_lines:
-            view = ScoredView(view)
+        view = _view(json_lines, use_color(color), logprobs)
         run(_generate(settings, text, view, stats, logprobs))
+
+
+def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
+    if json_lines:
+        return JsonView()
+    return ScoredView(TextView(colored)) if logprobs else TextView(colored)
 
 
 async def _generate(

@@ -14,7 +14,6 @@ import typer
 from edgespec.cli.main import app
 from tests.shell.deploy_tools import DEPLOY, KUBERNETES, UNIT, compose_files
 from tests.shell.kustomize import pod_of, render
-from tests.sources import ROOT
 
 PROGRAM: Any = typer.main.get_command(app)
 
@@ -63,8 +62,6 @@ LINES = command_lines()
 def test_the_command_line_knows_every_word(where: str) -> None:
     words = [word for word in LINES[where] if word not in ("|", ">", "<")]
     unknown = _unknown(words)
-    if unknown and _promised(unknown):
-        pytest.skip(f"this edgespec has no {', '.join(unknown)}")
     assert not unknown
 
 
@@ -83,23 +80,7 @@ def _unknown(words: list[str]) -> list[str]:
 
 
 # Parts of the verifier that may be absent from a build; their options are then unknown to it.
-_PARTS = {
-    "--metrics-port --metrics-host --log-format": "edgespec/telemetry/metrics_server.py",
-    "--keys --tls-cert --tls-key --client-ca --insecure --drain-s --ca keys certs": (
-        "edgespec/config/security.py"
-    ),
-}
-
-
-def _promised(unknown: list[str]) -> bool:
-    absent = {
-        w for words, part in _PARTS.items() if not (ROOT / part).exists() for w in words.split()
-    }
-    return set(unknown) <= absent
-
-
 def test_a_wrong_word_is_found() -> None:
     assert _unknown(["verifier", "--prot=7420", "--port=7420"]) == ["--prot"]
     assert _unknown(["serve"]) == ["serve"]
     assert _unknown(["health", "127.0.0.1:7420", "--timeout-s", "5"]) == []
-    assert not _promised(["--prot"])
