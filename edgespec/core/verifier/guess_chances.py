@@ -8,8 +8,8 @@ place together are a *cell*. Wherever the text came by, the guesses for the next
 with it, also those that were not worth their row, and their cells count.
 
 Formula: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``), where hits and
-trials lose a share 1 - ``MEMORY`` at each trial of the cell. A prior of 0.5 worth 4 trials, and 6
-hits in the first 6 trials, give about (5.7 + 2) / (5.7 + 4) = 0.79. The chance of a node is the
+trials lose a share 1 - ``MEMORY`` at each trial of the cell. A prior of 0.5 worth 2 trials, and 6
+hits in the first 6 trials, give about (5.7 + 1) / (5.7 + 2) = 0.87. The chance of a node is the
 product along its path: two guesses at 0.8 one behind the other have 0.64.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Final
 
 MEMORY: Final = 0.98
-PRIOR_WEIGHT: Final = 4.0
+PRIOR_WEIGHT: Final = 2.0
 RANKS: Final = 2
 """Guesses for one position; no more are made."""
 
