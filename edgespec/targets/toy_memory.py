@@ -8,6 +8,7 @@ that is not there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from edgespec.core.protocol.work import CacheShape
@@ -23,10 +24,10 @@ class ToyMemory:
 
     def __init__(self, cache: CacheShape) -> None:
         self._block_count, self._block_tokens = cache.block_count, cache.block_tokens
-        self._slots = [_EMPTY] * ((cache.block_count + 1) * cache.block_tokens)
+        self._slots = array("q", [_EMPTY]) * ((cache.block_count + 1) * cache.block_tokens)
         self._tables: dict[str, tuple[int, ...]] = {}
         """Of each sequence's last pass."""
-        self._marks: dict[str, list[int]] = {}
+        self._marks: dict[str, array[int]] = {}
         """Of each sequence's committed tokens so far, whose text only grows."""
 
     def write(self, batch: Sequence[PassRequest], cached: Sequence[Sequence[int]]) -> None:
@@ -37,12 +38,16 @@ class ToyMemory:
         not in its slot.
         """
         for request in batch:
-            self._check_table(request)
-        self._check_writes(batch)
+            self._check_room(request)
+        blocks = [block for request in batch for block in request.blocks]
+        if blocks and not 1 <= min(blocks) <= max(blocks) <= self._block_count:
+            raise ValueError(f"blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}")
+        if len(set(blocks)) != len(blocks):
+            self._check_writes(batch)
         for request, tokens in zip(batch, cached, strict=True):
-            marks = self._marks.setdefault(request.key, [])
-            marks += _marks(marks, tokens[len(marks) :])
-            self._check(request, marks[: request.cache_length])
+            marks = self._marks.setdefault(request.key, array("q"))
+            marks.extend(_marks(marks, tokens[len(marks) :]))
+            self._check(request, marks)
         for request in batch:
             self._tables[request.key] = request.blocks
             for row, mark in enumerate(self._row_marks(request), request.cache_length):
@@ -59,33 +64,30 @@ class ToyMemory:
         self._tables.pop(key, None)
         self._marks.pop(key, None)
 
-    def _check_table(self, request: PassRequest) -> None:
-        key, blocks, rows = request.key, request.blocks, request.cache_length + request.row_count
-        room = len(blocks) * self._block_tokens
+    def _check_room(self, request: PassRequest) -> None:
+        rows = request.cache_length + request.row_count
+        room = len(request.blocks) * self._block_tokens
         if rows > room:
-            raise ValueError(f"{key!r}: {rows} rows, but its blocks hold {room}")
-        if len(set(blocks)) != len(blocks):
-            raise ValueError(f"{key!r}: a block stands in its table twice")
-        if not 1 <= min(blocks) <= max(blocks) <= self._block_count:
-            raise ValueError(
-                f"{key!r}: blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}"
-            )
+            raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
 
     def _check_writes(self, batch: Sequence[PassRequest]) -> None:
+        """For a pass in which some block is mentioned more than once."""
         held: set[int] = set()
         written: set[int] = set()
         for request in batch:
+            if len(set(request.blocks)) != len(request.blocks):
+                raise ValueError(f"{request.key!r}: a block stands in its table twice")
             writes = set(request.blocks[request.cache_length // self._block_tokens :])
             if not writes.isdisjoint(held) or not written.isdisjoint(request.blocks):
                 raise ValueError(f"{request.key!r}: a block that is written is another's too")
             written |= writes
             held.update(request.blocks)
 
-    def _check(self, request: PassRequest, marks: Sequence[int]) -> None:
-        size = self._block_tokens
+    def _check(self, request: PassRequest, marks: array[int]) -> None:
+        size, length = self._block_tokens, request.cache_length
         # Whole blocks at once: a long text is looked at in every pass.
-        for block, first in zip(request.blocks, range(0, len(marks), size), strict=False):
-            part = marks[first : first + size]
+        for block, first in zip(request.blocks, range(0, length, size), strict=False):
+            part = marks[first : min(first + size, length)]
             found = self._slots[block * size : block * size + len(part)]
             if found != part:
                 place = next(i for i, mark in enumerate(part) if found[i] != mark)
@@ -98,11 +100,12 @@ class ToyMemory:
         """Marks of the fed tokens and of the nodes behind them."""
         known = self._marks[request.key]
         del known[request.cache_length :]
-        known += _marks(known, request.feed)
+        fed = _marks(known, request.feed)
+        known.extend(fed)
         nodes: list[int] = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
             nodes.append(hash((nodes[parent] if parent >= 0 else known[-1], token)))
-        return known[request.cache_length :] + nodes
+        return fed + nodes
 
     def _slot(self, key: str, position: int) -> int:
         block, offset = divmod(position, self._block_tokens)

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.compose import SetupError, build_agent, load_drafter, load_target, with_port
-from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.compose import (
+    SetupError,
+    build_agent,
+    build_verifier,
+    load_drafter,
+    load_target,
+    with_port,
+)
+from edgespec.config import AgentConfig, DraftSection, VerifierConfig, load_config
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.block_names import SharePrefixes
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 
@@ -86,3 +94,14 @@ def test_cut_off_weights_are_named(tmp_path: Path) -> None:
 )
 def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
     assert with_port(address) == whole
+
+
+@pytest.mark.parametrize("share", SharePrefixes)
+async def test_the_engine_shares_prefixes_as_configured(share: SharePrefixes) -> None:
+    config = load_config(
+        VerifierConfig, overrides={"model": "toy", "port": 0, "limits.share_prefixes": share.value}
+    )
+    verifier, server = build_verifier(config)
+    assert verifier.engine.engine_limits.share_prefixes is share
+    await verifier.stop()
+    await server.stop(0.0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
 from edgespec.targets.paced import PacedTarget
@@ -166,6 +167,53 @@ def test_capacity_names_the_limit() -> None:
     target.close("s")
     with pytest.raises(CapacityError, match="prompt of 11 tokens"):
         target.open("t", 11, SamplingParams())
+
+
+TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def _sharing() -> ToyTarget:
+    """Two sequences of one text; the first has filled blocks 1 to 3 of four rows each."""
+    target = ToyTarget(ToyModel(vocabulary_size=32, order=2), cache=CacheShape(8, 4))
+    penalised = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.4)
+    for key in ("first", "second"):
+        target.open(key, len(TEXT), penalised, TEXT)
+    target.forward([PassRequest("first", 0, TEXT, blocks=(1, 2, 3))])
+    return target
+
+
+def test_a_pass_may_begin_behind_what_another_sequence_has_cached() -> None:
+    """The prompt counts for the penalties though it was not fed."""
+    target = _sharing()
+    [alone] = target.forward([PassRequest("first", 8, TEXT[8:], blocks=(1, 2, 3))])
+    [shared] = target.forward([PassRequest("second", 8, TEXT[8:], blocks=(1, 2, 4))])
+    assert shared.targets == alone.targets
+    assert target.cached("second") == TEXT
+
+
+def test_a_block_of_another_text_is_refused_though_its_tokens_are_the_same() -> None:
+    target = _sharing()
+    other = (9, *TEXT[1:])
+    target.open("other", len(other), SamplingParams(), other)
+    target.forward([PassRequest("other", 0, other[:4], sample=False, blocks=(5,))])
+    with pytest.raises(ValueError, match="position 4 holds another token"):
+        target.forward([PassRequest("other", 8, other[8:], blocks=(5, 2, 6))])
+
+
+def test_a_block_that_another_request_reads_is_not_written() -> None:
+    target = _sharing()
+    reads = PassRequest("first", 8, TEXT[8:], blocks=(1, 2, 3))
+    writes = PassRequest("second", 4, TEXT[4:], blocks=(1, 2, 4))
+    for batch in ([reads, writes], [writes, reads]):
+        with pytest.raises(ValueError, match="a block that is written is another's too"):
+            target.forward(batch)
+
+
+def test_without_a_table_nothing_is_cached_before_it_is_fed() -> None:
+    target = ToyTarget()
+    target.open("s", 3, SamplingParams(), (1, 2, 3))
+    with pytest.raises(ValueError, match="cache_length is 2, but 0 tokens are cached"):
+        target.forward([PassRequest("s", 2, (3,))])
 
 
 class FakeTime:

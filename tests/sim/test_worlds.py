@@ -47,6 +47,7 @@ def test_the_worlds_are_eventful() -> None:
     results = [play(seed) for seed in seeds]
     devices = [device for result in results for device in result.devices]
     assert sum(result.faults for result in results) > 400
+    assert sum(result.hit_tokens for result in results) > 10_000
     assert {device.expected.reason for device in devices} == {
         FinishReason.STOP,
         FinishReason.LENGTH,

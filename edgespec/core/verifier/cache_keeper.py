@@ -78,8 +78,12 @@ class CacheKeeper:
         session, ledger = self.sessions[key], self.ledger
         if session.cache_length == 0 and not self._enter(session, key, spared, now):
             return 0
-        if self._sharing is not None and self._waits(self._sharing, session, most, spared, now):
-            return 0
+        if self._sharing is not None:
+            if not spared:
+                self._sharing.new_pass()
+            decodes = session.prefix.length - session.cache_length == 1
+            if not decodes and self._waits(self._sharing, session, most, now):
+                return 0
         start, held, free = session.cache_length, ledger.held(key), ledger.free_count
         for spare in (free - waiting, min(1, free)):
             room = (held + max(0, spare)) * ledger.block_tokens - start
@@ -98,11 +102,12 @@ class CacheKeeper:
         assert fits, f"{length} rows of a session do not fit, {self.ledger.free_count} blocks free"
         table = self.ledger.table(key)
         if (session := self.sessions.get(key)) is not None:  # else it is a probe
-            start = session.cache_length
-            written = table[start // self.ledger.block_tokens :]
-            assert all(map(self.ledger.writable, written)), "a shared block would be written"
-            if self._sharing is not None:
-                self._sharing.joins(key, start, min(length, session.prefix.length))
+            size = self.ledger.block_tokens
+            first, stop = session.cache_length // size, min(length, session.prefix.length) // size
+            for block in table[first:]:
+                assert self.ledger.writable(block), "a shared block would be written"
+            if stop > first and self._sharing is not None:
+                self._sharing.joins(key, first, stop)
         return table
 
     def settle(self, request: PassRequest, length: int) -> None:
@@ -147,17 +152,8 @@ class CacheKeeper:
             session.handle(ev.Cached(cached), now)
         return True
 
-    def _waits(
-        self,
-        sharing: PrefixSharing,
-        session: VerifySession,
-        most: int,
-        spared: Collection[str],
-        now: float,
-    ) -> bool:
+    def _waits(self, sharing: PrefixSharing, session: VerifySession, most: int, now: float) -> bool:
         """Take what others have cached for a session meanwhile; whether it waits for more."""
-        if not spared:
-            sharing.new_pass()
         key, start = session.request.session_id, session.cache_length
         length = sharing.catch_up(key, start)
         if length > start:

@@ -93,21 +93,18 @@ class PrefixSharing:
         """Nobody has joined the pass that is being formed."""
         self._filling.clear()
 
-    def joins(self, key: str, start: int, stop: int) -> None:
-        """The session feeds the tokens from ``start`` to ``stop`` in the pass being formed."""
-        names, size = self._names.get(key), self._ledger.block_tokens
-        if names is not None:
-            self._filling.update(map(names.name, range(start // size, stop // size)))
+    def joins(self, key: str, first: int, stop: int) -> None:
+        """The pass being formed will fill the session's blocks ``first`` to ``stop - 1``."""
+        self._filling.update(map(self._names[key].name, range(first, stop)))
 
     def publish(self, key: str, length: int) -> None:
         """A pass went well, so the first ``length`` rows of the session are what they should be."""
-        names = self._names.get(key)
-        if names is None:
+        names, count = self._names.get(key), length // self._ledger.block_tokens
+        if names is None or count <= names.published:
             return
-        count = min(length // self._ledger.block_tokens, self._ledger.held(key))
-        for place in range(names.published, count):
+        for place in range(names.published, min(count, self._ledger.held(key))):
             self._ledger.publish(key, place, names.name(place))
-        names.published = max(names.published, count)
+        names.published = count
 
     def forget(self, key: str) -> None:
         """The session is over."""
