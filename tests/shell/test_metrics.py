@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import urllib.error
+from dataclasses import replace
 
 import pytest
 
@@ -21,10 +22,10 @@ from edgespec.telemetry.metric_table import METRICS, Kind
 from tests.shell.live_verifier import GatedTarget
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
-from tests.shell.watched_verifier import Scrape, Watched, fetch, watched
+from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
 from tests.sources import ROOT
 
-TOY = VerifierConfig(model="toy")
+TOY = QUIET
 IDS = tuple(PROMPT_IDS)
 DRAFTS = "spec_decode_num_drafts_total"
 NODES = "spec_decode_num_draft_tokens_total"
@@ -57,6 +58,17 @@ async def test_the_counts_are_those_of_the_devices() -> None:
     assert seen.labels("requests_finished_total") == {"length": 2}
     assert seen.labels("requests_rejected_total") == {}
     assert seen.models == {"toy"}
+
+
+async def test_guesses_of_the_verifier_are_counted_apart() -> None:
+    async with watched(replace(QUIET, server_drafts=True)) as found:
+        async with build_agent(config(found.address, "none")) as agent:
+            count, counters = await generated(agent, GREEDY)
+        seen = await found.scrape()
+        drafted = found.verifier.engine.server_drafted_tokens
+    assert seen.value("server_drafted_tokens_total") == drafted > 0
+    assert seen.value("generation_tokens_total") == count
+    assert seen.value(NODES) == counters.rows == 0
 
 
 async def test_times_are_counted_once_for_each_stream_token_and_pass() -> None:

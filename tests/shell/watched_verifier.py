@@ -17,6 +17,8 @@ from edgespec.ports import TargetModel
 from edgespec.telemetry.metric_table import PREFIX
 from edgespec.verifier.daemon import Verifier
 
+QUIET = VerifierConfig(model="toy", server_drafts=False)
+
 
 class Scrape:
     """The samples of one fetch, by name (less the prefix) and labels (less the model's name)."""
@@ -63,8 +65,9 @@ def fetch(url: str) -> str:
 async def watched(
     config: VerifierConfig | None = None, target: TargetModel | None = None
 ) -> AsyncIterator[Watched]:
-    """A toy verifier over real gRPC, with metrics on a free port."""
-    config = replace(config or VerifierConfig(model="toy"), port=0, metrics_port=0)
+    """A toy verifier over real gRPC, with metrics on a free port; it guesses nothing by itself,
+    unless ``config`` says so."""
+    config = replace(config or QUIET, port=0, metrics_port=0)
     with watching(config) as found:
         verifier, server = build_verifier(config, target=target, watch=found.watch)
         await server.start()

@@ -60,6 +60,8 @@ class VerifyEngine:
         self._scheduler = PassScheduler(
             engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
         )
+        self.server_drafted_tokens = 0
+        """Guesses of the verifier's own that passes looked at."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -213,6 +215,7 @@ class VerifyEngine:
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)
+            self.server_drafted_tokens += request.served
         self._scheduler.count(tokens)
 
     # --- the end ---------------------------------------------------------------------------
