@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info
+from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, token_count
 
 # Raised when an export of the same input would give other bytes.
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 
@@ -37,7 +37,8 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     # Built aside and moved: a half-written folder is never found, nor by a second process.
     work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
     try:
-        export_draft(source, work, model_info(source), bits=bits)
+        info, tokens = model_info(source), token_count(source)
+        export_draft(source, work, info, bits=bits, token_count=tokens)
         try:
             work.rename(folder)
         except OSError:

@@ -10,6 +10,7 @@ it are served all the same, without drafting.
 from __future__ import annotations
 
 import asyncio
+import logging
 import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -41,6 +42,8 @@ from edgespec.telemetry.trace import NoTrace, Tracer
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 # How long closing waits for what generations that ended early still have to say.
 _CLOSING_S: Final = 5.0
+_MOST_TOLD: Final = 16
+_log = logging.getLogger(__name__)
 
 
 class GenerationError(RuntimeError):
@@ -101,8 +104,8 @@ class AgentOptions:
 class Agent:
     """Drives generations against one verifier. ``drafter`` None only streams.
 
-    ``encode`` turns a prompt into ids, ``decoder`` makes a fresh detokenizer. Use as an async
-    context manager, or call ``close``.
+    ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
+    the given ids. Use as an async context manager, or call ``close``.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Agent:
         transport: Transport,
         drafter: Drafter | None,
         encode: Callable[[str], Sequence[int]],
-        decoder: Callable[[], TextDecoder],
+        decoder: Callable[[Sequence[int]], TextDecoder],
         options: AgentOptions | None = None,
         *,
         tracer: Tracer | None = None,
@@ -124,6 +127,8 @@ class Agent:
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-draft")
         self._drafter_taken = False
+        self._told: set[str] = set()
+        """Reasons of a failed drafter that the user has heard of."""
         self._price = RowPrice()
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
@@ -153,9 +158,10 @@ class Agent:
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates)
         try:
-            async for chunk in self._chunks(driver, sampling, len(tokens)):
+            async for chunk in self._chunks(driver, sampling, tokens):
                 yield chunk
         finally:
+            self._tell_of_failure(driver.session.counters.draft_failure)
             # A step that still runs ends soon, and what comes next waits behind it in its thread.
             self._drafter_taken = self._drafter_taken and drafter is None
             await driver.close()
@@ -177,6 +183,13 @@ class Agent:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _tell_of_failure(self, why: str) -> None:
+        """Say once, for each reason, that a generation went on without drafts."""
+        if why and why not in self._told:
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(why)
+            _log.warning("the draft model failed, the text went on without drafts: %s", why)
 
     def _session(
         self, prompt: tuple[int, ...], sampling: SamplingParams, drafter: Drafter | None
@@ -229,12 +242,12 @@ class Agent:
         return tuple(tokens)
 
     async def _chunks(
-        self, driver: SessionDriver, sampling: SamplingParams, prompt_length: int
+        self, driver: SessionDriver, sampling: SamplingParams, prompt: Sequence[int]
     ) -> AsyncIterator[Chunk]:
         """What the user sees is a function of the stream of tokens alone, not of how commits cut it
         up: it ends with the token that completes a stop string."""
-        decoder, stops = self._decoder(), StopFinder(sampling.stop)
-        position, counters = prompt_length, driver.session.counters
+        decoder, stops = self._decoder(prompt), StopFinder(sampling.stop)
+        position, counters = len(prompt), driver.session.counters
         async for outcome in driver.outcomes():
             match outcome:
                 case Fail(why, code):

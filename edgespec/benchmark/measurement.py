@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from edgespec.agent.agent import Agent
+from edgespec.agent.agent import Agent, GenerationError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -46,7 +46,8 @@ async def measure(
     eos_token_ids: Collection[int],
     clock: Callable[[], float] = time.monotonic,
 ) -> Measurement:
-    """Run one generation to its end. Raises ``GenerationError`` as the agent does."""
+    """Run one generation to its end. Raises ``GenerationError`` as the agent does, and when the
+    drafter failed: what follows would be measured under the wrong name."""
     tokens: list[int] = []
     times_s: list[float] = []
     start_s = clock()
@@ -54,6 +55,8 @@ async def measure(
         tokens.extend(chunk.tokens)
         times_s.extend([clock() - start_s] * len(chunk.tokens))
     assert agent.stats is not None
+    if why := agent.stats.counters.draft_failure:
+        raise GenerationError(f"the draft model failed: {why}", None)
     ends = (index for index, token in enumerate(tokens) if token in eos_token_ids)
     counted = next(ends, len(tokens))
     return Measurement(tuple(tokens), tuple(times_s[:counted]), agent.stats.counters)

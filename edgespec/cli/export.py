@@ -9,7 +9,7 @@ import typer
 
 from edgespec.cli.running import FAILED, fail, reported
 from edgespec.compose import needs
-from edgespec.models.folders import Role, check_folder, model_info, resolve_model
+from edgespec.models.folders import Role, check_folder, model_info, resolve_model, token_count
 
 DEFAULT_BITS = 4
 
@@ -44,6 +44,7 @@ def export(
                 bits=bits,
                 table_bits=table_bits,
                 context_length=context_length,
+                token_count=token_count(folder),
             )
         size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
         typer.echo(

@@ -141,7 +141,7 @@ def legend() -> Text:
 
 
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
-    """The numbers of one generation, in two lines."""
+    """The numbers of one generation, in two lines, and a third if drafting failed."""
     count = len(progress.tokens)
     lines = [f"{count} tokens in {progress.last_s:.2f} s"]
     if progress.first_s is not None:
@@ -159,4 +159,6 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             f" acceptance {c.acceptance:.0%}; sent {c.sent} nodes, wasted {c.wasted};"
             f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
         )
+        if c.draft_failure:
+            lines.append(f"drafting stopped: {c.draft_failure}")
     return "\n".join(lines)

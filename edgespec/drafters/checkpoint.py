@@ -15,7 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""What ``hidden_act`` may be, and what it computes."""
 
 
 class CheckpointError(ValueError):
@@ -33,6 +46,8 @@ class DecoderShape:
     head_dim: int
     feed_forward: int
     norm_epsilon: float
+    activation: str
+    """Of the MLP's gate: silu, gelu or gelu_tanh."""
     tied: bool
     window: int
     """Sliding attention window in tokens, itself included; 0 is full attention."""
@@ -52,10 +67,15 @@ def read_shape(folder: Path) -> DecoderShape:
     if model_type not in MODEL_TYPES:
         raise CheckpointError(f"{path}: model_type {model_type!r} is not one of {MODEL_TYPES}")
     act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise CheckpointError(f"{path}: hidden_act {act!r} is not supported, only 'silu'")
+    if act not in ACTIVATIONS:
+        raise CheckpointError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(
+                f"{path}: head size {head_dim} is odd, but positions rotate pairs"
+            )
         return DecoderShape(
             model_type=model_type,
             vocabulary_size=int(config["vocab_size"]),
@@ -63,9 +83,10 @@ def read_shape(folder: Path) -> DecoderShape:
             layers=int(config["num_hidden_layers"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
             feed_forward=int(config["intermediate_size"]),
             norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            activation=ACTIVATIONS[act],
             tied=bool(config.get("tie_word_embeddings", False)),
             window=_window(path, config),
             rope=_rope(path, config),
@@ -93,6 +114,14 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     if rope["rope_type"] not in ROPE_TYPES:
         raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {ROPE_TYPES}")
+    if rope["rope_type"] == "yarn" and not rope.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = config.get("max_position_embeddings")
+    for name in _ROPE_FIELDS.get(rope["rope_type"], ()):
+        if not isinstance(rope.get(name), int | float):
+            kind = rope["rope_type"]
+            raise CheckpointError(
+                f"{path}: rope_type {kind!r} needs {name}, which is {rope.get(name)!r}"
+            )
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise CheckpointError(f"{path}: partial_rotary_factor {partial} is not supported")

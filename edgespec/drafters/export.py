@@ -8,11 +8,16 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgespec.drafters.checkpoint import Checkpoint, CheckpointError, read_shape
+from edgespec.drafters.head_padding import padded_head_dim
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
 from edgespec.drafters.quantize import BLOCK_SIZE
 from edgespec.ports import ModelInfo
+
+if TYPE_CHECKING:
+    import onnx
 
 COPIED_FILES = (
     "config.json",
@@ -37,18 +42,18 @@ def export_draft(
     bits: int = 4,
     table_bits: int = 0,
     context_length: int = 0,
+    token_count: int = 0,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
     ``info`` describes the source (``models.folders.model_info``); its vocabulary fingerprint goes
     into the manifest. ``bits`` is 4, 8 or 32 (float32); ``table_bits`` the same for embedding and
     head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
-    ``context_length`` 0 means the model's own, at most 16384. The same input gives the same
-    bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming the
-    value and the limit.
+    ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
+    the vocabulary the tokenizer knows, where the model's is padded; 0: all. The same input gives
+    the same bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming
+    the value and the limit.
     """
-    import onnx
-
     from edgespec.drafters.export_graph import build_graph
 
     shape = read_shape(source)
@@ -62,16 +67,7 @@ def export_draft(
     if not 1 <= length <= limit:
         raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
     model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / WEIGHTS_FILE).unlink(missing_ok=True)  # onnx appends to what it finds
-    weights_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    large = weights_bytes > MAX_SINGLE_FILE_BYTES
-    onnx.save_model(
-        model,
-        target / MODEL_FILE,
-        save_as_external_data=large,
-        location=WEIGHTS_FILE if large else None,
-    )
+    _save(model, target)
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
@@ -82,8 +78,25 @@ def export_draft(
         block_size=BLOCK_SIZE,
         layers=shape.layers,
         kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        head_dim=padded_head_dim(shape.head_dim),
         source=source.name,
+        token_count=min(token_count, shape.vocabulary_size),
     )
     write_manifest(target, manifest)
     return manifest
+
+
+def _save(model: onnx.ModelProto, target: Path) -> None:
+    """Large weights go to a file of their own."""
+    import onnx
+
+    target.mkdir(parents=True, exist_ok=True)
+    (target / WEIGHTS_FILE).unlink(missing_ok=True)  # onnx appends to what it finds
+    weights_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    large = weights_bytes > MAX_SINGLE_FILE_BYTES
+    onnx.save_model(
+        model,
+        target / MODEL_FILE,
+        save_as_external_data=large,
+        location=WEIGHTS_FILE if large else None,
+    )

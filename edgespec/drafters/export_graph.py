@@ -17,7 +17,9 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -25,6 +27,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.drafters.checkpoint import Checkpoint, DecoderShape
+from edgespec.drafters.head_padding import (
+    pad_head_norm,
+    pad_inputs,
+    pad_outputs,
+    pad_tables,
+    padded_epsilon,
+    padded_head_dim,
+)
 from edgespec.drafters.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
 from edgespec.drafters.rope import rope_tables
 
@@ -34,7 +44,17 @@ _IR_VERSION = 10
 _CONTRIB = "com.microsoft"
 # SimplifiedLayerNormalization is onnxruntime's own, yet registered in the standard domain.
 _STANDARD = frozenset(
-    ("Add", "Gather", "Gemm", "MatMul", "Mul", "Reshape", "SimplifiedLayerNormalization")
+    (
+        "Add",
+        "Gather",
+        "Gelu",
+        "Gemm",
+        "MatMul",
+        "Mul",
+        "Reshape",
+        "SimplifiedLayerNormalization",
+        "Slice",
+    )
 )
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
@@ -69,7 +89,8 @@ class _Builder:
         bits: int,
         table_bits: int,
     ) -> None:
-        self._shape = shape
+        self._source = shape
+        self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
         self._checkpoint = checkpoint
         self._context_length = context_length
         self._bits = bits
@@ -79,7 +100,8 @@ class _Builder:
 
     def build(self) -> onnx.ModelProto:
         shape = self._shape
-        cos, sin = rope_tables(shape.rope, shape.head_dim, self._context_length)
+        cos, sin = rope_tables(shape.rope, self._source.head_dim, self._context_length)
+        cos, sin = pad_tables(cos, sin, self._source.head_dim)
         self._constant("cos", cos)
         self._constant("sin", sin)
         self._constant("last", np.array(-1, dtype=np.int64))
@@ -88,7 +110,7 @@ class _Builder:
             residual, branch = self._layer(layer, residual, branch)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
-        inputs, outputs = _signature(shape)
+        inputs, outputs = _signature(self._shape)
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )
@@ -105,19 +127,26 @@ class _Builder:
         if self._table_bits == 32:
             self._constant(f"{name}.weight", weight)
             return self._node("Gather", [f"{name}.weight", "input_ids"], name)
-        self._quantized(name, quantize_matrix(weight, self._table_bits))
-        width = shape.hidden * self._table_bits // 8
+        matrix = quantize_matrix(weight, self._table_bits)
+        self._quantized(name, matrix)
+        filled = matrix.scales.shape[1] * BLOCK_SIZE
+        width = filled * self._table_bits // 8
         self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
         table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
-        return self._node(
+        rows = self._node(
             "GatherBlockQuantized",
             [table, "input_ids", f"{name}.scales"],
-            name,
+            name if filled == shape.hidden else f"{name}.filled",
             bits=self._table_bits,
             block_size=BLOCK_SIZE,
             gather_axis=0,
             quantize_axis=1,
         )
+        if filled == shape.hidden:
+            return rows
+        for part, value in (("start", 0), ("end", shape.hidden), ("axis", 2)):
+            self._constant(f"{name}.{part}", np.array([value], dtype=np.int64))
+        return self._node("Slice", [rows, *(f"{name}.{x}" for x in ("start", "end", "axis"))], name)
 
     def _layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
         """(residual stream, output of the MLP still to be added to it)."""
@@ -127,22 +156,30 @@ class _Builder:
         if layer == shape.layers - 1:
             attended = self._node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
             residual = self._node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
-        width = shape.heads * shape.head_dim
-        attended = self._linear(f"{name}.self_attn.o_proj", attended, shape.hidden, width)
+        attended = self._output_projection(f"{name}.self_attn.o_proj", attended)
         normed, residual = self._norm(f"{name}.post_attention_layernorm", residual, attended)
         gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
         up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
-        silu = self._node("QuickGelu", [gate], f"{name}.mlp.silu", alpha=1.0)
-        product = self._node("Mul", [silu, up], f"{name}.mlp.product")
+        active = self._activation(f"{name}.mlp.active", gate)
+        product = self._node("Mul", [active, up], f"{name}.mlp.product")
         down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
         return residual, down
+
+    def _activation(self, name: str, value: str) -> str:
+        match self._shape.activation:
+            case "silu":
+                return self._node("QuickGelu", [value], name, alpha=1.0)
+            case "gelu":
+                return self._node("Gelu", [value], name)
+            case _:  # its tanh approximation
+                return self._node("Gelu", [value], name, approximate="tanh")
 
     def _attention(self, layer: int, normed: str) -> str:
         shape, name = self._shape, f"model.layers.{layer}.self_attn"
         sizes = [("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)]
         if shape.normalises_heads:
             query, key, value = (
-                self._linear(f"{name}.{x}_proj", normed, heads * shape.head_dim, shape.hidden)
+                self._fused_projection(name, normed, [(x, heads)], f"{x}_proj")
                 for x, heads in sizes
             )
             query = self._head_norm(f"{name}.q_norm", query, shape.heads)
@@ -163,22 +200,33 @@ class _Builder:
             kv_num_heads=shape.kv_heads,
             do_rotary=1,
             local_window_size=window,
+            scale=1.0 / math.sqrt(self._source.head_dim),
         )
 
-    def _fused_projection(self, name: str, normed: str, sizes: list[tuple[str, int]]) -> str:
-        shape = self._shape
+    def _fused_projection(
+        self, name: str, normed: str, sizes: list[tuple[str, int]], fused: str = "qkv_proj"
+    ) -> str:
+        """The product with the projections of ``sizes`` (name, heads), one behind the other."""
+        hidden, dim = self._shape.hidden, self._source.head_dim
         rows = [
-            self._read(f"{name}.{x}_proj.weight", (heads * shape.head_dim, shape.hidden))
+            pad_outputs(self._read(f"{name}.{x}_proj.weight", (heads * dim, hidden)), dim)
             for x, heads in sizes
         ]
-        product = self._product(f"{name}.qkv_proj", normed, np.concatenate(rows), self._bits)
-        if f"{name}.q_proj.bias" not in self._checkpoint:
+        product = self._product(f"{name}.{fused}", normed, np.concatenate(rows), self._bits)
+        if f"{name}.{sizes[0][0]}_proj.bias" not in self._checkpoint:
             return product
         biases = [
-            self._read(f"{name}.{x}_proj.bias", (heads * shape.head_dim,)) for x, heads in sizes
+            pad_outputs(self._read(f"{name}.{x}_proj.bias", (heads * dim,)), dim)
+            for x, heads in sizes
         ]
-        self._constant(f"{name}.qkv_proj.bias", np.concatenate(biases))
-        return self._node("Add", [product, f"{name}.qkv_proj.bias"], f"{name}.qkv_biased")
+        self._constant(f"{name}.{fused}.bias", np.concatenate(biases))
+        return self._node("Add", [product, f"{name}.{fused}.bias"], f"{name}.{fused}.biased")
+
+    def _output_projection(self, name: str, attended: str) -> str:
+        hidden, dim = self._shape.hidden, self._source.head_dim
+        weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
+        product = self._product(name, attended, pad_inputs(weight, dim), self._bits)
+        return self._biased(name, product, hidden)
 
     def _head_norm(self, name: str, value: str, heads: int) -> str:
         """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
@@ -187,15 +235,18 @@ class _Builder:
         self._constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
         self._constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
         split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
-        self._constant(f"{name}.weight", self._read(f"{name}.weight", (dim,)))
-        normed = self._simple_norm(name, split)
+        source_dim = self._source.head_dim
+        weight = pad_head_norm(self._read(f"{name}.weight", (source_dim,)), source_dim)
+        self._constant(f"{name}.weight", weight)
+        epsilon = padded_epsilon(self._shape.norm_epsilon, source_dim)
+        normed = self._simple_norm(name, split, epsilon)
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 
     def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
         """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
         self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
         if not branch:
-            return self._simple_norm(name, residual), residual
+            return self._simple_norm(name, residual, self._shape.norm_epsilon), residual
         normed = self._node(
             "SkipSimplifiedLayerNormalization",
             [branch, residual, f"{name}.weight"],
@@ -205,13 +256,13 @@ class _Builder:
         )
         return normed, f"{name}.sum"
 
-    def _simple_norm(self, name: str, value: str) -> str:
+    def _simple_norm(self, name: str, value: str, epsilon: float) -> str:
         return self._node(
             "SimplifiedLayerNormalization",
             [value, f"{name}.weight"],
             name,
             axis=-1,
-            epsilon=self._shape.norm_epsilon,
+            epsilon=epsilon,
         )
 
     def _head(self, normed: str) -> None:
@@ -229,6 +280,9 @@ class _Builder:
     def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
         weight = self._read(f"{name}.weight", (rows, columns))
         product = self._product(name, value, weight, self._bits)
+        return self._biased(name, product, rows)
+
+    def _biased(self, name: str, product: str, rows: int) -> str:
         if f"{name}.bias" not in self._checkpoint:
             return product
         self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
@@ -277,7 +331,7 @@ class _Builder:
         name: str,
         *,
         outputs: Sequence[str] = (),
-        **attributes: int | float,
+        **attributes: int | float | str,
     ) -> str:
         """Append a node; its first output has its name."""
         outputs = list(outputs) or [name]

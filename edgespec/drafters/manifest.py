@@ -35,6 +35,14 @@ class DraftManifest:
     kv_heads: int
     head_dim: int
     source: str = ""
+    token_count: int = 0
+    """Ids below it have a text; those from it on pad the vocabulary and are never proposed. 0: not
+    known, so all may be."""
+
+    @property
+    def proposable(self) -> int:
+        """How many ids, from 0 on, a draft step may propose."""
+        return self.token_count or self.model.vocabulary_size
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -71,6 +79,8 @@ def read_manifest(folder: Path) -> DraftManifest:
         raise DraftModelError(f"{path}: {error}") from error
     _check(path, "vocabulary_size", model.vocabulary_size, MAX_VOCABULARY_SIZE)
     _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
+    if manifest.token_count:
+        _check(path, "token_count", manifest.token_count, model.vocabulary_size)
     for name in ("layers", "kv_heads", "head_dim"):
         _check(path, name, getattr(manifest, name), 1 << 12)
     return manifest

@@ -97,6 +97,7 @@ class OnnxDrafter:
             raise
         cache, params = self._cache, self._cache.sampling
         prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
+        self._logits[0, self._manifest.proposable :] = -np.inf
         return best_candidates(self._logits[0], params, position, width, prompt, output)
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
 """Block-wise symmetric quantisation of weight matrices, in the layout of ``MatMulNBits``.
 
-A matrix [N, K] (N outputs, K inputs) is cut along K into blocks of 32. A block has one float32
-scale; an entry is an unsigned integer with the implied zero point ``2**(bits - 1)``:
+A matrix [N, K] (N outputs, K inputs) is cut along K into blocks of 32, the last of which is filled
+up with zeros. A block has one float32 scale; an entry is an unsigned integer with the implied zero
+point ``2**(bits - 1)``:
 
     weight = (integer - zero_point) * scale
 
-4-bit integers are packed two a byte, low nibble first. ``packed`` is uint8 [N, K / 32, 16 or 32],
-``scales`` float32 [N, K / 32], no zero-point tensor. ``GatherBlockQuantized`` reads the same bytes
-as uint8 [N, K / 2 or K], so one initializer can serve a tied embedding and head.
+4-bit integers are packed two a byte, low nibble first. With B = ceil(K / 32), ``packed`` is uint8
+[N, B, 16 or 32], ``scales`` float32 [N, B], no zero-point tensor. ``GatherBlockQuantized`` reads
+the same bytes as uint8 [N, 16 B or 32 B], so one initializer can serve a tied embedding and head.
 
 The integer range is not symmetric (-8..7 for 4 bits), so the sign of the scale matters: the entry
 of largest magnitude may be mapped to -8. Per block the least-squares scale is fitted for a small
@@ -35,34 +36,28 @@ class QuantizedMatrix:
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     bits: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, blocks = self.scales.shape
-        return rows, blocks * BLOCK_SIZE
+    columns: int
+    """K, without what fills up the last block."""
 
 
 def quantize_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
     """Round ``weight`` [N, K] to nearest with fitted block scales; deterministic.
 
-    Raises ``ValueError`` when ``bits`` is not 4 or 8 or K is not a multiple of 32.
+    Raises ``ValueError`` when ``bits`` is not 4 or 8.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}, but must be 4 or 8")
     rows, columns = weight.shape
-    if columns % BLOCK_SIZE:
-        raise ValueError(
-            f"matrix has {columns} input columns, but {bits}-bit blocks need a multiple"
-            f" of {BLOCK_SIZE}"
-        )
-    blocks = columns // BLOCK_SIZE
+    blocks = -(-columns // BLOCK_SIZE)
+    if missing := blocks * BLOCK_SIZE - columns:
+        weight = np.pad(weight, ((0, 0), (0, missing)))
     integers = np.empty((rows, blocks, BLOCK_SIZE), dtype=np.uint8)
     scales = np.empty((rows, blocks), dtype=np.float32)
     for start in range(0, rows, _ROWS_A_TIME):
         part = slice(start, start + _ROWS_A_TIME)
         values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
         integers[part], scales[part] = _fit(values, bits)
-    return QuantizedMatrix(_pack(integers, bits), scales, bits)
+    return QuantizedMatrix(_pack(integers, bits), scales, bits, columns)
 
 
 def dequantize_matrix(matrix: QuantizedMatrix) -> NDArray[np.float32]:
@@ -73,7 +68,7 @@ def dequantize_matrix(matrix: QuantizedMatrix) -> NDArray[np.float32]:
         packed = nibbles.reshape(*packed.shape[:2], BLOCK_SIZE)
     zero_point = np.float32(1 << (matrix.bits - 1))
     values = (packed.astype(np.float32) - zero_point) * matrix.scales[..., None]
-    return values.reshape(matrix.shape)
+    return values.reshape(len(values), -1)[:, : matrix.columns]
 
 
 def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.vocabulary import read_vocabulary, vocabulary_fingerprint
 from edgespec.ports import ModelInfo
 
 BUNDLED = "bundled"
@@ -104,6 +104,12 @@ def model_info(folder: Path) -> ModelInfo:
         context_length=_positive(path, config, "max_position_embeddings"),
         eos_token_ids=eos_token_ids(folder),
     )
+
+
+def token_count(folder: Path) -> int:
+    """How many ids, from 0 on, have a text: a model's vocabulary may be padded beyond them. Raises
+    ``VocabularyError``."""
+    return 1 + max(read_vocabulary(folder / "tokenizer.json"), default=0)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

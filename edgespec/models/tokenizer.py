@@ -68,9 +68,13 @@ class TextTokenizer:
         """Text of a whole sequence, special tokens skipped."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def stream(self) -> TextStream:
-        """A decoder for one text that arrives in pieces."""
-        return TextStream(self._tokenizer, self._special_ids)
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
+        what ``decode`` shows of both behind what it shows of the prompt. A character that the
+        prompt leaves unfinished is emitted when the text finishes it."""
+        stream = TextStream(self._tokenizer, self._special_ids)
+        stream.continue_from(prompt)
+        return stream
 
     @property
     def has_chat_template(self) -> bool:
@@ -118,6 +122,19 @@ class TextStream:
         self._tokens: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
+
+    def continue_from(self, prompt: Sequence[int]) -> None:
+        """Take the end of ``prompt`` as context, before the first push; its text is not emitted."""
+        own = [token for token in prompt[-4 * MAX_HELD_TOKENS :] if token not in self._special_ids]
+        for end in range(len(own), max(-1, len(own) - MAX_HELD_TOKENS), -1):
+            if not self._text(own[:end]).endswith(REPLACEMENT):
+                break
+        else:
+            end = len(own)  # broken anyway, not unfinished
+        self._restart(own[max(0, end - MAX_HELD_TOKENS) : end])
+        if end < len(own):
+            self._tokens += own[end:]
+            self._emitted_text = self._decode().rstrip(REPLACEMENT)
 
     def push(self, tokens: Iterable[int]) -> str:
         """Text that ``tokens`` complete; possibly empty."""

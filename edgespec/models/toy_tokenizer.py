@@ -25,7 +25,7 @@ class ToyTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)
 
-    def stream(self) -> ToyTextStream:
+    def stream(self, prompt: Sequence[int] = ()) -> ToyTextStream:
         return ToyTextStream()
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -173,10 +173,15 @@ def test_resync_when_the_base_is_ahead_or_the_hash_differs() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 50])
-def test_a_token_outside_the_vocabulary_is_invalid(token: int) -> None:
-    fault = fault_in(new_session().handle(Draft(1, (5,), (token,)), 1.0))
-    assert fault.code is FaultCode.INVALID
-    assert f"token {token} is outside the vocabulary of 50" in fault.message
+def test_a_node_outside_the_vocabulary_is_wasted_with_all_behind_it(token: int) -> None:
+    """A draft whose vocabulary is padded beyond the target's may propose such an id."""
+    session = new_session()
+    run_pass(session)
+    chain_of_three = replace(chain(session, 40, 41, 42), tokens=(40, token, 42))
+    assert session.handle(chain_of_three, 1.0) == ()
+    request = offer(session)
+    assert request.tokens == (40,)
+    assert session.inbox.take_stale() == 2
 
 
 def test_nodes_behind_unknown_or_dead_parents_are_counted() -> None:

@@ -17,6 +17,8 @@ import pytest
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.agent.link import Link
 from edgespec.agent.session_driver import SessionDriver
+from edgespec.benchmark.measurement import measure
+from edgespec.cli.streaming import Progress, summary
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import (
@@ -322,3 +324,22 @@ async def test_rubbish_from_a_drafter_ends_the_drafting_alone(
         assert await told(one) == TOKENS
         assert one.stats is not None
         assert one.stats.counters.steps == 0
+
+
+async def test_a_failed_draft_is_told_once_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("head_size shall be a multiple of 16")
+
+    drafter = toy_drafter()
+    monkeypatch.setattr(drafter, "step", fail, raising=True)
+    async with nothing_left(), agent(loopback(streaming(TOKENS)), drafter) as one:
+        for _ in range(2):
+            assert await told(one) == TOKENS
+            assert one.stats is not None
+            assert "head_size" in one.stats.counters.draft_failure
+            assert "drafting stopped: RuntimeError: head_size" in summary(Progress(), one.stats)
+        with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
+            await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
+    assert caplog.text.count("the text went on without drafts") == 1

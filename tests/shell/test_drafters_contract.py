@@ -59,8 +59,13 @@ def drafter_of(
 
 
 @pytest.fixture(params=KINDS)
-def drafter(request: pytest.FixtureRequest, drafter_of: Callable[[str], Drafter]) -> Drafter:
-    return drafter_of(request.param)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def drafter(kind: str, drafter_of: Callable[[str], Drafter]) -> Drafter:
+    return drafter_of(kind)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
@@ -94,21 +99,26 @@ def test_begin_forgets_the_last_sequence(drafter: Drafter) -> None:
         drafter.step(1, [1], 1)
 
 
-def test_one_by_one_and_in_chunks_is_the_same_sequence(drafter: Drafter) -> None:
+def test_one_by_one_and_in_chunks_is_the_same_sequence(kind: str, drafter: Drafter) -> None:
     length = 150  # longer than two of the ONNX drafter's chunks
     drafter.begin(length, SAMPLED)
     at_once = drafter.step(0, TOKENS[:length], 3)
     at_once_logits = drafter.logits.copy() if isinstance(drafter, OnnxDrafter) else None
     drafter.begin(length, SAMPLED)
-    one_by_one = at_once
+    one_by_one, shifted = at_once, None
     for position in range(length):
+        if isinstance(drafter, OnnxDrafter) and position == length - 1:
+            shifted = drafter.logits.copy()
         one_by_one = drafter.step(position, [TOKENS[position]], 3)
     if not isinstance(drafter, OnnxDrafter):
         assert one_by_one == at_once
         return
     assert at_once_logits is not None
-    spread = float(at_once_logits.std())
-    np.testing.assert_allclose(drafter.logits, at_once_logits, atol=2e-3 * spread)
+    assert shifted is not None
+    # Quantised weights come with activations of 8 bits, which some CPUs round in single rows only.
+    tolerance = (2e-3 if kind == "onnx-32" else 0.05) * float(at_once_logits.std())
+    np.testing.assert_allclose(drafter.logits, at_once_logits, rtol=0.0, atol=tolerance)
+    assert np.abs(shifted - at_once_logits).max() > 10.0 * tolerance
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from edgespec.drafters.checkpoint import CheckpointError
 from edgespec.drafters.export import export_draft
 from edgespec.drafters.manifest import DraftModelError, read_manifest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.quantize import BLOCK_SIZE, dequantize_matrix, quantize_matrix
-from edgespec.models.folders import model_info
+from edgespec.drafters.quantize import dequantize_matrix, quantize_matrix
+from edgespec.models.folders import model_info, token_count
 from tests.shell.tiny_checkpoints import (
     CONTEXT_LENGTH,
     VOCABULARY_SIZE,
@@ -36,6 +36,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 VARIANTS = {
     "llama": tiny_config(),
     "llama-untied": tiny_config(tie_word_embeddings=False),
@@ -45,6 +51,14 @@ VARIANTS = {
     "linear-rope": tiny_config(
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
     ),
+    "yarn-rope": tiny_config(rope_parameters=YARN),
+    "yarn-mscale": tiny_config(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}),
+    "gelu": tiny_config(hidden_act="gelu"),
+    "gelu-tanh": tiny_config(hidden_act="gelu_pytorch_tanh"),
+    "heads-of-8": tiny_config(head_dim=8),
+    "heads-of-24": tiny_config(head_dim=24, attention_bias=True),
+    "odd-widths": tiny_config(hidden_size=172, intermediate_size=100),
+    "qwen3-heads-of-8": tiny_config("qwen3", head_dim=8),
     "mistral": tiny_config("mistral", sliding_window=None),
     "mistral-window": tiny_config("mistral", sliding_window=20),
     "qwen2": tiny_config("qwen2"),
@@ -85,11 +99,12 @@ def test_a_float_graph_is_the_model(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "llama-untied", "qwen2", "qwen3", "odd-widths"])
 def test_a_quantised_graph_is_the_model_of_its_rounded_weights(
     variant: str, bits: int, tmp_path: Path
 ) -> None:
-    """The difference left is activations rounded to 8 bits inside the products."""
+    """The difference left is activations rounded to 8 bits inside the products. The odd widths
+    leave the last block of 32 unfilled."""
     config = VARIANTS[variant]
     tensors = tiny_tensors(config)
     rounded = {
@@ -99,7 +114,7 @@ def test_a_quantised_graph_is_the_model_of_its_rounded_weights(
     got = draft_logits(export(write_checkpoint(tmp_path / "raw", config, tensors), bits))
     expected = draft_logits(export(write_checkpoint(tmp_path / "rounded", config, rounded), 32))
     error = np.sqrt(np.mean((got - expected) ** 2)) / expected.std()
-    assert error < 0.03
+    assert error < (0.1 if variant == "odd-widths" else 0.03)  # sharper attention amplifies it
 
 
 def test_table_bits_are_those_of_embedding_and_head(tmp_path: Path) -> None:
@@ -158,6 +173,32 @@ def test_the_manifest_tells_the_model(tmp_path: Path) -> None:
     assert str(tmp_path) not in (folder / "edgespec.json").read_text()
 
 
+def test_ids_that_pad_the_vocabulary_are_never_proposed(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    known = token_count(source)
+    assert known <= VOCABULARY_SIZE
+    tensors = tiny_tensors(tiny_config(tie_word_embeddings=False))
+    padded = VOCABULARY_SIZE + 24
+    config = tiny_config(vocab_size=padded, tie_word_embeddings=False)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.pad(tensors[name], ((0, 24), (0, 0)))
+    tensors["lm_head.weight"][VOCABULARY_SIZE:] = tensors["lm_head.weight"][5] * 9.0  # likeliest
+    source = write_checkpoint(tmp_path / "padded", config, tensors)
+    folder = tmp_path / "draft"
+    export_draft(source, folder, model_info(source), bits=4, token_count=known)
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.5, repetition_penalty=1.3)):
+        drafter = OnnxDrafter(folder)
+        assert drafter.info.vocabulary_size == padded
+        drafter.begin(10, sampling)
+        for position in range(40):  # also behind a padding id that the target has chosen
+            feed = TOKENS[:10] if position == 0 else [padded - 1]
+            keep = 0 if position == 0 else 9 + position
+            guesses = drafter.step(keep, feed, 8)
+            assert len(guesses) == 8
+            assert all(guess.token < known for guess in guesses)
+        drafter.close()
+
+
 def test_large_weights_go_to_a_file_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,45 +214,6 @@ def test_large_weights_go_to_a_file_of_their_own(
     assert OnnxDrafter(folder).memory_bytes() > size
 
 
-# --- quantisation ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bits", "limit"), [(4, 0.11), (8, 0.007)])
-def test_quantisation_loses_little(bits: int, limit: float) -> None:
-    weight = np.random.default_rng(2).standard_normal((100, 96)).astype(np.float32)
-    matrix = quantize_matrix(weight, bits)
-    assert matrix.packed.shape == (100, 3, BLOCK_SIZE * bits // 8)
-    rounded = dequantize_matrix(matrix)
-    assert rounded.shape == weight.shape
-    assert np.sqrt(np.mean((rounded - weight) ** 2)) < limit
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_a_block_can_hold_is_held_exactly(bits: int) -> None:
-    half = 1 << (bits - 1)
-    values = np.linspace(-half, half - 1, BLOCK_SIZE).round().astype(np.float32)
-    weight = np.stack([values * 0.25, -values * 0.25, np.zeros(BLOCK_SIZE, np.float32)])
-    np.testing.assert_allclose(
-        dequantize_matrix(quantize_matrix(weight, bits)), weight, rtol=1e-6, atol=0
-    )
-
-
-def test_the_fit_beats_the_plain_scale() -> None:
-    weight = np.random.default_rng(3).standard_normal((64, 320)).astype(np.float32)
-    blocks = weight.reshape(64, -1, BLOCK_SIZE)
-    scale = np.abs(blocks).max(axis=-1, keepdims=True) / 7
-    plain = (np.rint(blocks / scale) * scale).reshape(weight.shape)
-    fitted = dequantize_matrix(quantize_matrix(weight, 4))
-    assert np.mean((fitted - weight) ** 2) < 0.85 * np.mean((plain - weight) ** 2)
-
-
-def test_refused_quantisations() -> None:
-    with pytest.raises(ValueError, match="bits is 5"):
-        quantize_matrix(np.zeros((2, 32), np.float32), 5)
-    with pytest.raises(ValueError, match="33 input columns"):
-        quantize_matrix(np.zeros((2, 33), np.float32), 4)
-
-
 # --- what is refused ------------------------------------------------------------------------
 
 
@@ -219,8 +221,9 @@ def test_refused_quantisations() -> None:
     ("changes", "message"),
     [
         ({"model_type": "gemma3"}, "model_type 'gemma3'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"head_dim": 15}, "head size 15 is odd"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, which is None"),
         ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

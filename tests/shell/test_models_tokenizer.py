@@ -114,8 +114,30 @@ def test_spaces_of_a_metaspace_vocabulary_stay(tmp_path: Path) -> None:
     inner = Tokenizer(models.WordLevel({"▁the": 0, "▁fox": 1, "es": 2, "?": 3}, unk_token="?"))
     inner.decoder = decoders.Metaspace()
     inner.save(str(tmp_path / "tokenizer.json"))
-    stream = TextTokenizer(tmp_path).stream()
+    tokenizer = TextTokenizer(tmp_path)
+    stream = tokenizer.stream()
     assert [stream.push([t]) for t in (0, 1, 2, 0)] == ["the", " fox", "es", " the"]
+    stream = tokenizer.stream([0])
+    assert [stream.push([t]) for t in (1, 2, 0)] == [" fox", "es", " the"]
+
+
+@given(data=st.data())
+def test_a_continuation_is_what_the_whole_has_behind_the_prompt(
+    tokenizer: TextTokenizer, fallback: TextTokenizer, data: st.DataObject
+) -> None:
+    """Oracle: the library's decoding of both together."""
+    for one, words in ((tokenizer, SENTENCES), (fallback, [" a", " aé a", "€ a"])):
+        prompt, text = data.draw(st.sampled_from(words)), data.draw(st.sampled_from(words))
+        if one is fallback:
+            tokens = [256 if byte == ord("a") else byte for byte in (prompt + text).encode()]
+        else:
+            tokens = one.encode(prompt + text)
+        cut = data.draw(st.integers(0, len(tokens)))
+        before = one.decode(tokens[:cut])
+        stream = one.stream(tokens[:cut])
+        got = stream.push(tokens[cut:]) + stream.flush()
+        # A character that the prompt leaves unfinished belongs to the continuation.
+        assert before.rstrip(REPLACEMENT) + got == one.decode(tokens)
 
 
 def byte_fallback(folder: Path) -> TextTokenizer:

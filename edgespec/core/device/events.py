@@ -169,6 +169,8 @@ class DraftCounters:
     stale: int = 0
     """Nodes the verifier dropped: their parent was dead, unknown or did not agree."""
     reconnects: int = 0
+    draft_failure: str = ""
+    """Why drafting ended before the text did: what the drafter raised. Empty: it did not."""
     queue_s: float = 0.0
     verify_s: float = 0.0
 

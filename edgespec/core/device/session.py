@@ -107,8 +107,9 @@ class DraftSession:
                 actions = self.link.down(event, now)
             case ev.Tick():
                 actions = self.link.tick(now)
-            case ev.StepFailed():
+            case ev.StepFailed(why):
                 self._steps.failed()
+                self.counters.draft_failure = why
                 self.drafting, actions = False, []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []

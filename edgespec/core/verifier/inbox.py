@@ -1,8 +1,8 @@
 """The inbox takes in the drafts of one session: it checks them, grows the tree and times them.
 
-Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent is
-dropped and counted, a draft on tokens the verifier does not have is a ``Fault`` that makes the
-device come back with what it holds.
+Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent, or one
+that is no token of the target, is dropped and counted; a draft on tokens the verifier does not have
+is a ``Fault`` that makes the device come back with what it holds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ class DraftInbox:
         if not draft.tokens:
             self.no_draft_coming = True
             return None
-        size = self._vocabulary_size
-        if min(draft.tokens) < 0 or max(draft.tokens) >= size:
-            bad = next(token for token in draft.tokens if not 0 <= token < size)
-            why = f"draft token {bad} is outside the vocabulary of {size}"
-            return Fault(FaultCode.INVALID, why)
         if ROOT in draft.parents:
             base, length = draft.base_position, self._prefix.length
             if base > length:
@@ -64,7 +59,9 @@ class DraftInbox:
             if len(tree.nodes) >= most:
                 self.overflow += len(draft.tokens) - index
                 break
-            growth = tree.grow(draft.first_node_id + index, parent, token, draft.base_position)
+            growth = STALE
+            if 0 <= token < self._vocabulary_size:  # a padded draft may propose what is no token
+                growth = tree.grow(draft.first_node_id + index, parent, token, draft.base_position)
             if growth is ALIVE:
                 useful = True
             elif growth is STALE:
