@@ -11,12 +11,13 @@ A burst is served late, but prompts that keep coming have to be served as fast a
 their line would grow without end. ``PromptLoad`` measures what arrives all the time; the budget is
 thrice that if it is more, up to three fifths of the verifier's time.
 
-Formula: rows = share * base_s / row_s with share ``SHARE``, or ``SPARE`` * arriving rows a pass up
-to the share ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is taken to last
-base_s + n * row_s: a line through the passes of late. With passes of 24 ms and prompt rows of
-0.5 ms that is 0.25 * 24 / 0.5 = 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where
-prompts of 200 rows arrive 8 times a second all the time, and passes last 30 ms, it is at least
-3 * 8 * 200 * 0.03 = 144.
+Formula: rows = share * base_s / row_s with share ``SHARE``, or pace * ``SPARE`` * arriving rows a
+pass up to the share pace * ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is
+taken to last base_s + n * row_s: a line through the passes of late, less their drafts' rows. The
+pace is how many tokens a session has of a pass: where drafts make it more than one, passes may be
+as much longer. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence
+16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows arrive 8 times a second all
+the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
 
 Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
 that is never without prompts. A base measured once, without them, would be too short when more
@@ -53,14 +54,17 @@ class PrefillBudget:
         self._budget = FIRST_ROWS
         self._halve = False
 
-    def note(self, prompt_rows: int, took_s: float, arriving: float = 0.0) -> None:
+    def note(
+        self, prompt_rows: int, took_s: float, arriving: float = 0.0, pace: float = 1.0
+    ) -> None:
         """A pass that sampled is over; ``prompt_rows`` of its rows were prompts, and so many
-        ``arriving`` rows come in the time that a pass takes."""
+        ``arriving`` rows come in the time that a pass takes. ``took_s`` is without the rows of
+        drafts; a session has ``pace`` tokens of a pass."""
         self._took_s.add(prompt_rows, took_s)
         if prompt_rows:
             self._halve = not self._halve
             # A pass that was late for another reason must not let a whole prompt in at once.
-            affordable = self._affordable(arriving)
+            affordable = self._affordable(arriving, pace)
             self._budget = max(LEAST_ROWS, min(affordable, 2 * self._budget))
 
     @property
@@ -68,15 +72,15 @@ class PrefillBudget:
         """Prompt rows that a pass may carry beside decoding sessions."""
         return self._budget // 2 if self._halve else self._budget
 
-    def _affordable(self, arriving: float) -> int:
+    def _affordable(self, arriving: float, pace: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return self._budget
         if row_s <= 0.0:
             return MOST_ROWS
         base_rows = max(0.0, base_s) / row_s
-        wanted = max(SHARE * base_rows, min(SPARE * arriving, MOST_SHARE * base_rows))
-        return min(MOST_ROWS, int(wanted))
+        lasting = pace * min(SPARE * arriving, MOST_SHARE * base_rows)
+        return min(MOST_ROWS, int(max(SHARE * base_rows, lasting)))
 
 
 class PromptLoad:

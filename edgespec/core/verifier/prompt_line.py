@@ -46,6 +46,10 @@ class PromptLine:
         """The session is over, or its prompt is fed."""
         self._since.pop(key, None)
 
-    def note(self, prompt_rows: int, took_s: float, now: float) -> None:
-        """A pass that sampled is over; it took so long with so many rows of prompts."""
-        self._budget.note(prompt_rows, took_s, self._load.rows_per_s(now) * took_s)
+    def note(
+        self, prompt_rows: int, took_s: float, drafts_s: float, pace: float, now: float
+    ) -> None:
+        """A pass that sampled is over. It took so long with so many rows of prompts, ``drafts_s``
+        of it for draft nodes; of late, ``pace`` tokens came in a session's part of a pass."""
+        arriving = self._load.rows_per_s(now) * took_s
+        self._budget.note(prompt_rows, max(0.0, took_s - drafts_s), arriving, pace)

@@ -180,7 +180,10 @@ class PassScheduler:
             self._row_s.add(rows, now - batch.started_at)
             prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
             self._prompt_rows.add(prompt_rows)
-            self._prompts.note(prompt_rows, now - batch.started_at, now)
+            drafted = sum(len(request.tokens) for _, request in batch.parts)
+            drafts_s = drafted * max(0.0, self._row_s.get() or 0.0)
+            pace = max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
+            self._prompts.note(prompt_rows, now - batch.started_at, drafts_s, pace, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(request.row_count)
