@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import (
     MAX_GAMMA,
     DraftPolicy,
-    DraftView,
     FixedPolicy,
     PearlPolicy,
     WindowedPolicy,

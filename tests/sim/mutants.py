@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +12,12 @@ from edgespec.core.device import events as draft_events
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps
-from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Deliver
 from edgespec.core.device.outbox import DraftOutbox
-from edgespec.core.device.policy import DraftView
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
     Commit,
-    Downlink,
     Draft,
     Fault,
     FaultCode,
@@ -30,20 +26,11 @@ from edgespec.core.protocol.messages import (
     Opened,
 )
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
-from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier import fairness
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.core.verifier.block_names import BlockNames, _hash
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.containment import Containment
-from edgespec.core.verifier.engine_events import BatchFailed
-from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.inbox import DraftInbox
-from edgespec.core.verifier.pass_request import PassFormer
-from edgespec.core.verifier.prefix_sharing import PrefixSharing
-from edgespec.core.verifier.proposal import Proposal
-from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -53,53 +40,19 @@ from edgespec.core.verifier.session_events import (
     PassFailed,
     Send,
     VerifyAction,
-    VerifyCounters,
     VerifyEvent,
 )
 from edgespec.core.verifier.session_registry import SessionRegistry
-from edgespec.core.verifier.session_slots import SessionSlots
-from tests.core.test_fairness import (
-    test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
-)
-from tests.core.test_fairness import (
-    test_higher_priorities_come_first_and_lower_ones_do_not_starve as do_not_starve,
-)
-from tests.core.test_fairness import (
-    test_what_a_share_leaves_over_is_remembered as remembered,
-)
-from tests.core.test_row_price import (
-    test_a_price_is_heard_from_a_pass_and_counts_until_the_next as hears,
-)
-from tests.core.test_row_price import test_a_verifiers_full_price_is_told as tells_price
-from tests.core.test_row_price import test_no_node_is_drafted_below_the_price as pays
-from tests.core.test_row_price import (
-    test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
-)
+from tests.sim.mutant import Mutant, patch
 
-Patches = Callable[[pytest.MonkeyPatch], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    name: str
-    apply: Patches
-    seeds: int
-    """Random worlds that are enough to notice it (measured, and then some)."""
-    scene: Callable[[], None] | None = None
-    """The test that notices what costs time and changes no text; then no worlds are needed."""
-
-
-_place, _keep, _reset = SpeculationTree.place, VerifySession._on_pass_done, DraftInbox.reset
+_place, _keep = SpeculationTree.place, VerifySession._on_pass_done
 _read, _receive, _cut = CommitReader.read, DraftInbox.receive, Ending.cut
 _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
-_handle, _trim, _victims = VerifySession.handle, BlockLedger.trim, CacheKeeper._victims
+_handle, _victims = VerifySession.handle, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
-_hear = RowPrice.hear
 _step_done, _offer = DraftSteps.done, VerifySession._on_offer
-_reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
-_take, _batch_failed = BlockLedger._take, Containment.batch_failed
-_learn, _propose = PassFormer.learn, ServedDrafts.propose
+_take = BlockLedger._take
 
 
 def _siblings_survive(tree: SpeculationTree, node_id: int) -> None:
@@ -231,100 +184,6 @@ def _eviction_is_not_told(
     return () if isinstance(event, Evicted) else _handle(session, event, now)
 
 
-def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
-    _trim(ledger, key, length - ledger.block_tokens)
-
-
-def _reserves_held_blocks(ledger: BlockLedger, key: str, length: int) -> bool:
-    table = ledger._tables.setdefault(key, [])
-    missing = ledger.missing(key, length)
-    given = (ledger._blank + [1] * missing)[:missing]
-    table += given
-    for block in given:
-        ledger._holders[block] += 1
-    return True
-
-
-def _releases_nothing(ledger: BlockLedger, key: str) -> int:
-    return 0
-
-
-def _prefix_is_not_in_the_name(names: BlockNames, place: int) -> bytes:
-    size = names._block_tokens
-    return _hash(names._pack(*names.prefix.tokens[place * size : (place + 1) * size]))
-
-
-def _published_before_its_pass(keeper: CacheKeeper, key: str, length: int) -> tuple[int, ...]:
-    """Also what a pass that fails was to fill."""
-    table = _reserve(keeper, key, length)
-    if keeper._sharing is not None and key in keeper.sessions:
-        keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
-    return table
-
-
-def _failed_pass_is_published(containment: Containment, failure: BatchFailed, now: float) -> None:
-    batch = containment._scheduler.running
-    assert batch is not None
-    for _, request in batch.parts:
-        if (sharing := containment._keeper._sharing) is not None:
-            sharing.publish(request.key, request.cache_length + len(request.feed))
-    _batch_failed(containment, failure, now)
-
-
-def _nodes_are_published(keeper: CacheKeeper, request: PassRequest, length: int) -> None:
-    """Nobody knows yet whether the target can move them to their places."""
-    if keeper._sharing is not None:
-        keeper._sharing.publish(request.key, length - 1)
-    _settle(keeper, request, length)
-
-
-def _holder_is_not_counted(
-    ledger: BlockLedger, key: str, place: int, blocks: Sequence[int]
-) -> None:
-    _adopt(ledger, key, place, blocks)
-    if blocks:
-        ledger._holders[blocks[-1]] -= 1
-
-
-def _holder_counts_twice(ledger: BlockLedger, key: str, place: int, blocks: Sequence[int]) -> None:
-    _adopt(ledger, key, place, blocks)
-    if blocks:
-        ledger._holders[blocks[-1]] += 1
-
-
-def _gives_away_a_held_block(ledger: BlockLedger) -> int:
-    """The one published longest ago, whoever holds it."""
-    if not ledger._blank:
-        block = next(iter(ledger._name_of))
-        ledger._holders[block] = 0
-        ledger._idle[block] = None
-        ledger._idle.move_to_end(block, last=False)
-    return _take(ledger)
-
-
-def _whole_prefix_is_shared(sharing: PrefixSharing, names: BlockNames) -> int:
-    return names.prefix.length // sharing._ledger.block_tokens
-
-
-def _older_ones_give_way(
-    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
-) -> list[str]:
-    """Any holder is a victim: two sessions take blocks from each other in turns."""
-    return [other for other in keeper.sessions if other != key and other not in spared]
-
-
-def _nobody_gives_way(
-    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
-) -> list[str]:
-    return []
-
-
-def _evicts_from_the_pass(
-    keeper: CacheKeeper, key: str, spared: Collection[str], now: float
-) -> list[str]:
-    return _victims(keeper, key, (), now)
-
-
 def _blamed_session_stays(registry: SessionRegistry, key: str, fault: Fault | None) -> None:
     if fault is None or fault.code is not FaultCode.INTERNAL:
         _end(registry, key, fault)
@@ -356,143 +215,39 @@ def _nodes_past_the_end(
     return _verifiable(inbox, room, end + 8, least_chance)
 
 
-def _forgets_deficits(account: Account, want_s: float, share: float, session_s: float) -> None:
-    account.left_s = inf if want_s <= share else share
-
-
-def _crowds_have_no_limit(account: Account, want_s: float, share: float, session_s: float) -> None:
-    account.left_s = inf
-
-
-def _nobody_ages(fairness: Fairness, key: str, left_out: int) -> tuple[bool, int]:
-    return True, -fairness._of(key).priority
-
-
-def _rates_are_free(fairness: Fairness, key: str, tokens: int, now: float) -> None:
-    return None
-
-
-def _places_stay_taken(slots: SessionSlots, key: str) -> None:
-    slots._peer_of.pop(key, None)
-
-
-def _price_is_not_told(registry: SessionRegistry, key: str, message: Downlink) -> Downlink:
-    return message
-
-
-def _steps_stay_wide(view: DraftView, parent: int, width: int) -> int:
-    return width
-
-
-def _credit_is_ignored(price: RowPrice, commit: Commit) -> None:
-    _hear(price, commit)
-    price.credit = None
-
-
-def _old_prices_stay(price: RowPrice, commit: Commit) -> None:
-    if commit.row_price is not None:
-        _hear(price, commit)
-
-
-def _guesses_are_the_devices(
-    former: PassFormer,
-    request: PassRequest,
-    targets: tuple[int, ...],
-    accepted: tuple[int, ...],
-    counters: VerifyCounters,
-) -> int:
-    _learn(former, request, targets, accepted, counters)
-    return len(accepted)
-
-
-def _guesses_past_the_end(
-    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
-) -> Proposal:
-    return _propose(served, text, room, depth + 1, least_chance)
-
-
-def _guesses_beyond_the_room(
-    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
-) -> Proposal:
-    return _propose(served, text, room + 1, depth, least_chance)
-
-
 def _overshoots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mistakes: either alone is made good by the other place."""
     monkeypatch.setattr(Ending, "cut", _max_tokens_overshot)
     monkeypatch.setattr(DraftInbox, "verifiable", _nodes_past_the_end)
 
 
-def _patch(owner: Any, name: str, mutant: Any) -> Patches:
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, mutant)
-
-
-MUTANTS = (
-    Mutant("killed siblings survive", _patch(SpeculationTree, "_kill", _siblings_survive), 20),
-    Mutant("keep is one short", _patch(VerifySession, "_on_pass_done", _keeps_one_short), 20),
-    Mutant("dead parents count", _patch(SpeculationTree, "place", _dead_parents_count), 60),
-    Mutant("late drafts move along", _patch(SpeculationTree, "place", _late_drafts_move_along), 20),
-    Mutant("attach keeps the old tree", _patch(DraftInbox, "reset", _old_tree_stays), 800),
-    Mutant("overlap delivered twice", _patch(CommitReader, "read", _overlap_is_new), 30),
-    Mutant("hash not matched", _patch(DraftInbox, "receive", _hash_is_ignored), 400),
-    Mutant("base ahead is taken", _patch(DraftInbox, "receive", _base_ahead_is_taken), 400),
-    Mutant("stop ids ignored", _patch(Ending, "cut", _stop_is_ignored), 40),
-    Mutant("stop only as last token", _patch(Ending, "cut", _stop_only_at_the_end), 60),
+CORE_MUTANTS = (
+    Mutant("killed siblings survive", patch(SpeculationTree, "_kill", _siblings_survive), 20),
+    Mutant("keep is one short", patch(VerifySession, "_on_pass_done", _keeps_one_short), 20),
+    Mutant("dead parents count", patch(SpeculationTree, "place", _dead_parents_count), 60),
+    Mutant("late drafts move along", patch(SpeculationTree, "place", _late_drafts_move_along), 20),
+    Mutant("attach keeps the old tree", patch(DraftInbox, "reset", _old_tree_stays), 800),
+    Mutant("overlap delivered twice", patch(CommitReader, "read", _overlap_is_new), 30),
+    Mutant("hash not matched", patch(DraftInbox, "receive", _hash_is_ignored), 400),
+    Mutant("base ahead is taken", patch(DraftInbox, "receive", _base_ahead_is_taken), 400),
+    Mutant("stop ids ignored", patch(Ending, "cut", _stop_is_ignored), 40),
+    Mutant("stop only as last token", patch(Ending, "cut", _stop_only_at_the_end), 60),
     Mutant("max_tokens overshot", _overshoots, 60),
-    Mutant("draft cache trusted", _patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
-    Mutant("resume skips a token", _patch(VerifySession, "_on_attach", _resume_skips_one), 200),
-    Mutant("resume sends nothing", _patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),
-    Mutant("independent siblings", _patch(ExactRule, "walk", _siblings_are_independent), 60),
-    Mutant("acknowledges rarely", _patch(DraftSession, "_on_opened", _acknowledges_rarely), 20),
-    Mutant("empty steps repeated", _patch(DraftSteps, "done", _repeats_empty_steps), 300),
-    Mutant("new stream, old marks", _patch(DraftOutbox, "new_stream", lambda outbox: None), 500),
-    Mutant("flow control off", _patch(VerifySession, "_on_offer", _flow_control_off), 20),
-    Mutant("failed pass hangs", _patch(VerifySession, "handle", _failed_pass_hangs), 50),
-    Mutant("eviction is not told", _patch(VerifySession, "handle", _eviction_is_not_told), 50),
-    Mutant("trims one block too many", _patch(BlockLedger, "trim", _trims_one_too_many), 50),
-    Mutant("blocks are given twice", _patch(BlockLedger, "reserve", _reserves_held_blocks), 50),
-    Mutant("blocks are never freed", _patch(BlockLedger, "release", _releases_nothing), 50),
-    Mutant("prefix not in the name", _patch(BlockNames, "name", _prefix_is_not_in_the_name), 600),
+    Mutant("draft cache trusted", patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
+    Mutant("resume skips a token", patch(VerifySession, "_on_attach", _resume_skips_one), 200),
+    Mutant("resume sends nothing", patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),
+    Mutant("independent siblings", patch(ExactRule, "walk", _siblings_are_independent), 60),
+    Mutant("acknowledges rarely", patch(DraftSession, "_on_opened", _acknowledges_rarely), 20),
+    Mutant("empty steps repeated", patch(DraftSteps, "done", _repeats_empty_steps), 300),
+    Mutant("new stream, old marks", patch(DraftOutbox, "new_stream", lambda outbox: None), 500),
+    Mutant("flow control off", patch(VerifySession, "_on_offer", _flow_control_off), 20),
+    Mutant("failed pass hangs", patch(VerifySession, "handle", _failed_pass_hangs), 50),
+    Mutant("eviction is not told", patch(VerifySession, "handle", _eviction_is_not_told), 50),
+    Mutant("blamed session stays", patch(SessionRegistry, "end", _blamed_session_stays), 100),
+    Mutant("probe never ends", patch(Containment, "probe_done", _probe_hangs), 200),
+    Mutant("probe keeps blocks", patch(Containment, "probe_done", _probe_keeps_its_block), 200),
+    Mutant("newest nodes first", patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
     Mutant(
-        "published before its pass", _patch(CacheKeeper, "reserve", _published_before_its_pass), 600
-    ),
-    Mutant(
-        "failed pass is published",
-        _patch(Containment, "batch_failed", _failed_pass_is_published),
-        600,
-    ),
-    Mutant("nodes are published", _patch(CacheKeeper, "settle", _nodes_are_published), 2400),
-    Mutant("holder is not counted", _patch(BlockLedger, "adopt", _holder_is_not_counted), 600),
-    Mutant("holder counts twice", _patch(BlockLedger, "adopt", _holder_counts_twice), 600),
-    Mutant("held block given away", _patch(BlockLedger, "_take", _gives_away_a_held_block), 600),
-    Mutant(
-        "whole prefix is shared", _patch(PrefixSharing, "_shareable", _whole_prefix_is_shared), 600
-    ),
-    Mutant(
-        "pass is waited for again", _patch(PrefixSharing, "new_pass", lambda sharing: None), 600
-    ),
-    Mutant("older ones give way", _patch(CacheKeeper, "_victims", _older_ones_give_way), 200),
-    Mutant("nobody gives way", _patch(CacheKeeper, "_victims", _nobody_gives_way), 300),
-    Mutant("evicts from the pass", _patch(CacheKeeper, "_victims", _evicts_from_the_pass), 300),
-    Mutant("blamed session stays", _patch(SessionRegistry, "end", _blamed_session_stays), 100),
-    Mutant("probe never ends", _patch(Containment, "probe_done", _probe_hangs), 200),
-    Mutant("probe keeps blocks", _patch(Containment, "probe_done", _probe_keeps_its_block), 200),
-    Mutant("guesses are the device's", _patch(PassFormer, "learn", _guesses_are_the_devices), 60),
-    Mutant("guesses past the end", _patch(ServedDrafts, "propose", _guesses_past_the_end), 60),
-    Mutant(
-        "guesses beyond the room", _patch(ServedDrafts, "propose", _guesses_beyond_the_room), 60
-    ),
-    Mutant("newest nodes first", _patch(DraftInbox, "verifiable", _newest_nodes_first), 80),
-    Mutant("deficits forgotten", _patch(fairness, "_allow", _forgets_deficits), 0, remembered),
-    Mutant("crowds unlimited", _patch(fairness, "_allow", _crowds_have_no_limit), 0, remembered),
-    Mutant("low priorities starve", _patch(Fairness, "_rank", _nobody_ages), 0, do_not_starve),
-    Mutant("rates are free", _patch(Fairness, "spend", _rates_are_free), 0, rate_is_kept),
-    Mutant("places of a key stay taken", _patch(SessionSlots, "free", _places_stay_taken), 40),
-    Mutant("price untold", _patch(SessionRegistry, "_priced", _price_is_not_told), 0, tells_price),
-    Mutant("siblings free", _patch(DraftView, "paying", _steps_stay_wide), 0, pays),
-    Mutant("credit ignored", _patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
-    Mutant("old prices stay", _patch(RowPrice, "hear", _old_prices_stay), 0, hears),
-    Mutant(
-        "silence when resting", _patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
+        "silence when resting", patch(DraftSession, "_leave_nothing_open", lambda session: []), 60
     ),
 )

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.mutant import Mutant
+from tests.sim.mutants import CORE_MUTANTS
 from tests.sim.random_worlds import play
+from tests.sim.sharing_mutants import SHARING_MUTANTS
 from tests.sim.test_worlds import WORLDS
+
+MUTANTS = (*CORE_MUTANTS, *SHARING_MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -9,8 +9,9 @@ neither committed nor killed yet.
     fixed     draft gamma tokens, send them, wait: split speculative decoding as published
     pearl     send when nothing is in flight: the first node after a miss goes out at once
               (pre-verify) and drafting goes on behind what was sent (post-verify)
-    windowed  send every step at once, and draft on where a guess is most likely to count, as long
-              as it saves more than its row in a pass costs, here and by the verifier's price
+    windowed  send every step at once or gather for the next pass, and draft on where a guess is
+              most likely to count, as long as it saves more than its row in a pass costs, here and
+              by the verifier's price
 
 The three are settings of one machine, which makes the published schemes honest baselines
 (PEARL: arXiv 2408.11850).
@@ -22,13 +23,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.protocol.estimators import GUESSED_PASS_S
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
-from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.device.draft_view import DraftView
+from edgespec.core.protocol.tree import ROOT
 
-# What a draft step on a laptop and a regional link are taken for until they were measured.
-_GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
 MAX_GAMMA = 32
 # Passes follow one another when commits come no further apart than they take, but for jitter.
 _WITHOUT_A_WAIT = 1.01
@@ -36,68 +33,6 @@ GATHER_SHARE = 0.1
 """The last part of a pass in which an agent's drafts leave at once: for the link's jitter."""
 DEFAULT_WIDTH = 2
 """Choices that a draft step adds unless a policy is told otherwise."""
-
-
-@statically_frozen
-class DraftView:
-    """What a policy may know when it is asked."""
-
-    tree: SpeculationTree
-    unsent: int
-    """Alive nodes not sent yet."""
-    in_flight: int
-    """Alive nodes sent."""
-    room: int
-    """How many more nodes the verifier takes."""
-    end: int
-    """Nodes at this position or later cannot matter any more."""
-    estimates: DraftEstimates
-    since_commit_s: float | None = None
-    """How long ago the last commit of a pass came; None when it left nothing in flight, so that the
-    next pass may have waited for a draft."""
-    resting: bool = False
-    """No step runs and none is about to."""
-
-    @property
-    def round_s(self) -> float:
-        """The time from sending a node to hearing of its pass: rtt_s + pass_s. A round trip of
-        30 ms and a pass of 20 ms make a round of 50 ms."""
-        return self.estimates.rtt_s.get(_GUESSED_RTT_S) + self.pass_s
-
-    @property
-    def pass_s(self) -> float:
-        return self.estimates.pass_s.get(GUESSED_PASS_S)
-
-    @property
-    def step_s(self) -> float:
-        return max(self.estimates.step_s.get(_GUESSED_STEP_S), 1e-6)
-
-    @property
-    def token_s(self) -> float:
-        """The time a token takes of late: commit_s / commit_tokens. Commits of two tokens that come
-        every 30 ms make 15 ms a token."""
-        estimates = self.estimates
-        return max(estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0), 1e-6)
-
-    def paying(self, parent: int, width: int) -> int:
-        """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
-        price; at least one."""
-        price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
-        if price <= 0.0 or width == 1:
-            return width
-        chance, nodes = 1.0, self.tree.nodes
-        while (node := nodes.get(parent)) is not None:
-            chance *= rate(node.rank)
-            parent = node.parent
-        return max(1, sum(chance * rate(rank) >= price for rank in range(width)))
-
-    def tip(self) -> int | None:
-        """The end of the chain of first choices; None when the text ends there."""
-        at, position, children = ROOT, self.tree.prefix.length, self.tree.roots
-        while children:
-            first = children[0]
-            at, position, children = first.id, first.position + 1, first.children
-        return at if position < self.end else None
 
 
 class DraftPolicy(Protocol):
@@ -166,7 +101,7 @@ class PearlPolicy:
 
 @dataclass(frozen=True, slots=True)
 class WindowedPolicy:
-    """Each step's nodes leave at once, and drafting goes on where it is most likely to count.
+    """Drafting goes on where it is most likely to count.
 
     The chance that a node counts is the product of the acceptance rates of the ranks on its path:
     with rates 0.7 and 0.1, the second choice behind two first choices has 0.7 * 0.7 * 0.1 = 0.05.
@@ -183,6 +118,9 @@ class WindowedPolicy:
     """What a step costs, as a share of the pass time that it may save: where steps are short, one
     runs behind a less likely node as well, down to a chance of step_price * step_s / pass_s. A step
     of 2 ms beside passes of 20 ms is worth it from 0.16 * 2 / 20 = 0.016 on."""
+    gather: float | None = None
+    """None: every step's nodes leave at once. Else they leave together, just in time for the next
+    pass: in so large a share of a pass before it, or when nothing is in flight."""
 
     def extend(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree
@@ -213,10 +151,6 @@ class WindowedPolicy:
                     if chance > best_chance or node.id < best:
                         best, best_chance = node.id, chance
         return best or None
-
-    gather: float | None = None
-    """None: every step's nodes leave at once. Else they leave together, just in time for the next
-    pass: in so large a share of a pass before it, or when nothing is in flight."""
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:

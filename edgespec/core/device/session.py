@@ -22,10 +22,11 @@ from edgespec.core.device import events as ev
 from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
-from edgespec.core.device.policy import DraftPolicy, DraftView
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import (
     Cancel,
