@@ -1,11 +1,11 @@
 """Devices that behave: they join, generate a text, check it, pause, and leave.
 
-    python benchmarks/honest_devices.py PORT REQUESTS --devices 100 [--drafting 8]
+    python benchmarks/honest_devices.py PORT REQUESTS --devices 100 [--drafting 8] [--keys FOLDER]
 
 Runs until its standard input ends and then prints a JSON object with what became of all texts. A
 line "cut" on standard input makes the links of every tenth device break now and then from there on,
 "mend" ends that. REQUESTS is a file that ``write_requests`` wrote: what is asked, and the target's
-own text for it.
+own text for it. With ``--keys`` device N shows the key in the file ``device-N`` of that folder.
 """
 
 from __future__ import annotations
@@ -151,10 +151,21 @@ class Device:
             await self.generate(self.dice.choice(requests))
 
 
-def device_agent(address: str, model: str, *, drafting: bool) -> Agent:
+def device_agent(address: str, model: str, *, drafting: bool, key_file: str = "") -> Agent:
     draft = DraftSection(model=model if drafting else "none", threads=1)
-    config = AgentConfig(verifier=address, tokenizer=model, draft=draft, reconnect=PATIENT)
+    config = AgentConfig(
+        verifier=address,
+        tokenizer=model,
+        draft=draft,
+        reconnect=PATIENT,
+        api_key_file=key_file,
+    )
     return build_agent(config)
+
+
+def key_file(folder: Path | None, number: int) -> str:
+    """The file with the key of this device; empty: it needs none."""
+    return "" if folder is None else str(folder / f"device-{number}")
 
 
 def toy_text(request: Request) -> tuple[int, ...]:
@@ -187,7 +198,8 @@ async def crowd(options: argparse.Namespace) -> Tally:
                 relays.append(await stack.enter_async_context(Relay(options.port)))
                 address = relays[-1].address
             drafting = bool(options.drafting) and number % options.drafting == 0
-            agent = device_agent(address, options.model, drafting=drafting)
+            key = key_file(options.keys, number)
+            agent = device_agent(address, options.model, drafting=drafting, key_file=key)
             await stack.enter_async_context(agent)
             dice = random.Random(f"{options.seed} device {number}")
             device = Device(agent, dice, tally)
@@ -216,6 +228,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=100)
     parser.add_argument("--drafting", type=int, default=8, help="every so manieth drafts; 0: none")
     parser.add_argument("--model", default="toy", choices=("toy", "bundled"))
+    parser.add_argument("--keys", type=Path, help="folder with a key for each device")
     parser.add_argument("--seed", type=int, default=1)
     tally = asyncio.run(crowd(parser.parse_args()))
     print(json.dumps(vars(tally)), flush=True)

@@ -21,7 +21,8 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,6 +34,7 @@ from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened,
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.codec import decode_downlink, encode_uplink
+from edgespec.transport.door import HEADER, SCHEME
 from edgespec.transport.wire_limits import WireLimits
 
 SERVICE = "/edgespec.v1.Verifier/"
@@ -57,8 +59,8 @@ OVER = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, RuntimeErr
 class Stream:
     """One stream of raw messages; ``sent`` counts those the library has taken."""
 
-    def __init__(self, method: Any, dice: random.Random, sent: Counter[str]) -> None:
-        self._call, self._dice, self._sent = method(), dice, sent
+    def __init__(self, call: Any, dice: random.Random, sent: Counter[str]) -> None:
+        self._call, self._dice, self._sent = call, dice, sent
         self._turn = asyncio.Lock()  # the library takes one message at a time
         self.prefix = CommittedPrefix((1,))
         self.position = 1
@@ -124,11 +126,13 @@ class Client:
     dice: random.Random
     tally: Counter[str]
     context_length: int
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Of each call: the key, if there is one."""
     streams: list[Stream] = field(default_factory=list)
 
     def stream(self) -> Stream:
         method: Any = self.channel.stream_stream(f"{SERVICE}Speculate", None, None)
-        stream = Stream(method, self.dice, self.tally)
+        stream = Stream(method(metadata=self.metadata), self.dice, self.tally)
         self.streams.append(stream)
         self.tally["streams"] += 1
         return stream
@@ -201,7 +205,7 @@ async def open_cancel(client: Client) -> None:
 async def info(client: Client) -> None:
     ask: Any = client.channel.unary_unary(f"{SERVICE}Info", None, None)
     client.tally["asked"] += 1
-    await ask(b"")
+    await ask(b"", metadata=client.metadata)
     client.tally["answered"] += 1
 
 
@@ -241,7 +245,7 @@ async def black_hole(client: Client) -> None:
     async with Relay(client.relay._port, client.relay._source) as way:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(way.address, options=options) as channel:
-            mine = Client(way, channel, client.dice, client.tally, client.context_length)
+            mine = replace(client, relay=way, channel=channel, streams=[])
             stream = mine.stream()
             await stream.open(20)
             for _ in range(client.dice.randrange(1, 30)):
@@ -273,7 +277,7 @@ async def killed(client: Client) -> None:
     async with Relay(client.relay._port, client.relay._source) as way:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(way.address, options=options) as channel:
-            mine = Client(way, channel, client.dice, client.tally, client.context_length)
+            mine = replace(client, relay=way, channel=channel, streams=[])
             stream = mine.stream()
             await stream.open(20)
             for _ in range(client.dice.randrange(1, 30)):
@@ -336,6 +340,8 @@ async def again_and_again(client: Client, act: Callable[[Client], Awaitable[None
 
 async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
     tallies: dict[str, Counter[str]] = {name: Counter() for name in options.kinds}
+    key = options.key_file.read_text().strip() if options.key_file else ""
+    metadata = ((HEADER, f"{SCHEME} {key}"),) if key else ()
     async with AsyncExitStack() as stack:
         actors = []
         for name in options.kinds:
@@ -349,7 +355,9 @@ async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
                 dice = random.Random(f"{options.seed} {name} {number}")
                 actors.append(
                     (
-                        Client(relay, channel, dice, tallies[name], options.context_length),
+                        Client(
+                            relay, channel, dice, tallies[name], options.context_length, metadata
+                        ),
                         KINDS[name].act,
                     )
                 )
@@ -385,6 +393,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--share", type=float, default=1.0, help="of the clients of each kind")
     parser.add_argument("--addresses", type=int, default=16, help="kinds share them in turn")
+    parser.add_argument("--key-file", type=Path, help="the key that all of them show")
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """What hostile clients of a verifier cost the honest ones, and what they leave behind.
 
     python benchmarks/hostile_load.py [--devices 200] [--seconds 60] [--seed 1] [--json FILE]
+    python benchmarks/hostile_load.py --keys [--flood-sessions 16]
     python benchmarks/hostile_load.py --each [--kinds stale-drafts,info] [--devices 8] [--phase 4]
 
 A real verifier (toy model with an emulated pass time, or ``--model bundled``), a crowd of honest
@@ -10,6 +11,9 @@ phases, in which there is nobody else, take turns with hostile ones, in which al
 process is killed. ``--seconds`` is the time of the hostile phases together. ``--each`` plays one
 kind after the other instead, so that one sees which one hurts; the row ``only-cpu`` tells what the
 second process costs the victims even if it sends nothing.
+
+With ``--keys`` each honest device has a key of its own, and all hostile clients share one, whose
+sessions ``--flood-sessions`` may bound: what an operator does against strangers.
 
 Every text of an honest device is compared with the target's own. Findings, each of which makes the
 exit status 1: a text that is wrong or lost; messages beyond the verifier's budget; a traceback in
@@ -42,12 +46,13 @@ from honest_devices import (
     Tally,
     Waits,
     device_agent,
+    key_file,
     make_requests,
     toy_text,
     write_requests,
 )
 from hostile_clients import CONTROL, KINDS, kinds
-from load_processes import ROOT, Crowd, Hostile, Verifier, kill
+from load_processes import FLOODER, ROOT, Crowd, Hostile, Verifier, kill
 
 from edgespec.benchmark.report import machine, versions
 
@@ -78,7 +83,9 @@ class Load:
         async with AsyncExitStack() as stack:
             address = f"127.0.0.1:{self.verifier.port}"
             for number in range(VICTIMS):
-                agent = device_agent(address, options.model, drafting=number % 2 == 1)
+                key = key_file(self.folder if options.keys else None, options.devices + number)
+                drafting = number % 2 == 1
+                agent = device_agent(address, options.model, drafting=drafting, key_file=key)
                 await stack.enter_async_context(agent)
                 dice = random.Random(f"{options.seed} victim {number}")
                 self.victims.append(Device(agent, dice, self.tally))
@@ -124,7 +131,8 @@ class Load:
         for turn in range(options.rounds):
             self.hostile = Hostile()
             seed = options.seed * 1_000 + turn
-            await self.hostile.start(self.verifier, names, options.phase, seed)
+            shown = self.folder / FLOODER if options.keys else None
+            await self.hostile.start(self.verifier, names, options.phase, seed, shown)
             calm, calm_rates, _ = await self._phase(asyncio.sleep(options.phase))
             await self.crowd.cut_links(not options.each)
             loud, loud_rates, sent = await self._phase(self.hostile.play())
@@ -298,6 +306,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--phase", type=float, help="seconds of one phase (default: 10, or 4)")
     parser.add_argument("--rounds", type=int, help="pairs of phases (default: by --seconds, or 2)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keys", action="store_true", help="a key for each device, one for floods")
+    parser.add_argument("--flood-sessions", type=int, default=0, help="bound of theirs; 0: none")
     parser.add_argument("--each", action="store_true", help="one kind after the other")
     parser.add_argument("--kinds", type=kinds, default=kinds("all"), help=", ".join(KINDS))
     parser.add_argument("--model", default="toy", choices=("toy", "bundled"))
@@ -309,6 +319,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="cProfile of the verifier's event loop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.victims = VICTIMS
     smaller = options.each
     defaults = {
         "devices": 8 if smaller else 200,

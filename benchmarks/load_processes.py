@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from edgespec.config import LimitsSection, PacingSection, VerifierConfig, dump_config
+from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -47,6 +48,24 @@ async def tell(process: Process, word: str) -> None:
     await process.stdin.drain()
 
 
+FLOODER = "flooder"
+
+
+def make_keys(folder: Path, options: Any) -> Path:
+    """A key for each honest device (``device-N``) and one for all hostile clients, each in a file
+    of its name; the verifier's file of them."""
+    limits = {FLOODER: options.flood_sessions}
+    names = [f"device-{number}" for number in range(options.devices + options.victims)]
+    entries: dict[str, KeyEntry] = {}
+    for name in (*names, FLOODER):
+        key, digest = new_key()
+        (folder / name).write_text(key)
+        entries[name] = KeyEntry(digest, max_sessions=limits.get(name, 0))
+    path = folder / "keys.yaml"
+    save_keys(path, KeyFile(entries))
+    return path
+
+
 class Verifier:
     """The daemon, its log in a file; ``look`` says what it holds."""
 
@@ -63,7 +82,12 @@ class Verifier:
             lease_s=options.lease_s,
         )
         config = VerifierConfig(
-            model=options.model, port=0, pacing=PacingSection(options.pass_ms), limits=limits
+            model=options.model,
+            port=0,
+            pacing=PacingSection(options.pass_ms),
+            limits=limits,
+            keys=str(make_keys(folder, options)) if options.keys else "",
+            drain_s=0.0,
         )
         (folder / "verifier.yaml").write_text(dump_config(config))
         self._flags = ("--profile", str(options.profile)) if options.profile else ()
@@ -123,6 +147,8 @@ class Crowd:
 
     async def start(self, port: int, requests: Path, options: Any) -> None:
         arguments = (str(port), str(requests), "--devices", str(options.devices))
+        if options.keys:
+            arguments += ("--keys", str(requests.parent))
         more = ("--model", options.model, "--seed", str(options.seed))
         self.process = await start("honest_devices.py", *arguments, *more)
         await line_of(self.process)
@@ -142,10 +168,15 @@ class Crowd:
 class Hostile:
     """Hostile clients; they stand ready until ``play``."""
 
-    async def start(self, verifier: Verifier, kinds: list[str], seconds: float, seed: int) -> None:
+    async def start(
+        self, verifier: Verifier, kinds: list[str], seconds: float, seed: int, key: Path | None
+    ) -> None:
         port, context = str(verifier.port), ("--context-length", str(verifier.context_length))
         what = ("--kinds", ",".join(kinds), "--seconds", str(seconds), "--seed", str(seed))
-        self.process = await start("hostile_clients.py", port, *what, *context, stderr=DEVNULL)
+        shown = () if key is None else ("--key-file", str(key))
+        self.process = await start(
+            "hostile_clients.py", port, *what, *context, *shown, stderr=DEVNULL
+        )
         await line_of(self.process)
 
     async def play(self) -> dict[str, dict[str, int]]:

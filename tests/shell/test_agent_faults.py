@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.agent.agent import Agent, GenerationError
+from edgespec.agent.agent import Agent, AgentOptions, GenerationError
 from edgespec.agent.link import Link
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.benchmark.measurement import measure
@@ -24,10 +24,13 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
+    Draft,
     FaultCode,
+    FinishReason,
     Limits,
     Open,
     Opened,
+    RunAhead,
     Uplink,
     VerifierInfo,
 )
@@ -47,7 +50,7 @@ from edgespec.ports import (
     VerifierStream,
     never_cancelled,
 )
-from tests.shell.scripted_verifier import PROMPT, QUICK, agent, generate, loopback, streaming
+from tests.shell.scripted_verifier import PROMPT, QUICK, TEXT, agent, generate, loopback, streaming
 
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
 WITHIN_S = 30.0
@@ -334,7 +337,25 @@ async def test_a_failed_draft_is_told_once_in_words(
 
     drafter = toy_drafter()
     monkeypatch.setattr(drafter, "step", fail, raising=True)
-    async with nothing_left(), agent(loopback(streaming(TOKENS)), drafter) as one:
+
+    async def serve(stream: VerifierStream) -> None:
+        """Commits once the device has said that no draft is coming, so that the step has failed."""
+        opening = await stream.receive()
+        assert isinstance(opening, Open)
+        position = len(opening.prompt)
+        await stream.send(Opened(Limits(), "scripted", position))
+        told_so = not opening.drafting
+        while not told_so:
+            message = await stream.receive()
+            told_so = isinstance(message, Draft) and not message.tokens
+        await stream.send(Commit(position, tuple(TOKENS), finish=FinishReason.LENGTH))
+        with contextlib.suppress(LinkError):
+            while True:
+                await stream.receive()
+
+    options = AgentOptions(run_ahead=RunAhead.NEVER, reconnect=QUICK)
+    one = Agent(loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
+    async with nothing_left(), one:
         for _ in range(2):
             assert await told(one) == TOKENS
             assert one.stats is not None

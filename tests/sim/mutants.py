@@ -25,7 +25,7 @@ from edgespec.core.protocol.messages import (
     Open,
     Opened,
 )
-from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, Growth, Node, SpeculationTree
 from edgespec.core.verifier.acceptance import ExactRule, Walk
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
@@ -46,6 +46,7 @@ from edgespec.core.verifier.session_registry import SessionRegistry
 from tests.sim.mutant import Mutant, patch
 
 _place, _keep = SpeculationTree.place, VerifySession._on_pass_done
+_grow = SpeculationTree.grow
 _read, _receive, _cut = CommitReader.read, DraftInbox.receive, Ending.cut
 _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
@@ -71,8 +72,10 @@ def _dead_parents_count(tree: SpeculationTree, parent: int, base_position: int) 
     return tree.prefix.length if place is None else place
 
 
-def _late_drafts_move_along(tree: SpeculationTree, parent: int, base_position: int) -> int | None:
-    return _place(tree, parent, tree.prefix.length if parent == ROOT else base_position)
+def _late_drafts_move_along(
+    tree: SpeculationTree, node: int, parent: int, token: int, base: int, rank: int | None = None
+) -> Growth:
+    return _grow(tree, node, parent, token, tree.prefix.length if parent == ROOT else base, rank)
 
 
 def _old_tree_stays(inbox: DraftInbox, drafting: bool) -> None:
@@ -225,7 +228,7 @@ CORE_MUTANTS = (
     Mutant("killed siblings survive", patch(SpeculationTree, "_kill", _siblings_survive), 20),
     Mutant("keep is one short", patch(VerifySession, "_on_pass_done", _keeps_one_short), 20),
     Mutant("dead parents count", patch(SpeculationTree, "place", _dead_parents_count), 60),
-    Mutant("late drafts move along", patch(SpeculationTree, "place", _late_drafts_move_along), 20),
+    Mutant("late drafts move along", patch(SpeculationTree, "grow", _late_drafts_move_along), 20),
     Mutant("attach keeps the old tree", patch(DraftInbox, "reset", _old_tree_stays), 800),
     Mutant("overlap delivered twice", patch(CommitReader, "read", _overlap_is_new), 30),
     Mutant("hash not matched", patch(DraftInbox, "receive", _hash_is_ignored), 400),
