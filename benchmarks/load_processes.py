@@ -74,7 +74,7 @@ class Verifier:
         self._folder, self._log = folder, folder / "verifier.log"
         self._report = folder / "report.json"
         self._looks = 0
-        rows = getattr(options, "rows_per_pass", LimitsSection.max_rows_per_pass)
+        rows = getattr(options, "rows_per_pass", LimitsSection().max_rows_per_pass)
         limits = LimitsSection(
             max_sessions=options.max_sessions,
             max_cached_tokens=options.cached_tokens,
@@ -86,7 +86,7 @@ class Verifier:
             port=0,
             pacing=PacingSection(options.pass_ms),
             limits=limits,
-            keys=str(make_keys(folder, options)) if options.keys else "",
+            keys=str(make_keys(folder, options)) if getattr(options, "keys", False) else "",
             drain_s=0.0,
         )
         (folder / "verifier.yaml").write_text(dump_config(config))
@@ -147,7 +147,7 @@ class Crowd:
 
     async def start(self, port: int, requests: Path, options: Any) -> None:
         arguments = (str(port), str(requests), "--devices", str(options.devices))
-        if options.keys:
+        if getattr(options, "keys", False):
             arguments += ("--keys", str(requests.parent))
         more = ("--model", options.model, "--seed", str(options.seed))
         self.process = await start("honest_devices.py", *arguments, *more)
