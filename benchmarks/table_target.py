@@ -23,6 +23,7 @@ class TableTarget:
         self._info: ModelInfo = inner.info  # type: ignore[attr-defined]
         self._cache: CacheShape | None = inner.cache  # type: ignore[attr-defined]
         self._tails: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[str, tuple[int, ...]] = {}
         self._fed: dict[str, tuple[tuple[int, ...], PassRequest]] = {}
 
     @property
@@ -33,8 +34,10 @@ class TableTarget:
     def cache(self) -> CacheShape | None:
         return self._cache
 
-    def open(self, key: str, prompt_length: int, sampling: SamplingParams) -> None:
-        self._tails[key] = ()
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._tails[key], self._texts[key] = (), tuple(text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         return [self._run(request) for request in batch]
@@ -46,11 +49,15 @@ class TableTarget:
 
     def close(self, key: str) -> None:
         self._tails.pop(key, None)
+        self._texts.pop(key, None)
         self._fed.pop(key, None)
 
     def _run(self, request: PassRequest) -> PassResult:
         key = request.key
-        root = (*self._tails[key], *request.feed)[-TOY_MODEL.order :]
+        text, cached = self._texts[key], request.cache_length
+        # Of its prompt, a sequence may find a beginning that another one has fed.
+        tail = text[:cached] if cached <= len(text) else self._tails[key]
+        root = (*tail[-TOY_MODEL.order :], *request.feed)[-TOY_MODEL.order :]
         self._tails[key], self._fed[key] = root, (root, request)
         if not request.sample:
             return PassResult(key, ())

@@ -125,7 +125,7 @@ def look_tokens_up() -> None:
 
     from edgespec.targets.paced import PacedTarget
 
-    command: Any = importlib.import_module("edgespec.cli.verifier")
+    command: Any = importlib.import_module("edgespec.cli.serving")
     load = command.load_target
 
     def load_table(config: Any) -> Any:
