@@ -99,6 +99,7 @@ async def measure(sessions: int, messages: int, options: argparse.Namespace) -> 
 
 def verifier_options(sessions: int, options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
+        server_drafts=False,  # what is measured is what devices send
         model="toy",
         max_sessions=min(1024, 2 * sessions + 8),
         cached_tokens=min(1 << 30, (sessions + 8) * TOY_CONTEXT_LENGTH),

@@ -87,6 +87,7 @@ class Verifier:
             pacing=PacingSection(options.pass_ms),
             limits=limits,
             keys=str(make_keys(folder, options)) if getattr(options, "keys", False) else "",
+            server_drafts=getattr(options, "server_drafts", True),
             drain_s=0.0,
         )
         (folder / "verifier.yaml").write_text(dump_config(config))
