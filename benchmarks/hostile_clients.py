@@ -342,6 +342,7 @@ async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
     tallies: dict[str, Counter[str]] = {name: Counter() for name in options.kinds}
     key = options.key_file.read_text().strip() if options.key_file else ""
     metadata = ((HEADER, f"{SCHEME} {key}"),) if key else ()
+    length = options.context_length
     async with AsyncExitStack() as stack:
         actors = []
         for name in options.kinds:
@@ -353,14 +354,8 @@ async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
             )
             for number in range(max(1, round(KINDS[name].clients * options.share))):
                 dice = random.Random(f"{options.seed} {name} {number}")
-                actors.append(
-                    (
-                        Client(
-                            relay, channel, dice, tallies[name], options.context_length, metadata
-                        ),
-                        KINDS[name].act,
-                    )
-                )
+                client = Client(relay, channel, dice, tallies[name], length, metadata)
+                actors.append((client, KINDS[name].act))
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         tasks = [asyncio.create_task(again_and_again(*actor)) for actor in actors]
