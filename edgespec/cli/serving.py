@@ -170,6 +170,7 @@ async def _reload_whenever(
 
 
 async def _reload(access: ServerAccess, serving: Verifier) -> None:
+    """Never raises: a reload that fails must not be the last one."""
     try:
         # The new keys hold from here on, so no stream that comes now is missed below.
         done = await asyncio.to_thread(access.reload)
@@ -179,7 +180,11 @@ async def _reload(access: ServerAccess, serving: Verifier) -> None:
     except Exception:
         _LOG.exception("reload: nothing has changed")
         return
-    ended = serving.revoke(done.keys.revoked) if done.keys.revoked else 0
+    try:
+        ended = serving.revoke(done.keys.revoked) if done.keys.revoked else 0
+    except Exception:
+        _LOG.exception("reload: %s; but streams of revoked keys may go on", done)
+        return
     _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
     for warning in done.warnings:
         _LOG.warning("%s", warning)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from edgespec.ports import LinkError
 from edgespec.transport.health_probe import SERVING, ProbeTls, ask_health
 from tests.shell.echo_verifier import echo, served
 from tests.shell.live_verifier import daemon
+from tests.shell.pki import certs
 
 NAME = "gpu-box"
 
@@ -105,25 +104,20 @@ async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for ``NAME``, its own authority, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed: no certificate to test with")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA and a certificate for ``NAME``."""
     folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}")
-    names = ("-addext", f"subjectAltName=DNS:{NAME}", "-keyout", str(key), "-out", str(certificate))
-    subprocess.run([openssl, *made, *names], check=True, capture_output=True)
-    return certificate, key
+    certs("ca", "--dir", folder)
+    certs("server", NAME, "--dir", folder)
+    return folder
 
 
-async def test_tls_by_the_name_in_the_certificate(identity: tuple[Path, Path]) -> None:
-    certificate, key = identity
-    pair = (key.read_bytes(), certificate.read_bytes())
+async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
+    authority = identity / "ca.pem"
+    pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
         address = f"127.0.0.1:{server.port}"
-        assert await ask_health(address, tls=ProbeTls(certificate, server_name=NAME)) == SERVING
-        for wrong in (ProbeTls(certificate), ProbeTls(server_name=NAME), None):
+        assert await ask_health(address, tls=ProbeTls(authority, server_name=NAME)) == SERVING
+        for wrong in (ProbeTls(authority), ProbeTls(server_name=NAME), None):
             with pytest.raises(LinkError, match="no health from"):
                 await ask_health(address, tls=wrong, timeout_s=20.0)
