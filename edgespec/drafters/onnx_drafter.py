@@ -24,6 +24,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError, read_manifest
 from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.token_cache import TokenCache
+from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
     PREFILL_CHUNK,
     Cancelled,
@@ -65,7 +66,7 @@ class OnnxDrafter:
         threads = threads or _default_threads(self._manifest, self._weights_bytes)
         self._session: ort.InferenceSession | None = _load(folder / MODEL_FILE, threads, providers)
         _check_signature(folder / MODEL_FILE, self._session, self._manifest)
-        self._cache = TokenCache(self._info)
+        self._cache, self._work = TokenCache(self._info), Workspace()
         self._touched_length = 0
         self._binding: Any = None  # onnxruntime has no types
         self._bind(self._session)
@@ -96,9 +97,8 @@ class OnnxDrafter:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
         cache, params = self._cache, self._cache.sampling
-        prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
         self._logits[0, self._manifest.proposable :] = -np.inf
-        return best_candidates(self._logits[0], params, position, width, prompt, output)
+        return best_candidates(self._logits[0], params, position, width, cache.counts, self._work)
 
     def close(self) -> None:
         """Free weights and buffers; further steps are refused."""

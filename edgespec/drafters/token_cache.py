@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.token_counts import TokenCounts
 from edgespec.ports import ModelInfo
 
 
 class TokenCache:
-    """Ids of one sequence, with prompt and output told apart."""
+    """Ids of one sequence, with prompt and output told apart.
+
+    ``counts`` are those of its tokens where the sampling has penalties, else None.
+    """
 
     def __init__(self, info: ModelInfo) -> None:
         self.sampling = SamplingParams()
+        self.counts: TokenCounts | None = None
         self._info = info
         self._tokens: list[int] = []
         self._prompt_length = 0
@@ -29,6 +34,7 @@ class TokenCache:
         self._tokens.clear()
         self._prompt_length = prompt_length
         self.sampling = sampling
+        self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
@@ -53,13 +59,24 @@ class TokenCache:
                     f"token id is {token}, but the draft's vocabulary has"
                     f" {self._info.vocabulary_size} ids"
                 )
-        del self._tokens[keep_length:]
+        self.forget(keep_length)
         self._tokens.extend(feed)
+        if self.counts is not None:
+            for part, in_output in self._parts(keep_length):
+                self.counts.add(part, in_output=in_output)
         return length
 
     def forget(self, length: int) -> None:
         """Truncate to ``length`` (a forward pass failed after ``advance``)."""
+        if self.counts is not None:
+            for part, in_output in self._parts(length):
+                self.counts.remove(part, in_output=in_output)
         del self._tokens[length:]
+
+    def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
+        """What lies behind ``start``: that of the prompt and that of the output."""
+        middle = max(start, self._prompt_length)
+        return (self._tokens[start:middle], False), (self._tokens[middle:], True)
 
     @property
     def tokens(self) -> Sequence[int]:

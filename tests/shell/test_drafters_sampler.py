@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from edgespec.core.protocol.noise import gumbel, noise_bits
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
+from edgespec.drafters.token_counts import TokenCounts
 
 VOCABULARY_SIZE = 40
 ROWS = st.lists(
@@ -50,8 +51,9 @@ def test_the_first_guess_is_the_scalar_choice(
     output: list[int],
 ) -> None:
     logits = row(values)
+    counts = TokenCounts.of(VOCABULARY_SIZE, prompt, output)
     for width in (1, 3):
-        found = best_candidates(logits, params, position, width, prompt, output)
+        found = best_candidates(logits, params, position, width, counts)
         assert found[0].token == choose(values, params, position, prompt, output)
         assert len({candidate.token for candidate in found}) == width
     assert logits.tolist() == values
@@ -151,7 +153,7 @@ def test_tiny_shares_and_extreme_penalties_warn_of_nothing(min_p: float, penalty
         temperature=1e-6, min_p=min_p, top_p=5e-324, repetition_penalty=penalty, seed=3
     )
     logits = row([60.0, -70.0, 65.0, 0.0])
-    [best] = best_candidates(logits, params, 4, 1, (0, 1), (2,))
+    [best] = best_candidates(logits, params, 4, 1, TokenCounts.of(3, (0, 1), (2,)))
     assert best.token == choose(logits.tolist(), params, 4, (0, 1), (2,))
 
 
