@@ -95,7 +95,12 @@ FLOORS = (
     Floor(PORTS, (CORE,), IMPURE, stdlib_only=True),
     Floor(TELEMETRY, (CORE,), HEAVY),
     Floor(CONFIG, (CORE,), HEAVY),
-    Floor("edgespec.drafters.token_cache", (CORE, PORTS), HEAVY | IMPURE),
+    Floor("edgespec.drafters.token_counts", (), HEAVY | IMPURE, stdlib_only=True),
+    Floor(
+        "edgespec.drafters.token_cache",
+        (CORE, PORTS, "edgespec.drafters.token_counts"),
+        HEAVY | IMPURE,
+    ),
     Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
     Floor("edgespec.targets.toy_memory", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.targets.request_checks", (CORE, PORTS), HEAVY | IMPURE),
