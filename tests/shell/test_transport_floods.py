@@ -25,7 +25,8 @@ from edgespec.core.protocol.messages import (
     Received,
     VerifierInfo,
 )
-from edgespec.core.verifier.stream_budget import CallLimits, UplinkLimits
+from edgespec.core.verifier.call_budget import CallLimits
+from edgespec.core.verifier.stream_budget import UplinkLimits
 from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.transport.codec import encode_info, encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
@@ -228,7 +229,7 @@ async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() 
         second = await transport.connect()
         fault = await second.receive()
         assert isinstance(fault, Fault)
-        assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 1.0)
+        assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 10.0)
         assert "ipv4:127.0.0.1 opens streams too often: the wait would be 10" in fault.message
         assert "the limit is 5 s" in fault.message
         assert await works(first)

@@ -15,8 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from edgespec.core.verifier.call_budget import CallLimits
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.stream_budget import CallLimits
 from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.transport.door import MAX_WAITING, NO_KEY, WRONG_KEY
 from edgespec.transport.grpc_client import GrpcTransport
