@@ -70,8 +70,8 @@ class LimitsSection:
     stall_s: float = 20.0
     """A device that acknowledges nothing for so long counts as gone."""
     shared_message_rate: float = 500.0
-    """Messages a second that all keys (without keys: addresses) together may send, besides two for
-    each commit: who wants more than a fair share of it waits while others are there."""
+    """Messages a second that all keys (without keys: addresses) together may send, besides four for
+    each commit with right drafts: who wants more than a fair share waits while others are there."""
     least_message_rate: float = 100.0
     """Of these, what a key may send however many there are."""
 

@@ -138,8 +138,8 @@ class GrpcVerifierStream:
         if self._meter is not None:
             self._meter.count(message, len(payload))
         match message:
-            case Commit(tokens=tokens):
-                self._budget.earn(len(tokens), self._max_nodes, self._loop.time())
+            case Commit(tokens=tokens, accepted=accepted):
+                self._budget.earn(len(tokens), self._max_nodes, self._loop.time(), accepted)
             case Opened(limits=limits):
                 self._max_nodes = limits.max_nodes_outstanding
             case Fault():

@@ -232,17 +232,21 @@ def test_the_quiet_streams_of_a_payer_do_not_pay_for_a_busy_one() -> None:
     assert waits[-1] > 0.0
 
 
-def test_commits_add_to_the_share_of_a_payer() -> None:
+@pytest.mark.parametrize(("accepted", "waits"), [(1, False), (0, True)], ids=["right", "wrong"])
+def test_commits_add_to_the_share_of_a_payer_whose_drafts_are_right(
+    accepted: int, waits: bool
+) -> None:
     """A fleet of a hundred streams with a commit each 40 ms, each followed by two messages."""
     shared = UplinkBudget(UplinkLimits(), 0.0)
     other = shared.open(0.0, "other")
-    fleet = [shared.open(0.0, "fleet") for _ in range(100)]
+    fleet, waited = [shared.open(0.0, "fleet") for _ in range(100)], 0.0
     for tick in range(200):
         now = tick * 0.040
         assert other.spend(0, now) == 0.0
         for stream in fleet:
-            stream.earn(1, MAX_NODES, now)
-            assert [stream.spend(2, now), stream.spend(0, now)] == [0.0, 0.0]
+            stream.earn(1, MAX_NODES, now, accepted)
+            waited += stream.spend(2, now) + stream.spend(0, now)
+    assert (waited > 0.0) == waits
 
 
 def test_waits_are_told_with_their_reason() -> None:

@@ -61,8 +61,12 @@ class UplinkLimits:
     """A message of so many bytes costs its payer as much again as an empty one."""
     messages_per_open: float = 8.0
     """What a new stream costs its payer."""
-    share_per_commit: float = 2.0
-    """Messages that a commit adds to the share of its payer: drafts go out about as often."""
+    share_per_commit: float = 0.25
+    """Messages that a commit adds to the share of its payer: devices acknowledge every eighth
+    token."""
+    share_per_hit: float = 4.0
+    """Instead, where a draft was right: devices gather their drafts to two to four messages a
+    pass."""
 
 
 class TokenBucket:
@@ -189,10 +193,10 @@ class StreamBudget:
             shared.waits(reason, wait_s)
         return wait_s
 
-    def earn(self, tokens: int, max_nodes: int, now: float) -> None:
+    def earn(self, tokens: int, max_nodes: int, now: float, accepted: int = 0) -> None:
         """A commit of ``tokens`` tokens was sent. ``max_nodes``: how many the device may have
-        outstanding, so how many it may send anew when all of its tree died. A commit without
-        tokens earns nothing."""
+        outstanding, so how many it may send anew when all of its tree died. ``accepted``: how many
+        of the tokens it had drafted. A commit without tokens earns nothing."""
         if tokens == 0:
             return
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
@@ -200,4 +204,5 @@ class StreamBudget:
         messages = limits.messages_per_commit + limits.messages_per_token * tokens
         self._messages.add(min(messages, limits.earned_message_rate * elapsed_s), now)
         self._nodes.add(min(max_nodes, limits.earned_node_rate * elapsed_s), now)
-        self._shared.shares.earn(self._payer, limits.share_per_commit, now)
+        share = limits.share_per_hit if accepted else limits.share_per_commit
+        self._shared.shares.earn(self._payer, share, now)
