@@ -44,6 +44,9 @@ _MAX_DETAILS = 512
 _LAST_WORDS_S = 0.5
 # A peer that is refused for opening too often cannot try again before it has heard of it.
 _REFUSAL_DELAY_S = 0.5
+# Refusals cost, too: one payer hears of so many a second, which makes the delay longer, up to this.
+_REFUSALS_PER_S = 20.0
+_LAST_REFUSAL_S = 10.0
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
 _MOST_RETRY_S = 10.0
@@ -115,6 +118,7 @@ class GrpcServer:
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
+        self._refusing: Counter[str] = Counter()
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -284,7 +288,7 @@ class GrpcServer:
         if wait_s <= most_s:
             wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
         if wait_s > most_s:
-            await stream.over(_REFUSAL_DELAY_S)
+            await self._delay_refusal(stream, pays)
             retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
             text = (
                 f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
@@ -307,6 +311,16 @@ class GrpcServer:
         if entry.refusal is None:
             return None
         return Fault(FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
+
+    async def _delay_refusal(self, stream: GrpcVerifierStream, pays: str) -> None:
+        self._refusing[pays] += 1
+        try:
+            in_turn_s = min(self._refusing[pays] / _REFUSALS_PER_S, _LAST_REFUSAL_S)
+            await stream.over(max(_REFUSAL_DELAY_S, in_turn_s))
+        finally:
+            self._refusing[pays] -= 1
+            if not self._refusing[pays]:
+                del self._refusing[pays]
 
     async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
         """Serve one stream; whatever goes wrong ends this one only."""

@@ -20,9 +20,10 @@ key floods: it has 500 - 200 = 300 a second. With 64 devices it would have none,
 the debt that exceeds it. A flood on few streams is held where the debt begins, and quiet streams of
 the same payer, which have a grace, never meet it.
 
-Invariants: waits are finite and never negative. A payer that is not alone and asks at m places,
-each time before it spends at most c there, spends at most burst + m * c + t * share in t seconds.
-At most ``max_payers`` payers are remembered.
+Invariants: waits are never negative, and no longer than ``max_wait_s`` and the time in which two
+bursts fill. A payer that is not alone and asks at m places, each time before it spends at most c
+there, spends at most burst + m * c + t * share in t seconds, as long as m * c is less than the
+share of ``max_wait_s``. At most ``max_payers`` payers are remembered.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class ShareLimits:
     """The level of a payer that nobody remembers; at most ``burst``."""
     free_alone: bool = True
     """Nobody waits while there is no other payer."""
+    max_wait_s: float = 10.0
+    """Debts beyond this and a burst are forgotten: a device that hears nothing is soon gone."""
     idle_s: float = 2.0
     max_payers: int = 2_048
 
@@ -87,8 +90,9 @@ class FairShares:
         account.level -= cost
         account.spent += cost
         account.spent_at = now
-        if account.level < 0.0 and self._alone:
-            account.level = 0.0  # it took from nobody
+        # Who is alone takes from nobody.
+        most_debt = 0.0 if self._alone else self.limits.burst + self.limits.max_wait_s * self.share
+        account.level = max(account.level, -most_debt)
         self._accounts.move_to_end(payer)
 
     def earn(self, payer: str, amount: float, now: float) -> None:
