@@ -17,6 +17,7 @@ import grpc.aio
 from edgespec.core.verifier.call_budget import CallBudget, CallLimits
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.transport.peer_address import peer_address
+from edgespec.transport.refusals import Refusals
 
 
 def caller(peer: str, credential: Credential) -> str:
@@ -46,6 +47,7 @@ class CallLine:
     def __init__(self, limits: CallLimits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._budget = CallBudget(limits, clock())
+        self._refusals = Refusals()
 
     async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
@@ -58,6 +60,7 @@ class CallLine:
                 f"the limit is {self._limits.max_wait_s:g} s"
             )
             advice = retry_metadata(wait_s - self._limits.max_wait_s)
+            await self._refusals.hold(peer)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)

@@ -34,6 +34,7 @@ from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.transport.info_answers import InfoAnswers
 from edgespec.transport.peer_address import peer_address
+from edgespec.transport.refusals import Refusals
 from edgespec.transport.stream_slots import StreamSlots
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
@@ -42,11 +43,6 @@ _LOG = logging.getLogger(__name__)
 _MAX_DETAILS = 512
 # For the last faults to leave before the connections are cut.
 _LAST_WORDS_S = 0.5
-# A peer that is refused for opening too often cannot try again before it has heard of it.
-_REFUSAL_DELAY_S = 0.5
-# Refusals cost, too: one payer hears of so many a second, which makes the delay longer, up to this.
-_REFUSALS_PER_S = 20.0
-_LAST_REFUSAL_S = 10.0
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
 _MOST_RETRY_S = 10.0
@@ -118,7 +114,7 @@ class GrpcServer:
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
-        self._refusing: Counter[str] = Counter()
+        self._refusals = Refusals()
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -230,6 +226,7 @@ class GrpcServer:
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
+            await self._refusals.hold(peer)
             await context.abort(
                 _STATUS[FaultCode.OVERLOADED],
                 f"{text}{self._max_peer_calls}",
@@ -288,7 +285,7 @@ class GrpcServer:
         if wait_s <= most_s:
             wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
         if wait_s > most_s:
-            await self._delay_refusal(stream, pays)
+            await self._refusals.hold(pays, stream.over)
             retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
             text = (
                 f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
@@ -311,16 +308,6 @@ class GrpcServer:
         if entry.refusal is None:
             return None
         return Fault(FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
-
-    async def _delay_refusal(self, stream: GrpcVerifierStream, pays: str) -> None:
-        self._refusing[pays] += 1
-        try:
-            in_turn_s = min(self._refusing[pays] / _REFUSALS_PER_S, _LAST_REFUSAL_S)
-            await stream.over(max(_REFUSAL_DELAY_S, in_turn_s))
-        finally:
-            self._refusing[pays] -= 1
-            if not self._refusing[pays]:
-                del self._refusing[pays]
 
     async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
         """Serve one stream; whatever goes wrong ends this one only."""
