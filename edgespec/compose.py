@@ -156,7 +156,8 @@ def build_verifier(
         refused=None if streams is None else streams.refused,
         waits=None if watch is None else watch.waits.add,
         uplink=UplinkLimits(
-            shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate)
+            shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate),
+            address_rate=bounds.address_message_rate,
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,

@@ -38,6 +38,11 @@ class Door:
         self._authenticate = authenticate
         self._refusals = Refusals()
 
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether who calls has to show one."""
+        return self._authenticate is not None
+
     def credential(self, key: str) -> Credential | None:
         """Whose call it is that shows this key; None: it is not let in."""
         return ANYBODY if self._authenticate is None else self._authenticate(key)

@@ -25,7 +25,7 @@ import grpc.aio
 
 from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
 from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget, CallLimits
-from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait
+from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
 from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
 from edgespec.transport.call_line import CallLine, SideServices, caller, payer, retry_metadata
 from edgespec.transport.codec import SERVICE, encode_downlink
@@ -131,7 +131,10 @@ class GrpcServer:
         from grpc_reflection.v1alpha import reflection
 
         clock = asyncio.get_running_loop().time
-        self._uplink = UplinkBudget(self._uplink_limits or UplinkLimits(), clock(), self._waits)
+        uplink = self._uplink_limits or UplinkLimits()
+        if not self._door.asks_for_keys:
+            uplink = without_keys(uplink)
+        self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
         self._infos = InfoAnswers(self._info, self._limits, questions, self._door)

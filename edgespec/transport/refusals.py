@@ -2,8 +2,8 @@
 
 A refusal costs the event loop some 0.4 ms, so who is refused at once and asks again in a loop could
 fill it. Each refused call is held for half a second and, where many of one payer's are held, for so
-long that some ``PER_S`` of them end a second. Held calls cost memory only. Beyond ``MAX_HELD``, which
-takes a client with as many calls open at the same time, they are refused at once again.
+long that ``PER_S`` of them end a second. Held calls cost memory only. Beyond ``MAX_HELD`` they are
+refused at once again: that takes a client with as many calls open at the same time.
 """
 
 from __future__ import annotations

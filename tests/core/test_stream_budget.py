@@ -15,6 +15,7 @@ from edgespec.core.verifier.stream_budget import (
     UplinkBudget,
     UplinkLimits,
     Wait,
+    without_keys,
 )
 
 LIMITS = UplinkLimits()
@@ -247,6 +248,20 @@ def test_commits_add_to_the_share_of_a_payer_whose_drafts_are_right(
             stream.earn(1, MAX_NODES, now, accepted)
             waited += stream.spend(2, now) + stream.spend(0, now)
     assert (waited > 0.0) == waits
+
+
+def test_an_address_may_be_a_whole_site() -> None:
+    limits = without_keys(LIMITS)
+    assert limits.shares.least_rate == limits.shares.rate == 1_000.0
+    assert without_keys(replace(LIMITS, address_rate=1.0)) == replace(LIMITS, address_rate=1.0)
+    shared = UplinkBudget(limits, 0.0)
+    site = [shared.open(0.0, "site") for _ in range(100)]
+    floods = [shared.open(0.0, f"flood {number}") for number in range(16)]
+    for tick in range(100):
+        now = tick * 0.1
+        for flood in floods:
+            flood.spend(0, now, 1 << 20)
+        assert [stream.spend(0, now) for stream in site] == [0.0] * 100
 
 
 def test_waits_are_told_with_their_reason() -> None:

@@ -28,7 +28,7 @@ Invariants: waits are finite and never negative; no bucket holds more than its b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from edgespec.core.verifier.fair_shares import FairShares, ShareLimits
@@ -56,12 +56,14 @@ class UplinkLimits:
     max_total_debt_s: float = 0.25
     """A busy stream waits no longer than this for the sake of the others."""
     shares: ShareLimits = field(default_factory=lambda: ShareLimits(500.0, 100.0))
-    """Of payers, in messages: those of all together may take a twentieth of one core."""
+    """Of keys, in messages: those of all together may take a twentieth of one core."""
+    address_rate: float = 1_000.0
+    """Where there are no keys, the least rate of an address: it may be a whole site."""
     bytes_per_message: float = 1_024.0
     """A message of so many bytes costs its payer as much again as an empty one."""
     messages_per_open: float = 8.0
     """What a new stream costs its payer."""
-    share_per_commit: float = 0.25
+    share_per_commit: float = 0.5
     """Messages that a commit adds to the share of its payer: devices acknowledge every eighth
     token."""
     share_per_hit: float = 4.0
@@ -105,6 +107,14 @@ class TokenBucket:
         """Seconds until the debt is paid; 0 without one."""
         level = self._level if now <= self._at else self.level(now)
         return 0.0 if level >= 0.0 else -level / self._rate
+
+
+def without_keys(limits: UplinkLimits) -> UplinkLimits:
+    """The limits of a verifier whose payers are addresses."""
+    least, shares = limits.address_rate, limits.shares
+    if least <= shares.least_rate:
+        return limits
+    return replace(limits, shares=replace(shares, rate=max(least, shares.rate), least_rate=least))
 
 
 class Wait(Enum):
