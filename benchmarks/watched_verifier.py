@@ -1,12 +1,13 @@
 """The verifier command as users run it, in a process that a bench can look into.
 
-    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table] [--uvloop]
+    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table] [--uvloop] [--costs]
     [options of edgespec verifier]
 
 At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, key-value blocks
 held, passes and their rows, the messages taken and sent so far, by type, the CPU time of the event
 loop's thread, of the target's and of the whole process, and when the latest passes were started.
 ``--profile`` runs it under cProfile and leaves the statistics of the event loop's thread in FILE.
+``--costs`` tells what the loop spends on whom (``loop_costs.py``).
 ``--table`` looks the toy target's tokens up in a table, and ``--uvloop`` runs on that event loop.
 Nothing else differs.
 """
@@ -86,6 +87,7 @@ def watch(report: Path) -> None:
                 "target_cpu_s": sum(map(cpu_s, verifier._worker._thread._threads)),
                 "process_cpu_s": time.process_time(),
                 "gc_cpu_s": collecting.total_s,
+                "loop_costs_s": costs(),
                 "starts_s": list(starts),
             }
             draft = report.with_suffix(".part")
@@ -119,6 +121,12 @@ def cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
+def costs() -> dict[str, float]:
+    """What the event loop spent on whom so far; empty without ``--costs``."""
+    module = sys.modules.get("loop_costs")
+    return {} if module is None else dict(module.cpu_s)
+
+
 def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
     from table_target import TableTarget
@@ -143,6 +151,11 @@ def main() -> None:
     profile = None
     if arguments[:1] == ["--profile"]:
         profile, arguments = Path(arguments[1]), arguments[2:]
+    if "--costs" in arguments:
+        import loop_costs
+
+        arguments.remove("--costs")
+        loop_costs.install()
     if "--table" in arguments:
         arguments.remove("--table")
         look_tokens_up()

@@ -161,7 +161,7 @@ def device_access(
     """What ``config`` and the environment say. Raises ``ConfigError``."""
     environment = os.environ if environment is None else environment
     key = _api_key(config.api_key_file, environment)
-    credentials = _channel_credentials(config.tls)
+    credentials = device_credentials(config.tls)
     shows_certificate = bool(config.tls.client_cert)
     return DeviceAccess(
         key, config.insecure, credentials, shows_certificate, config.tls.server_name
@@ -188,7 +188,8 @@ def _api_key(path: str, environment: Mapping[str, str]) -> str:
     return key
 
 
-def _channel_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
+def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
+    """What to connect with; None: plaintext. Raises ``ConfigError`` for files of no use."""
     if not tls.used:
         return None
     from edgespec.transport.tls import TlsFileError, channel_credentials

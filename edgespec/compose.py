@@ -38,6 +38,8 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.fair_shares import ShareLimits
+from edgespec.core.verifier.stream_budget import UplinkLimits
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -152,6 +154,11 @@ def build_verifier(
         peer_share=bounds.peer_share,
         meter=None if watch is None else watch.traffic,
         refused=None if streams is None else streams.refused,
+        waits=None if watch is None else watch.waits.add,
+        uplink=UplinkLimits(
+            shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate),
+            address_rate=bounds.address_message_rate,
+        ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
     )

@@ -11,12 +11,19 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from edgespec.cli.tls_options import DEVICE_TLS_KEYS
+from edgespec.cli.tls_options import WHERE as _WHERE
+from edgespec.cli.tls_options import Ca as Ca
+from edgespec.cli.tls_options import ClientCert as ClientCert
+from edgespec.cli.tls_options import ClientKey as ClientKey
+from edgespec.cli.tls_options import ServerName as ServerName
+from edgespec.cli.tls_options import Tls as Tls
 from edgespec.config import ConfigError, PolicyName, dump_config, load_config
 from edgespec.core.protocol.messages import RunAhead
 
 _Config = TypeVar("_Config")
 
-_WHERE, _TEXT, _DRAFTING, _OUTPUT = "Where", "The text", "Drafting", "Output"
+_TEXT, _DRAFTING, _OUTPUT = "The text", "Drafting", "Output"
 
 Config = Annotated[
     Path | None,
@@ -84,42 +91,6 @@ TargetName = Annotated[
 RttMs = Annotated[
     float | None,
     typer.Option("--rtt-ms", help="Emulate a link of this round trip", rich_help_panel=_WHERE),
-]
-Tls = Annotated[
-    bool | None,
-    typer.Option(
-        "--tls/--no-tls",
-        help="Encrypt, and trust the CAs that the system trusts",
-        rich_help_panel=_WHERE,
-    ),
-]
-Ca = Annotated[
-    str | None,
-    typer.Option("--ca", metavar="FILE", help="Encrypt, and trust this CA", rich_help_panel=_WHERE),
-]
-ClientCert = Annotated[
-    str | None,
-    typer.Option(
-        "--client-cert",
-        metavar="FILE",
-        help="This device's certificate, if the verifier wants one",
-        rich_help_panel=_WHERE,
-    ),
-]
-ClientKey = Annotated[
-    str | None,
-    typer.Option(
-        "--client-key", metavar="FILE", help="The private key of that", rich_help_panel=_WHERE
-    ),
-]
-ServerName = Annotated[
-    str | None,
-    typer.Option(
-        "--server-name",
-        metavar="NAME",
-        help="Name in the verifier's certificate (default: the host)",
-        rich_help_panel=_WHERE,
-    ),
 ]
 ApiKeyFile = Annotated[
     str | None,
@@ -254,11 +225,7 @@ Color = Annotated[
 ]
 
 ACCESS_KEYS: Mapping[str, str] = {
-    "tls": "tls.enabled",
-    "ca": "tls.ca",
-    "client_cert": "tls.client_cert",
-    "client_key": "tls.client_key",
-    "server_name": "tls.server_name",
+    **DEVICE_TLS_KEYS,
     "api_key_file": "api_key_file",
     "insecure": "insecure",
 }

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli import options
+from edgespec.cli import options, tls_options
 from edgespec.cli.running import FAILED, reported, say, set_up_logging, trace_to
 from edgespec.cli.serving import serve
 from edgespec.config import VerifierConfig
@@ -26,9 +26,7 @@ KEYS = {
     "max_model_len": "max_model_len",
     "server_drafts": "server_drafts",
     "keys": "keys",
-    "tls_cert": "tls.cert",
-    "tls_key": "tls.key",
-    "client_ca": "tls.client_ca",
+    **tls_options.VERIFIER_TLS_KEYS,
     "insecure": "insecure",
     "drain_s": "drain_s",
     "pass_ms": "pacing.pass_ms",
@@ -43,7 +41,6 @@ WITH_PARENT = "--with-parent"
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
 ]
-_SERVICE = "Service"
 ServerDrafts = Annotated[
     bool | None,
     typer.Option(
@@ -92,29 +89,7 @@ ServiceKeys = Annotated[
         "--keys",
         metavar="FILE",
         help="Let in who shows one of these keys (`edgespec keys`)",
-        rich_help_panel=_SERVICE,
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-cert",
-        metavar="FILE",
-        help="Encrypt, with this certificate (`edgespec certs`)",
-        rich_help_panel=_SERVICE,
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    typer.Option("--tls-key", metavar="FILE", help="Its private key", rich_help_panel=_SERVICE),
-]
-ClientCa = Annotated[
-    str | None,
-    typer.Option(
-        "--client-ca",
-        metavar="FILE",
-        help="Let in devices with a certificate of this CA only",
-        rich_help_panel=_SERVICE,
+        rich_help_panel=tls_options.SERVICE,
     ),
 ]
 Insecure = Annotated[
@@ -122,7 +97,7 @@ Insecure = Annotated[
     typer.Option(
         "--insecure/--no-insecure",
         help="Listen beyond this machine without TLS",
-        rich_help_panel=_SERVICE,
+        rich_help_panel=tls_options.SERVICE,
     ),
 ]
 DrainS = Annotated[
@@ -130,7 +105,7 @@ DrainS = Annotated[
     typer.Option(
         "--drain-s",
         help="How long streams may go on after SIGTERM (default: 30)",
-        rich_help_panel=_SERVICE,
+        rich_help_panel=tls_options.SERVICE,
     ),
 ]
 
@@ -148,9 +123,9 @@ def verifier(
     max_model_len: MaxModelLen = None,
     server_drafts: ServerDrafts = None,
     keys: ServiceKeys = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    client_ca: ClientCa = None,
+    tls_cert: tls_options.TlsCert = None,
+    tls_key: tls_options.TlsKey = None,
+    client_ca: tls_options.ClientCa = None,
     insecure: Insecure = None,
     drain_s: DrainS = None,
     pass_ms: PassMs = None,

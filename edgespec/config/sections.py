@@ -69,6 +69,13 @@ class LimitsSection:
     lease_s: float = 30.0
     stall_s: float = 20.0
     """A device that acknowledges nothing for so long counts as gone."""
+    shared_message_rate: float = 500.0
+    """Messages a second that all keys (without keys: addresses) together may send, besides four for
+    each commit with right drafts: who wants more than a fair share waits while others are there."""
+    least_message_rate: float = 100.0
+    """Of these, what a key may send however many there are."""
+    address_message_rate: float = 1_000.0
+    """The same of an address, where there are no keys: it may be a whole site."""
 
     def __post_init__(self) -> None:
         bounded("max_sessions", self.max_sessions, 1, 1024)
@@ -81,6 +88,9 @@ class LimitsSection:
         bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 16)
         bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 16)
         bounded("lease_s", self.lease_s, 0.0, 86_400.0)
+        bounded("shared_message_rate", self.shared_message_rate, 1.0, 1e6)
+        bounded("least_message_rate", self.least_message_rate, 1.0, 1e6)
+        bounded("address_message_rate", self.address_message_rate, 1.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)

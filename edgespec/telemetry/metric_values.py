@@ -28,6 +28,7 @@ class MetricValues:
     def now(self) -> dict[str, Value]:
         """The value of every metric now, by its name."""
         short = {**self._streams(), **self._engine(), **self._traffic()}
+        short["read_wait_seconds_total"] = self.watch.waits.by_reason()
         short["event_loop_lag_seconds"] = self.watch.lag.lag_s
         short["build_info"] = {self.version: 1}
         return {PREFIX + name: value for name, value in short.items()}

@@ -14,15 +14,22 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from edgespec.core.verifier.call_budget import CallBudget, CallLimits
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.stream_budget import CallBudget, CallLimits
 from edgespec.transport.peer_address import peer_address
+from edgespec.transport.refusals import Refusals
 
 
 def caller(peer: str, credential: Credential) -> str:
     """Who waits in a line: the peer, and whose key it showed. So no key can fill the line of others
     that call from the same address, such as a proxy's."""
     return f"{peer} (key {credential.name!r})" if credential.name else peer
+
+
+def payer(peer: str, credential: Credential) -> str:
+    """Whose share it is that a call or a message is charged to: the key's, from whatever address,
+    or the peer's where no key was shown."""
+    return f"key {credential.name!r}" if credential.name else peer
 
 
 def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
@@ -40,17 +47,20 @@ class CallLine:
     def __init__(self, limits: CallLimits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._budget = CallBudget(limits, clock())
+        self._refusals = Refusals()
 
     async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
-        peer = caller(peer_address(str(context.peer())), credential)
-        wait_s = self._budget.turn(peer, self._clock())
+        address = peer_address(str(context.peer()))
+        peer = caller(address, credential)
+        wait_s = self._budget.turn(peer, self._clock(), payer(address, credential))
         if wait_s > self._limits.max_wait_s:
             text = (
                 f"{peer} asks too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {self._limits.max_wait_s:g} s"
             )
             advice = retry_metadata(wait_s - self._limits.max_wait_s)
+            await self._refusals.hold(peer)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)

@@ -1,15 +1,14 @@
 """Who is let in: the key that a call shows, looked at before anything of it is read.
 
 A call shows its key as ``authorization: Bearer KEY`` in its metadata. One without the right key
-hears UNAUTHENTICATED, after a moment in which its peer can try no further one in its place: at most
-``MAX_WAITING`` calls of a peer wait so, those beyond are refused at once. They count for nothing
-else: who guesses keys takes no place, and no turn in a line, of those who have one.
+hears UNAUTHENTICATED after a while, the later the more of them its peer makes (``refusals.py``).
+They count for nothing else: who guesses keys takes no place, and no turn in a line, of those who
+have one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NoReturn
@@ -20,11 +19,11 @@ from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.ports import Authenticate
 from edgespec.transport.peer_address import peer_address
+from edgespec.transport.refusals import Refusals
 
 HEADER: Final = "authorization"
 SCHEME: Final = "Bearer"
-MAX_WAITING: Final = 32
-REFUSAL_DELAY_S: Final = 0.5
+_LAST_WORDS_S: Final = 0.5
 _HINT: Final = "EDGESPEC_API_KEY or --api-key-file holds it on the device"
 NO_KEY = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
 WRONG_KEY = Fault(
@@ -37,7 +36,12 @@ class Door:
 
     def __init__(self, authenticate: Authenticate | None) -> None:
         self._authenticate = authenticate
-        self._waiting: Counter[str] = Counter()
+        self._refusals = Refusals()
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether who calls has to show one."""
+        return self._authenticate is not None
 
     def credential(self, key: str) -> Credential | None:
         """Whose call it is that shows this key; None: it is not let in."""
@@ -50,17 +54,10 @@ class Door:
         which goes before the status."""
         # Asked while the call is there for certain (``grpc_server.py``).
         peer, fault = peer_address(str(context.peer())), WRONG_KEY if shown_key(context) else NO_KEY
-        if self._waiting[peer] < MAX_WAITING:
-            self._waiting[peer] += 1
-            try:
-                await asyncio.sleep(REFUSAL_DELAY_S)
-            finally:
-                self._waiting[peer] -= 1
-                if not self._waiting[peer]:
-                    del self._waiting[peer]
+        await self._refusals.hold(peer)
         if encode is not None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(REFUSAL_DELAY_S):
+                async with asyncio.timeout(_LAST_WORDS_S):
                     await context.write(encode(fault))
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault.message)
         raise AssertionError("abort raises")

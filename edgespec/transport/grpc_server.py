@@ -24,22 +24,17 @@ import grpc
 import grpc.aio
 
 from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
-from edgespec.core.verifier.stream_budget import (
-    INFO_LIMITS,
-    OPEN_LIMITS,
-    CallBudget,
-    CallLimits,
-    UplinkBudget,
-    UplinkLimits,
-)
+from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget, CallLimits
+from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
 from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
-from edgespec.transport.call_line import CallLine, SideServices, caller, retry_metadata
+from edgespec.transport.call_line import CallLine, SideServices, caller, payer, retry_metadata
 from edgespec.transport.codec import SERVICE, encode_downlink
 from edgespec.transport.door import WRONG_KEY, Door, shown_key
 from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.transport.info_answers import InfoAnswers
 from edgespec.transport.peer_address import peer_address
+from edgespec.transport.refusals import Refusals
 from edgespec.transport.stream_slots import StreamSlots
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
@@ -48,10 +43,9 @@ _LOG = logging.getLogger(__name__)
 _MAX_DETAILS = 512
 # For the last faults to leave before the connections are cut.
 _LAST_WORDS_S = 0.5
-# A peer that is refused for opening too often cannot try again before it has heard of it.
-_REFUSAL_DELAY_S = 0.5
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
+_MOST_RETRY_S = 10.0
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
 
@@ -79,7 +73,7 @@ class GrpcServer:
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
     how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
-    generation began.
+    generation began, ``waits`` how long and why one is not read.
     """
 
     def __init__(
@@ -100,6 +94,7 @@ class GrpcServer:
         infos: CallLimits = INFO_LIMITS,
         stalled_s: float = STALLED_S,
         refused: Callable[[FaultCode], None] | None = None,
+        waits: Callable[[Wait, float], None] | None = None,
     ) -> None:
         self._address = address
         self._serve = serve
@@ -112,12 +107,14 @@ class GrpcServer:
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s = stalled_s
         self._refused = refused or (lambda code: None)
+        self._waits = waits or (lambda reason, wait_s: None)
         self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
         self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
+        self._refusals = Refusals()
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -134,7 +131,10 @@ class GrpcServer:
         from grpc_reflection.v1alpha import reflection
 
         clock = asyncio.get_running_loop().time
-        self._uplink = UplinkBudget(self._uplink_limits or UplinkLimits(), clock())
+        uplink = self._uplink_limits or UplinkLimits()
+        if not self._door.asks_for_keys:
+            uplink = without_keys(uplink)
+        self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
         self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
@@ -225,10 +225,11 @@ class GrpcServer:
         if (credential := self._door.credential(key)) is None:
             self._refused(FaultCode.UNAUTHENTICATED)
             await self._door.turn_away(context, lambda fault: encode_downlink(fault, self._limits))
-        peer = caller(peer_address(address), credential)
+        peer = caller(host := peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
+            await self._refusals.hold(peer)
             await context.abort(
                 _STATUS[FaultCode.OVERLOADED],
                 f"{text}{self._max_peer_calls}",
@@ -241,7 +242,7 @@ class GrpcServer:
                 context,
                 address,
                 self._limits,
-                self._uplink.open(asyncio.get_running_loop().time()),
+                self._uplink.open(asyncio.get_running_loop().time(), payer(host, credential)),
                 credential=credential,
                 meter=self._meter,
                 on_open=self._slots.opened,
@@ -281,17 +282,22 @@ class GrpcServer:
     async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
         most_s = self._open_limits.max_wait_s
-        who = caller(stream.peer, stream.credential)
-        wait_s = self._opens.turn(who, asyncio.get_running_loop().time())
+        who, pays = (whose(stream.peer, stream.credential) for whose in (caller, payer))
+        now = asyncio.get_running_loop().time()
+        wait_s = self._opens.turn(who, now, pays)
+        if wait_s <= most_s:
+            wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
         if wait_s > most_s:
-            await stream.over(_REFUSAL_DELAY_S)
+            await self._refusals.hold(pays, stream.over)
+            retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
             text = (
                 f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {most_s:g} s"
             )
-            return Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S)
+            return Fault(FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
+            self._waits(Wait.LINE, wait_s)
             try:
                 await stream.over(wait_s)
             finally:

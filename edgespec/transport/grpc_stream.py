@@ -138,8 +138,8 @@ class GrpcVerifierStream:
         if self._meter is not None:
             self._meter.count(message, len(payload))
         match message:
-            case Commit(tokens=tokens):
-                self._budget.earn(len(tokens), self._max_nodes, self._loop.time())
+            case Commit(tokens=tokens, accepted=accepted):
+                self._budget.earn(len(tokens), self._max_nodes, self._loop.time(), accepted)
             case Opened(limits=limits):
                 self._max_nodes = limits.max_nodes_outstanding
             case Fault():
@@ -240,8 +240,13 @@ class GrpcVerifierStream:
 
     def _take_in(self, payload: bytes, now: float) -> float:
         """Hand a message to its receiver; for how many seconds no other must be read."""
-        message = decode_uplink(payload, self._limits)
-        wait_s = self._budget.spend(len(message.tokens) if isinstance(message, Draft) else 0, now)
+        try:
+            message = decode_uplink(payload, self._limits)
+        except ProtocolViolation:
+            self._budget.spend(0, now, len(payload))
+            raise
+        nodes = len(message.tokens) if isinstance(message, Draft) else 0
+        wait_s = self._budget.spend(nodes, now, len(payload))
         if isinstance(message, Open):
             self._on_open(self)
         if self._meter is not None:

@@ -10,7 +10,7 @@ from edgespec.core.protocol.estimators import PlaneEstimator
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.fairness import AGE_PASSES, Fairness, share_s
+from edgespec.core.verifier.fairness import AGE_PASSES, LOOP_S, Fairness, share_s
 from tests.core.paced_engine import DECODE_S, PacedEngine
 
 SESSION_S = 0.001
@@ -88,6 +88,15 @@ def test_what_a_share_leaves_over_is_remembered() -> None:
     sizes = [sum("crowd" in name for name in paced.run_pass()) for _ in range(60)]
     assert set(sizes) == {1, 2}
     assert sum(sizes) / 60 == pytest.approx(44 / 3 / 8, rel=0.05)
+
+
+def test_a_session_costs_the_event_loop_even_where_passes_do_not_tell() -> None:
+    """A share of (20 + 20 * 0.2) / 20 = 1.2 ms is six sessions of 0.2 ms."""
+    paced = crowded(200, 20, session_s=0.0)
+    paces(paced, 5.0)
+    sizes = [sum("crowd" in name for name in paced.run_pass()) for _ in range(60)]
+    share = (DECODE_S + 20 * LOOP_S) / 20
+    assert sum(sizes) / 60 == pytest.approx(share / LOOP_S, rel=0.05)
 
 
 def test_a_lone_key_has_everything() -> None:

@@ -154,3 +154,15 @@ def test_more_sessions_than_rows_leave_prompts_an_eighth_and_each_other_their_tu
     for number in range(20):
         turns = [index for index, one in enumerate(rows) if f"decoder {number}" in one]
         assert max(b - a for a, b in pairwise(turns)) <= 2
+
+
+def test_no_credential_makes_the_load_more_than_twice_what_the_others_bring() -> None:
+    load = PromptLoad()
+    for slot in range(SLOTS):
+        for number in range(10):
+            load.add(30, slot + 0.5, f"device {number}")
+        load.add(16_000, slot + 0.6, "flood")
+    assert load.rows_per_s(SLOTS) == 600.0
+    for slot in range(SLOTS, 2 * SLOTS):  # who is alone counts
+        load.add(16_000, slot + 0.5, "fleet")
+    assert load.rows_per_s(2 * SLOTS) == 16_000.0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import replace
 
 import pytest
 
+from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget
 from edgespec.core.verifier.stream_budget import (
-    INFO_LIMITS,
-    OPEN_LIMITS,
-    CallBudget,
     StreamBudget,
     TokenBucket,
     UplinkBudget,
     UplinkLimits,
+    Wait,
+    without_keys,
 )
 
 LIMITS = UplinkLimits()
@@ -176,3 +177,109 @@ def test_the_peers_remembered_are_bounded() -> None:
     for _ in range(200):
         budget.turn("a", 0.0)
     assert budget.turn("a", 0.0) > 0.0  # not forgotten: "b" was the one
+
+
+# --- payers -----------------------------------------------------------------------------------
+
+
+def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() -> None:
+    """It opens a stream whenever it is let, and each sends messages of 1,024 bytes in a loop, which
+    cost two; twenty devices with 5 messages a second each, and one that opens every second, never
+    wait."""
+    limits = UplinkLimits()
+    shared = UplinkBudget(limits, 0.0)
+    devices = [shared.open(0.0, f"device {number}") for number in range(20)]
+    turns: list[tuple[float, int]] = []
+    streams: list[StreamBudget] = []
+    read = opened = 0
+    open_at = 0.0
+    for tick in range(10_000):
+        now = tick * 1e-3
+        if tick % 200 == 0:
+            assert [device.spend(0, now) for device in devices] == [0.0] * 20
+        if tick % 1_000 == 0:
+            assert shared.turn("device 0", now, 10.0) == 0.0
+        if tick >= 1_000 and open_at <= now:
+            wait_s = shared.turn("flood", now, 10.0)
+            open_at = now + max(1e-3, wait_s)
+            if wait_s <= 10.0:
+                opened += 1
+                heapq.heappush(turns, (now + wait_s, len(streams)))
+                streams.append(shared.open(now, "flood"))
+        while turns and turns[0][0] <= now:
+            _, number = heapq.heappop(turns)
+            read += 1
+            wait_s = streams[number].spend(1, now, 1_024)
+            heapq.heappush(turns, (now + max(1e-3, wait_s), number))
+    spent = 2.0 * read + limits.messages_per_open * opened
+    share = limits.shares.rate - 20 * 5.0
+    most = 2 * limits.shares.burst + 2.0 * len(streams) + 9.0 * share
+    assert 0.5 * most <= spent <= 1.05 * most
+
+
+def test_the_quiet_streams_of_a_payer_do_not_pay_for_a_busy_one() -> None:
+    shared = UplinkBudget(UplinkLimits(), 0.0)
+    other, busy, quiet = (shared.open(0.0, name) for name in ("other", "fleet", "fleet"))
+    next_at = 0.0
+    waits: list[float] = []
+    for tick in range(5_000):
+        now = tick * 1e-3
+        if tick % 100 == 0:
+            assert other.spend(0, now) == 0.0
+            assert quiet.spend(1, now) == 0.0
+        if next_at <= now:
+            waits.append(busy.spend(1, now))
+            next_at = now + waits[-1]
+    assert waits[-1] > 0.0
+
+
+@pytest.mark.parametrize(("accepted", "waits"), [(1, False), (0, True)], ids=["right", "wrong"])
+def test_commits_add_to_the_share_of_a_payer_whose_drafts_are_right(
+    accepted: int, waits: bool
+) -> None:
+    """A fleet of a hundred streams with a commit each 40 ms, each followed by two messages."""
+    shared = UplinkBudget(UplinkLimits(), 0.0)
+    other = shared.open(0.0, "other")
+    fleet, waited = [shared.open(0.0, "fleet") for _ in range(100)], 0.0
+    for tick in range(200):
+        now = tick * 0.040
+        assert other.spend(0, now) == 0.0
+        for stream in fleet:
+            stream.earn(1, MAX_NODES, now, accepted)
+            waited += stream.spend(2, now) + stream.spend(0, now)
+    assert (waited > 0.0) == waits
+
+
+def test_an_address_may_be_a_whole_site() -> None:
+    limits = without_keys(LIMITS)
+    assert limits.shares.least_rate == limits.shares.rate == 1_000.0
+    assert without_keys(replace(LIMITS, address_rate=1.0)) == replace(LIMITS, address_rate=1.0)
+    shared = UplinkBudget(limits, 0.0)
+    site = [shared.open(0.0, "site") for _ in range(100)]
+    floods = [shared.open(0.0, f"flood {number}") for number in range(16)]
+    for tick in range(100):
+        now = tick * 0.1
+        for flood in floods:
+            flood.spend(0, now, 1 << 20)
+        assert [stream.spend(0, now) for stream in site] == [0.0] * 100
+
+
+def test_waits_are_told_with_their_reason() -> None:
+    heard: list[tuple[Wait, float]] = []
+    budget = UplinkBudget(LIMITS, 0.0, lambda *wait: heard.append(wait)).open(0.0)
+    waits = [budget.spend(1, 0.0) for _ in range(130)]
+    assert heard == [(Wait.STREAM, wait) for wait in waits if wait]
+
+
+def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
+    """A hundred addresses of one key ask whenever they are let: the whole line is theirs."""
+    budget, now = CallBudget(OPEN_LIMITS, 0.0), 0.0
+    asked = granted = 0
+    while now < 30.0:
+        now += 1e-3
+        asked += 1
+        wait_s = budget.turn(f"address {asked % 100}", now, "flood")
+        granted += wait_s <= OPEN_LIMITS.max_wait_s
+        if asked % 1_000 == 0:
+            assert budget.turn("honest", now) <= 2 / 60.0
+    assert granted <= 256 + 60 * (30.0 + OPEN_LIMITS.max_wait_s)

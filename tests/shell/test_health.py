@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
 from edgespec.ports import LinkError
-from edgespec.transport.health_probe import SERVING, ProbeTls, ask_health
+from edgespec.transport.health_probe import SERVING, ask_health
+from edgespec.transport.tls import channel_credentials
 from tests.shell.echo_verifier import echo, served
 from tests.shell.live_verifier import daemon
 from tests.shell.pki import certs
@@ -45,7 +46,7 @@ def test_nobody_there_is_exit_code_1_and_one_line() -> None:
     [
         (("--timeout-s", "0"), "--timeout-s is 0, but must be in (0, 600]"),
         (("--timeout-s", "nan"), "--timeout-s is nan"),
-        (("--client-cert", "c.pem"), "--client-cert and --client-key belong together"),
+        (("--client-cert", "c.pem"), "client_cert is given without client_key"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
@@ -56,7 +57,7 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) ->
 
 def test_a_missing_ca_is_named(tmp_path: Path) -> None:
     result = call("--ca", str(tmp_path / "none.pem"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "none.pem" in result.stderr
 
 
@@ -113,11 +114,12 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
-    authority = identity / "ca.pem"
+    ours = channel_credentials(identity / "ca.pem", None, None)
+    systems = channel_credentials(None, None, None)
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
         address = f"127.0.0.1:{server.port}"
-        assert await ask_health(address, tls=ProbeTls(authority, server_name=NAME)) == SERVING
-        for wrong in (ProbeTls(authority), ProbeTls(server_name=NAME), None):
+        assert await ask_health(address, credentials=ours, server_name=NAME) == SERVING
+        for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
             with pytest.raises(LinkError, match="no health from"):
-                await ask_health(address, tls=wrong, timeout_s=20.0)
+                await ask_health(address, credentials=wrong, server_name=name, timeout_s=20.0)

@@ -25,7 +25,8 @@ from edgespec.core.protocol.messages import (
     Received,
     VerifierInfo,
 )
-from edgespec.core.verifier.stream_budget import CallLimits, UplinkLimits
+from edgespec.core.verifier.call_budget import CallLimits
+from edgespec.core.verifier.stream_budget import UplinkLimits
 from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.transport.codec import encode_info, encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
@@ -195,12 +196,15 @@ async def test_a_device_that_never_reads_is_let_go() -> None:
 async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One has the slot, 64 more wait for their refusal, and the others hear a status at once."""
-    monkeypatch.setattr("edgespec.transport.grpc_server._REFUSAL_DELAY_S", 3600.0)
+    """One has the slot, 64 more wait for their refusal, and the others hear a status."""
+    for name in ("FIRST_S", "LAST_S"):
+        monkeypatch.setattr(f"edgespec.transport.refusals.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
     async with served(max_streams=1, opens=calls) as (_, transport):
         first = await opened(transport)
         waiting = [await transport.connect() for _ in range(64)]
+        await transport.info()  # answered after they have come to wait
+        monkeypatch.setattr("edgespec.transport.refusals.LAST_S", 0.0)
         for _ in range(5):
             error: Exception | None = None
             try:  # its status may come before or after the stream stands
@@ -228,7 +232,7 @@ async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() 
         second = await transport.connect()
         fault = await second.receive()
         assert isinstance(fault, Fault)
-        assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 1.0)
+        assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 10.0)
         assert "ipv4:127.0.0.1 opens streams too often: the wait would be 10" in fault.message
         assert "the limit is 5 s" in fault.message
         assert await works(first)

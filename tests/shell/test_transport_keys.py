@@ -15,10 +15,13 @@ import grpc
 import grpc.aio
 import pytest
 
+from edgespec.core.protocol.messages import Commit, Draft, Fault, FaultCode, Open, Opened, Received
+from edgespec.core.verifier.call_budget import CallLimits
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.stream_budget import CallLimits
+from edgespec.core.verifier.fair_shares import ShareLimits
+from edgespec.core.verifier.stream_budget import UplinkLimits, Wait
 from edgespec.ports import DeviceStream, LinkError, VerifierStream
-from edgespec.transport.door import MAX_WAITING, NO_KEY, WRONG_KEY
+from edgespec.transport.door import NO_KEY, WRONG_KEY
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, served, works
@@ -83,17 +86,55 @@ async def test_who_is_turned_away_is_never_served(key: str, word: object) -> Non
     assert keys.served == ["one"]
 
 
-async def test_many_wrong_keys_are_refused_at_once_and_right_ones_come_through() -> None:
+async def test_many_wrong_keys_are_refused_and_right_ones_come_through() -> None:
     keys = Keys()
     async with guarded(keys, max_streams=2) as (_, address), device(address, "one") as known:
         async with grpc.aio.insecure_channel(address) as channel:
             ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
             wrong = (("authorization", "Bearer three"),)
-            calls = [ask(b"", metadata=wrong) for _ in range(3 * MAX_WAITING)]
+            calls = [ask(b"", metadata=wrong) for _ in range(40)]
             assert await works(await opened(known))  # it took no slot and no turn of theirs
             codes = [await call.code() for call in calls]
         assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
     assert keys.served == ["one"]
+
+
+async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_not_held() -> None:
+    """Its share is 8 messages, quiet streams have 8 more as their grace, and no more come in this
+    test's time; each stream may be the one that gets the key into debt."""
+    shares = ShareLimits(1e-3, 1e-3, 8.0, 8.0, max_wait_s=3600.0, idle_s=3600.0)
+    uplink = UplinkLimits(shares=shares, messages_per_open=1e-3, bytes_per_message=1e9)
+    read, heard, keys = list[str](), list[Wait](), Keys()
+
+    async def listen(stream: VerifierStream) -> None:
+        while True:
+            message = await stream.receive()
+            read.append(stream.credential.name)
+            if isinstance(message, Open):
+                await stream.send(Opened(INFO.limits, "toy", 3))
+            elif isinstance(message, Draft):
+                await stream.send(Commit(3, ()))
+
+    keys.serve = listen  # type: ignore[method-assign]
+    async with guarded(keys, uplink=uplink, waits=lambda why, _: heard.append(why)) as (_, address):
+        async with device(address, "one") as greedy, device(address, "two") as modest:
+            mine = await opened(modest)
+            flood = [await opened(greedy) for _ in range(3)]
+            for position in range(50):
+                for stream in flood:
+                    await stream.send(Received(position, 0))
+            async with asyncio.timeout(PATIENCE_S):
+                while Wait.CREDENTIAL not in heard:
+                    await modest.info()
+            assert all([await works(mine) for _ in range(5)])
+            late = await greedy.connect()  # a new stream finds no way around the debt
+            await late.send(OPEN)
+            fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
+            assert isinstance(fault, Fault)
+            assert fault.code is FaultCode.OVERLOADED
+            assert "key 'one'" in fault.message
+    assert 8 + 8 <= read.count("one") <= 8 + 8 + 3
+    assert set(heard) == {Wait.CREDENTIAL}
 
 
 async def test_one_keys_line_is_not_anothers() -> None:

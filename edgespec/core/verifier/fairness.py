@@ -2,7 +2,8 @@
 
 Theory of operation. A pass ends for all its sessions at once, so each of them makes it longer for
 everybody. What a session adds is its *marginal time*, ``session_s + extra_rows * row_s``, learned
-from the passes of late (``PlaneEstimator``). Of a pass, no credential takes more than its share:
+from the passes of late (``PlaneEstimator``), and no less than it costs the event loop (``LOOP_S``).
+Of a pass, no credential takes more than its share:
 
     share_s = T / n      n credentials want the pass, and T is how long it takes
 
@@ -45,6 +46,9 @@ from edgespec.core.verifier.stream_budget import TokenBucket
 AGE_PASSES = 8
 LEAST_BURST = 8.0
 MAX_ACCOUNTS = 4096
+LOOP_S = 2e-4
+"""What a session of a pass costs the event loop: its commit is made and written while the next pass
+runs, so passes do not tell. Measured 0.3 ms (docs/measurements.md); this is what may be left."""
 # Levels are compared with this tolerance: a sum of floats may stay this short of a debt's end.
 _TOKEN = 1e-6
 
@@ -152,8 +156,7 @@ class Fairness:
         account.in_pass += 1
         slopes = self._took_s.slopes()
         if slopes is not None and account.left_s < inf:
-            session_s, row_s = slopes
-            account.left_s -= max(0.0, session_s) + max(0.0, row_s) * (rows - 1)
+            account.left_s -= _took_s(slopes, rows)
             account.deficit_s = account.left_s
 
     # --- after the pass --------------------------------------------------------------------
@@ -180,8 +183,7 @@ class Fairness:
 
     def _session_s(self, slopes: tuple[float, float]) -> float:
         """What a session is expected to add to a pass."""
-        session_s, row_s = slopes
-        return max(0.0, session_s) + max(0.0, row_s) * (self._rows.get(1.0) - 1.0)
+        return _took_s(slopes, self._rows.get(1.0))
 
     def _of(self, key: str) -> Credential:
         return self._credential_of.get(key, ANYBODY)
@@ -229,6 +231,12 @@ def _allow(account: Account, want_s: float, share: float, session_s: float) -> N
         return
     carried = min(max(account.deficit_s, -share), session_s)
     account.left_s = account.deficit_s = carried + share
+
+
+def _took_s(slopes: tuple[float, float], rows: float) -> float:
+    """What a session with so many rows adds, by the plane's slopes along sessions and rows."""
+    session_s, row_s = slopes
+    return max(LOOP_S, max(0.0, session_s) + max(0.0, row_s) * (rows - 1.0))
 
 
 def _bucket(credential: Credential, now: float) -> TokenBucket | None:

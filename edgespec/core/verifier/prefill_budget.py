@@ -26,7 +26,7 @@ sessions come; the difference would be booked on the rows, and the budget would 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Final
 
 from edgespec.core.protocol.estimators import SlopeEstimator
@@ -88,19 +88,21 @@ class PromptLoad:
 
     Formula: the lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``. What
     came in fewer than half of them is a burst and does not count: ten prompts of 4,000 rows in one
-    slot leave it at 0, prompts of 400 rows in each slot make it 200 a second.
+    slot leave it at 0, prompts of 400 rows in each slot make it 200 a second. Of the credentials
+    whose prompts come in a slot, none counts for more than all others together: who sends long
+    prompts in a loop would else make everybody's passes longer.
     """
 
     def __init__(self) -> None:
         self._slots: deque[int] = deque([0] * SLOTS, SLOTS)
-        self._count = 0
+        self._counts: Counter[str] = Counter()
         self._slot_ends_at: float | None = None
         self._median = 0
 
-    def add(self, rows: int, now: float) -> None:
-        """A prompt with so many rows to compute came."""
+    def add(self, rows: int, now: float, credential: str = "") -> None:
+        """A prompt with so many rows to compute came, of the credential of that name."""
         self._turn(now)
-        self._count += rows
+        self._counts[credential] += rows
 
     def rows_per_s(self, now: float) -> float:
         """The load as of now."""
@@ -111,9 +113,12 @@ class PromptLoad:
         """Close the slots that are over."""
         if self._slot_ends_at is None or now >= self._slot_ends_at + SLOTS * SLOT_S:
             self._slots.extend([0] * SLOTS)
-            self._count, self._slot_ends_at, self._median = 0, now + SLOT_S, 0
+            self._counts.clear()
+            self._slot_ends_at, self._median = now + SLOT_S, 0
         while now >= self._slot_ends_at:
-            self._slots.append(self._count)
-            self._count = 0
+            most = max(self._counts.values(), default=0)
+            others = sum(self._counts.values()) - most
+            self._slots.append(others + min(most, others) if others else most)
+            self._counts.clear()
             self._slot_ends_at += SLOT_S
             self._median = sorted(self._slots)[(SLOTS - 1) // 2]

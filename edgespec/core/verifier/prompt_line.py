@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.prefill_budget import PrefillBudget, PromptLoad
 
 
 class PromptLine:
-    """Prompts are known by their session's key, from ``order`` until ``forget`` or ``fed``."""
+    """Prompts are known by their session's key, from ``order`` until ``forget`` or ``fed``;
+    ``credential_of`` is the engine's own table of whose they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, credential_of: Mapping[str, Credential] | None = None) -> None:
+        self._credential_of = {} if credential_of is None else credential_of
         self._since: dict[str, float] = {}
         self._budget = PrefillBudget()
         self._load = PromptLoad()
@@ -39,7 +42,7 @@ class PromptLine:
         for key, rows in missing.items():
             if key not in since:
                 since[key] = now
-                self._load.add(rows, now)
+                self._load.add(rows, now, self._credential_of.get(key, ANYBODY).name)
         return sorted(missing, key=lambda key: ((since[key] - now) / missing[key], missing[key]))
 
     def forget(self, key: str) -> None:

@@ -72,7 +72,7 @@ class PassScheduler:
         self._prompt_rows = MovingAverage()
         self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
         """Sessions in line for a pass: those that decode, and those with a prompt."""
-        self._prompts = PromptLine()
+        self._prompts = PromptLine(credential_of)
 
     @property
     def pass_s(self) -> float | None:

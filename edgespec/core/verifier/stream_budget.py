@@ -1,4 +1,4 @@
-"""How fast one peer may send, ask and connect before it has to wait for its turn.
+"""How fast one peer may send before it has to wait for its turn.
 
 Theory of operation. A message costs the verifier about 0.1 ms wherever it comes from, so a peer
 that sends in a loop takes time from everybody. Nothing is dropped and nothing is refused here: the
@@ -11,11 +11,10 @@ seconds pays it.
                    honest device drafts as fast as the text moves: 16 messages and 2 a token, but
                    never more than 1 message (4 nodes) for each millisecond since the last commit.
     UplinkBudget   all streams together. Its debt is paid by the busy streams alone, those that send
-                   more than the base rate, earned or not; the quiet ones are read at once. So no
-                   stream is held below the base rate, and n of them are read at most
-                   max(2,000, 100 n) times a second in the long run.
-    CallBudget     calls (new streams, questions for ``Info``) of one peer and of all peers. A call
-                   beyond the rate waits in line; one that would wait too long is to be refused.
+                   more than the base rate, earned or not; the quiet ones are read at once. So n
+                   streams are read at most max(2,000, 100 n) times a second in the long run.
+                   Where several payers send, each is held to its fair share (``fair_shares.py``),
+                   which commits add to; a quiet stream has a second burst as its grace.
 
 Worked numbers. A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a
 pass. Behind a commit of 7 tokens it earns min(16 + 2 * 7, 30) = 30 and the base rate adds 3, so it
@@ -23,14 +22,16 @@ is never slowed. A stream that sends in a loop while its text moves a token ever
 min(18, 3) a commit: after its burst of 128 it is read at 1,100 messages a second, however fast it
 sends; ten such streams share 2,000 a second.
 
-Invariants: waits are finite and never negative; no bucket holds more than its burst; at most
-``max_peers`` peers are remembered.
+Invariants: waits are finite and never negative; no bucket holds more than its burst.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from edgespec.core.verifier.fair_shares import FairShares, ShareLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +55,20 @@ class UplinkLimits:
     total_burst: float = 2_000.0
     max_total_debt_s: float = 0.25
     """A busy stream waits no longer than this for the sake of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """The budget of calls. Rates are per second."""
-
-    peer_rate: float
-    peer_burst: float
-    total_rate: float
-    total_burst: float
-    max_wait_s: float
-    """Who would wait longer than this is refused; so the line holds ``max_wait_s * rate`` calls."""
-    max_peers: int = 1_024
-
-
-# An open and its cancel cost some 3 ms of the verifier. 200 devices that start at once behind one
-# address are all let in after (200 - 128) / 20 = 3.6 s.
-OPEN_LIMITS = CallLimits(
-    peer_rate=20.0, peer_burst=128.0, total_rate=60.0, total_burst=256.0, max_wait_s=10.0
-)
-# A device asks twice before it chooses a verifier.
-INFO_LIMITS = CallLimits(
-    peer_rate=25.0, peer_burst=50.0, total_rate=50.0, total_burst=100.0, max_wait_s=1.0
-)
+    shares: ShareLimits = field(default_factory=lambda: ShareLimits(500.0, 100.0))
+    """Of keys, in messages: those of all together may take a twentieth of one core."""
+    address_rate: float = 1_000.0
+    """Where there are no keys, the least rate of an address: it may be a whole site."""
+    bytes_per_message: float = 1_024.0
+    """A message of so many bytes costs its payer as much again as an empty one."""
+    messages_per_open: float = 8.0
+    """What a new stream costs its payer."""
+    share_per_commit: float = 0.5
+    """Messages that a commit adds to the share of its payer: devices acknowledge every eighth
+    token."""
+    share_per_hit: float = 4.0
+    """Instead, where a draft was right: devices gather their drafts to two to four messages a
+    pass."""
 
 
 class TokenBucket:
@@ -118,17 +109,54 @@ class TokenBucket:
         return 0.0 if level >= 0.0 else -level / self._rate
 
 
+def without_keys(limits: UplinkLimits) -> UplinkLimits:
+    """The limits of a verifier whose payers are addresses."""
+    least, shares = limits.address_rate, limits.shares
+    if least <= shares.least_rate:
+        return limits
+    return replace(limits, shares=replace(shares, rate=max(least, shares.rate), least_rate=least))
+
+
+class Wait(Enum):
+    """For whose sake a stream is not read for a while."""
+
+    STREAM = "stream"
+    """Its own: it sent more than one stream may."""
+    CREDENTIAL = "credential"
+    """Its key, or its address where there are no keys, has had its share."""
+    TOTAL = "total"
+    """All streams together send too much, and it is a busy one."""
+    LINE = "line"
+    """It is new, and too many are opened."""
+
+
 class UplinkBudget:
     """What all streams of a verifier may send. Make one ``StreamBudget`` for each stream."""
 
-    def __init__(self, limits: UplinkLimits, now: float) -> None:
+    def __init__(
+        self,
+        limits: UplinkLimits,
+        now: float,
+        waits: Callable[[Wait, float], None] | None = None,
+    ) -> None:
         self.limits = limits
+        self.shares = FairShares(limits.shares, now)
+        self.waits = waits or (lambda reason, wait_s: None)
+        """Hears of each wait for which reason and how long, in seconds."""
         self._total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
         self._most_debt = limits.max_total_debt_s * limits.total_message_rate
 
-    def open(self, now: float) -> StreamBudget:
-        """The budget of a new stream, full."""
-        return StreamBudget(self, now)
+    def open(self, now: float, payer: str = "") -> StreamBudget:
+        """The budget of a new stream, full; what it costs is charged to ``payer``."""
+        return StreamBudget(self, now, payer)
+
+    def turn(self, payer: str, now: float, most_s: float) -> float:
+        """Seconds to wait before a new stream of ``payer`` is served. It is charged unless that is
+        more than ``most_s``, when it is to be refused."""
+        wait_s = self.shares.wait_s(payer, now, grace=self.limits.shares.burst)
+        if wait_s <= most_s:
+            self.shares.spend(payer, self.limits.messages_per_open, now)
+        return wait_s
 
     def take(self, now: float) -> None:
         """Count one message of any stream."""
@@ -143,35 +171,42 @@ class UplinkBudget:
 class StreamBudget:
     """What one stream may send: ask ``spend`` after each message read, and tell each commit."""
 
-    __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_nodes", "_shared")
+    __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_nodes", "_payer", "_shared")
 
-    def __init__(self, shared: UplinkBudget, now: float) -> None:
+    def __init__(self, shared: UplinkBudget, now: float, payer: str) -> None:
         limits = shared.limits
-        self._shared, self._limits = shared, limits
+        self._shared, self._limits, self._payer = shared, limits, payer
         self._messages = TokenBucket(limits.message_rate, limits.message_burst, now)
         self._nodes = TokenBucket(limits.node_rate, limits.node_burst, now)
         # What the messages would be without the earnings: it tells the busy from the quiet.
         self._base = TokenBucket(limits.message_rate, limits.message_burst, now)
         self._earned_at = now
 
-    def spend(self, nodes: int, now: float) -> float:
-        """A message with ``nodes`` nodes was read: seconds to wait before reading the next."""
+    def spend(self, nodes: int, now: float, size: int = 0) -> float:
+        """A message of ``size`` bytes with ``nodes`` nodes was read: seconds to wait before reading
+        the next."""
+        limits, shared = self._limits, self._shared
         self._messages.take(1.0, now)
         self._nodes.take(nodes, now)
-        self._shared.take(now)
+        shared.take(now)
+        shared.shares.spend(self._payer, 1.0 + size / limits.bytes_per_message, now)
         self._base.take(1.0, now)
         self._base.limit_debt(0.0)
-        wait_s = self._messages.wait_s(now)
-        if (nodes_wait_s := self._nodes.wait_s(now)) > wait_s:
-            wait_s = nodes_wait_s
-        if self._base.level(now) < self._limits.message_burst / 2:  # a busy stream
-            wait_s = max(wait_s, self._shared.wait_s(now))
+        reason, wait_s = Wait.STREAM, max(self._messages.wait_s(now), self._nodes.wait_s(now))
+        busy = self._base.level(now) < limits.message_burst / 2
+        if busy and (total_s := shared.wait_s(now)) > wait_s:
+            reason, wait_s = Wait.TOTAL, total_s
+        grace = 0.0 if busy else limits.shares.burst
+        if (share_s := shared.shares.wait_s(self._payer, now, grace=grace)) > wait_s:
+            reason, wait_s = Wait.CREDENTIAL, share_s
+        if wait_s > 0.0:
+            shared.waits(reason, wait_s)
         return wait_s
 
-    def earn(self, tokens: int, max_nodes: int, now: float) -> None:
+    def earn(self, tokens: int, max_nodes: int, now: float, accepted: int = 0) -> None:
         """A commit of ``tokens`` tokens was sent. ``max_nodes``: how many the device may have
-        outstanding, so how many it may send anew when all of its tree died. A commit without
-        tokens earns nothing."""
+        outstanding, so how many it may send anew when all of its tree died. ``accepted``: how many
+        of the tokens it had drafted. A commit without tokens earns nothing."""
         if tokens == 0:
             return
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
@@ -179,47 +214,5 @@ class StreamBudget:
         messages = limits.messages_per_commit + limits.messages_per_token * tokens
         self._messages.add(min(messages, limits.earned_message_rate * elapsed_s), now)
         self._nodes.add(min(max_nodes, limits.earned_node_rate * elapsed_s), now)
-
-
-class CallBudget:
-    """The line in which calls wait for their turn, one for each peer and one for all."""
-
-    def __init__(self, limits: CallLimits, now: float) -> None:
-        self.limits = limits
-        self._total = TokenBucket(limits.total_rate, limits.total_burst, now)
-        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
-
-    @property
-    def peer_count(self) -> int:
-        """Peers remembered."""
-        return len(self._peers)
-
-    def turn(self, peer: str, now: float) -> float:
-        """Seconds until the call that ``peer`` makes now has its turn, 0 for at once. More than
-        ``limits.max_wait_s``: it has no place in the line and is to be refused with this advice."""
-        bucket = self._bucket(peer, now)
-        wait_s = max(
-            _wait_after(bucket, self.limits.peer_rate, now),
-            _wait_after(self._total, self.limits.total_rate, now),
-        )
-        if wait_s <= self.limits.max_wait_s:
-            bucket.take(1.0, now)
-            self._total.take(1.0, now)
-        return wait_s
-
-    def _bucket(self, peer: str, now: float) -> TokenBucket:
-        """The peer's bucket. The peer that has called least lately is forgotten for a new one:
-        whoever changes its address all the time still meets the total."""
-        bucket = self._peers.get(peer)
-        if bucket is None:
-            if len(self._peers) >= self.limits.max_peers:
-                self._peers.popitem(last=False)
-            bucket = TokenBucket(self.limits.peer_rate, self.limits.peer_burst, now)
-            self._peers[peer] = bucket
-        self._peers.move_to_end(peer)
-        return bucket
-
-
-def _wait_after(bucket: TokenBucket, rate: float, now: float) -> float:
-    """How long one would wait who took one token now."""
-    return max(0.0, (1.0 - bucket.level(now)) / rate)
+        share = limits.share_per_hit if accepted else limits.share_per_commit
+        self._shared.shares.earn(self._payer, share, now)
