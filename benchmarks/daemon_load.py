@@ -173,6 +173,7 @@ _COLUMNS = (
     ("B down", "bytes_down", "{:.0f}"),
     ("tokens", "tokens", "{:.2f}"),
     ("nodes", "rows", "{:.2f}"),
+    ("ended", "ended", "{:.0f}"),
 )
 
 

@@ -88,7 +88,11 @@ class Device:
     def read(self) -> bool:
         """Take in what has come; whether a commit was among it."""
         found = False
-        for payload in self.call.receive():
+        try:
+            payloads = self.call.receive()
+        except OSError:  # the verifier cut the connection: the text is begun anew
+            payloads, self.call.over = [], True
+        for payload in payloads:
             wire = pb.VerifierMessage.FromString(payload)
             kind = wire.WhichOneof("kind")
             self.counts[kind] += 1

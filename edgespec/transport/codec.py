@@ -96,9 +96,9 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink
     _check_size(payload, limits)
     wire = pb.DeviceMessage()
     _parse(wire, payload)
+    if wire.HasField("draft"):  # as nearly always
+        return _decode_draft(wire.draft, limits)
     match wire.WhichOneof("kind"):
-        case "draft":
-            return _decode_draft(wire.draft, limits)
         case "received":
             return Received(wire.received.position, wire.received.echo)
         case "cancel":
@@ -112,7 +112,9 @@ def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> b
     """Bytes of one VerifierMessage. Raises ``ProtocolViolation`` for one over a bound."""
     match message:
         case Commit():
-            wire = pb.VerifierMessage(commit=encode_commit(message, limits))
+            payload = encode_commit(message, limits)
+            _check_size(payload, limits)
+            return payload
         case Opened():
             wire = pb.VerifierMessage(opened=_encode_opened(message, limits))
         case Fault():
@@ -198,23 +200,25 @@ def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
 
 
 def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
-    count, first = len(wire.tokens), wire.first_node_id
-    _check_node_ids(first, count, limits)
-    given = len(wire.parent_deltas)
-    if given and given != count:
+    sent, given = wire.tokens, wire.parent_deltas
+    count, first = len(sent), wire.first_node_id
+    if not (0 < count <= limits.max_draft_nodes and 0 < first <= MAX_UINT32 - count):
+        _check_node_ids(first, count, limits)
+    if given and len(given) != count:
         raise ProtocolViolation(
-            f"Draft.parent_deltas has {given} entries, but must have none or {count}"
+            f"Draft.parent_deltas has {len(given)} entries, but must have none or {count}"
         )
-    parents = []
-    for node_id, delta in enumerate(tuple(wire.parent_deltas) or (1,) * count, first):
-        if not 0 <= delta < node_id:
-            check_number(f"Draft.parent_deltas[{node_id - first}]", delta, 0, node_id - 1)
-        parents.append(node_id - delta if delta else 0)
-    tokens = check_tokens("Draft.tokens", wire.tokens, limits.vocabulary_size)
-    if 0 not in parents:
-        return Draft(first, tuple(parents), tokens)
-    position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
-    return Draft(first, tuple(parents), tokens, position, wire.base_hash)
+    tokens, deltas = tuple(sent[:]), given[:] or [1] * count
+    parents = tuple([at - delta if delta else 0 for at, delta in enumerate(deltas, first)])
+    if count and (min(parents) < 0 or 0 in parents):
+        for at, delta in enumerate(deltas):
+            if not 0 <= delta < first + at:
+                check_number(f"Draft.parent_deltas[{at}]", delta, 0, first + at - 1)
+        check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
+        position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
+        return Draft(first, parents, tokens, position, wire.base_hash)
+    check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
+    return Draft(first, parents, tokens)
 
 
 def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:

@@ -9,7 +9,6 @@ from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.protocol.messages import (
     Commit,
-    Downlink,
 )
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import fairness
@@ -22,11 +21,11 @@ from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.prefix_sharing import PrefixSharing
 from edgespec.core.verifier.proposal import Proposal
+from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import (
     VerifyCounters,
 )
-from edgespec.core.verifier.session_registry import SessionRegistry
 from edgespec.core.verifier.session_slots import SessionSlots
 from tests.core.test_fairness import (
     test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
@@ -168,8 +167,7 @@ def _places_stay_taken(slots: SessionSlots, key: str) -> None:
     slots._peer_of.pop(key, None)
 
 
-def _price_is_not_told(registry: SessionRegistry, key: str, message: Downlink) -> Downlink:
-    return message
+_NO_PRICE = property(lambda _: 0)
 
 
 def _steps_stay_wide(view: DraftView, parent: int, width: int) -> int:
@@ -241,7 +239,7 @@ SHARING_MUTANTS = (
     Mutant("low priorities starve", patch(Fairness, "_rank", _nobody_ages), 0, do_not_starve),
     Mutant("rates are free", patch(Fairness, "spend", _rates_are_free), 0, rate_is_kept),
     Mutant("places of a key stay taken", patch(SessionSlots, "free", _places_stay_taken), 40),
-    Mutant("price untold", patch(SessionRegistry, "_priced", _price_is_not_told), 0, tells_price),
+    Mutant("price untold", patch(PassScheduler, "row_price", _NO_PRICE), 0, tells_price),
     Mutant("siblings free", patch(DraftView, "paying", _steps_stay_wide), 0, pays),
     Mutant("credit ignored", patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
     Mutant("old prices stay", patch(RowPrice, "hear", _old_prices_stay), 0, hears),

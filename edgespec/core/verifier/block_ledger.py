@@ -84,8 +84,8 @@ class BlockLedger:
 
     def reserve(self, key: str, length: int) -> bool:
         """The session can hold ``length`` rows afterwards, unless too few blocks are free."""
-        missing = self.missing(key, length)
-        if missing == 0:
+        missing = -(-length // self.block_tokens) - len(self._tables.get(key, ()))
+        if missing <= 0:
             return True
         if missing > self.free_count:
             return False

@@ -102,8 +102,9 @@ class CacheKeeper:
         assert fits, f"{length} rows of a session do not fit, {self.ledger.free_count} blocks free"
         table = self.ledger.table(key)
         if (session := self.sessions.get(key)) is not None:  # else it is a probe
-            size = self.ledger.block_tokens
-            first, stop = session.cache_length // size, min(length, session.prefix.length) // size
+            size, committed = self.ledger.block_tokens, session.prefix.length
+            first = session.cache_length // size
+            stop = (length if length < committed else committed) // size
             for block in table[first:]:
                 assert self.ledger.writable(block), "a shared block would be written"
             if stop > first and self._sharing is not None:

@@ -147,9 +147,11 @@ class VerifyEngine:
                     self._scheduler.forget(key)
                     self.keeper.release(key)
                     registry.close_sequence(key)
+                    self._watch(key, now)
                 else:
                     self._scheduler.enqueue(key)
-                self._watch(key, now)
+                    if session.deadline is not None:
+                        self._watch(key, now)
         if not self.sessions:
             self._sweep_at = None
         elif self._sweep_at is None:
@@ -198,7 +200,7 @@ class VerifyEngine:
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
         batch, tokens = self._scheduler.finish(now), 0
-        self.registry.row_price = self._scheduler.row_price
+        price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for session, request in batch.parts:
             key, result = request.key, results.get(request.key)
@@ -211,7 +213,7 @@ class VerifyEngine:
                 continue
             self._scheduler.run_with_others(key)
             before = session.prefix.length
-            self.registry.tell(key, ev.PassDone(result.targets, result.scores), now)
+            self.registry.tell(key, ev.PassDone(result.targets, result.scores, price), now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)

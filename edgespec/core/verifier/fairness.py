@@ -86,8 +86,12 @@ class Fairness:
         """A pass is being formed for these sessions, which want it."""
         self.wake_at = None
         counts: dict[str, int] = {}
+        credential_of, known = self._credential_of.get, self._accounts
         for key in decoding:
-            name = self._account(key, now).credential.name
+            credential = credential_of(key, ANYBODY)
+            name = credential.name
+            if name not in known or known[name].credential is not credential:
+                self._account(key, now)
             counts[name] = counts.get(name, 0) + 1
         for name in {self._account(key, now).credential.name for key in prompts}:
             counts[name] = counts.get(name, 0) + 1
@@ -111,7 +115,8 @@ class Fairness:
 
     def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
-        priorities = {self._of(key).priority for key in keys}
+        credential_of = self._credential_of.get
+        priorities = {credential_of(key, ANYBODY).priority for key in keys}
         if len(priorities) < 2:
             return keys
         return sorted(keys, key=lambda key: self._rank(key, left_out.get(key, 0)))
@@ -135,7 +140,7 @@ class Fairness:
     def admits(self, key: str, now: float, *, prompt: bool) -> bool:
         """Whether the session may take part in the pass beside those that were counted. Prompts
         have rows of their own, which they share by turns."""
-        account = self._accounts[self._of(key).name]
+        account = self._accounts[self._credential_of.get(key, ANYBODY).name]
         if account.left_tokens < -_TOKEN:
             if account.bucket is not None and (overdrawn := account.bucket.wait_s(now)) > 0.0:
                 at = now + overdrawn
@@ -148,14 +153,13 @@ class Fairness:
 
     def count(self, key: str, rows: int, *, prompt: bool) -> None:
         """The session takes part with so many rows."""
-        account = self._accounts[self._of(key).name]
+        account = self._accounts[self._credential_of.get(key, ANYBODY).name]
         account.left_tokens -= 1.0
         if prompt:
             account.prompt_rows += rows
             return
         account.in_pass += 1
-        slopes = self._took_s.slopes()
-        if slopes is not None and account.left_s < inf:
+        if account.left_s < inf and (slopes := self._took_s.slopes()) is not None:
             account.left_s -= _took_s(slopes, rows)
             account.deficit_s = account.left_s
 
@@ -171,7 +175,7 @@ class Fairness:
 
     def spend(self, key: str, tokens: int, now: float) -> None:
         """The session committed so many tokens."""
-        account = self._accounts.get(self._of(key).name)
+        account = self._accounts.get(self._credential_of.get(key, ANYBODY).name)
         if account is not None and account.bucket is not None:
             account.bucket.take(tokens, now)
 

@@ -97,7 +97,8 @@ class PassScheduler:
         parts: dict[str, tuple[VerifySession, PassRequest]] = {}
         pass_s, least_chance = self._pass_s.get(GUESSED_PASS_S), self.least_chance
         line, first_prompt, prompt_room = self._line(sessions, now)
-        room = self._limits.max_rows_per_pass
+        room, most_rows = self._limits.max_rows_per_pass, self._limits.max_rows_per_session
+        offer = Offer(most_rows, pass_s, least_chance)
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
         for place, key in enumerate(line):
             alone, is_prompt = key in self._alone, place >= first_prompt
@@ -110,20 +111,21 @@ class PassScheduler:
                 break
             if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):
                 continue
-            session = sessions[key]
-            most = min(free, self._limits.max_rows_per_session)
-            if session.wants_pass:
-                most = self._keeper.rows_for(key, most, parts, len(line) - place - 1, now)
-                if most == 0:
-                    continue
+            most = free if free < most_rows else most_rows
+            most = self._keeper.rows_for(key, most, parts, len(line) - place - 1, now)
+            if most == 0:
+                continue
             asked.append(key)
             del self._waiting[key]
-            request = self._ask(key, Offer(most, pass_s, least_chance), now)
+            if most != offer.max_rows:
+                offer = Offer(most, pass_s, least_chance)
+            request = self._ask(key, offer, now)
             if request is not None:
                 request = self._with_blocks(request)
-                parts[key] = session, request
-                room -= request.row_count
-                self.fairness.count(key, request.row_count, prompt=is_prompt)
+                parts[key] = sessions[key], request
+                rows = len(request.feed) + len(request.tokens)
+                room -= rows
+                self.fairness.count(key, rows, prompt=is_prompt)
                 if is_prompt:
                     prompt_room -= len(request.feed)
             if alone and parts:
@@ -140,7 +142,7 @@ class PassScheduler:
     ) -> tuple[list[str], int, int]:
         """Who is asked in what order; from which place on they have a prompt to feed; and how many
         rows those may have together."""
-        missing = {key: _missing(sessions[key]) for key in self._waiting}
+        missing = {key: sessions[key].missing_rows for key in self._waiting}
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
         most = self._limits.max_rows_per_pass
@@ -175,12 +177,12 @@ class PassScheduler:
         self.passes += 1
         if any(request.sample for _, request in batch.parts):
             self._pass_s.add(now - batch.started_at)
-            rows = sum(request.row_count for _, request in batch.parts)
+            rows = sum([len(one.feed) + len(one.tokens) for _, one in batch.parts])
             self.fairness.note(len(batch.parts), rows, now - batch.started_at)
             self._row_s.add(rows, now - batch.started_at)
-            prompt_rows = sum(len(request.feed) - 1 for _, request in batch.parts if request.feed)
+            prompt_rows = sum([len(one.feed) - 1 for _, one in batch.parts if one.feed])
             self._prompt_rows.add(prompt_rows)
-            drafted = sum(len(request.tokens) for _, request in batch.parts)
+            drafted = sum([len(request.tokens) for _, request in batch.parts])
             drafts_s = drafted * max(0.0, self._row_s.get() or 0.0)
             pace = max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
             self._prompts.note(prompt_rows, now - batch.started_at, drafts_s, pace, now)
@@ -230,11 +232,6 @@ class PassScheduler:
         self._alone.discard(key)
 
 
-def _missing(session: VerifySession) -> int:
-    """Committed tokens that a session which wants a pass has to feed; 0 if it wants none."""
-    return session.prefix.length - session.cache_length if session.wants_pass else 0
-
-
 def _decodes(session: VerifySession) -> bool:
     """Whether the session's text moves on by the next pass."""
-    return _missing(session) == 1
+    return session.missing_rows == 1

@@ -20,6 +20,7 @@ from typing import assert_never
 
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
+    MAX_PRICE,
     Cancel,
     Commit,
     Draft,
@@ -90,6 +91,14 @@ class VerifySession:
     def wants_pass(self) -> bool:
         """Whether it would take part in a pass, were there room and time."""
         return self.state is ev.READY and self.device.attached and self.device.unread_since is None
+
+    @property
+    def missing_rows(self) -> int:
+        """Committed tokens that it has to feed in the pass it wants; 0 if it wants none."""
+        device = self.device
+        if self.state is not ev.READY or device.detached_at is not None:
+            return 0
+        return 0 if device.unread_since is not None else self.prefix.length - self.cache_length
 
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
@@ -186,7 +195,7 @@ class VerifySession:
     # --- passes ----------------------------------------------------------------------------
 
     def _on_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
-        if not self.wants_pass:
+        if not self.missing_rows:
             return ()
         assert offer.max_rows >= 1
         self.deadline = None
@@ -220,17 +229,25 @@ class VerifySession:
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
         accepted = self._former.learn(done.request, event.targets, inside, self.counters)
-        self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
+        if event.scores:
+            self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
-        commit = self._tell(tokens, accepted, done, now)
+        commit = self._tell(tokens, accepted, done, event.row_price, now)
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
         self._note_unread(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
 
-    def _tell(self, tokens: tuple[int, ...], hits: int, done: ev.RunningPass, now: float) -> Commit:
+    def _tell(
+        self, tokens: tuple[int, ...], hits: int, done: ev.RunningPass, row_price: int, now: float
+    ) -> Commit:
         position, rows = self.prefix.length - len(tokens), done.request.drafted
+        price = credit = None
+        verify_us = round((now - done.started_at) * 1e6)
+        if row_price and verify_us and self.request.drafting and self.finish is None:
+            price = row_price
+            credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
         stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
         self.counters.count(rows, hits, stale)
         return Commit(
@@ -239,10 +256,12 @@ class VerifySession:
             accepted=hits,
             stale=stale,
             queue_us=round(done.queue_s * 1e6),
-            verify_us=round((now - done.started_at) * 1e6),
+            verify_us=verify_us,
             rows=rows,
             echo=echo,
             held_us=held_us,
             finish=self.finish,
-            logprobs=self._scores.of(position, len(tokens)),
+            row_price=price,
+            credit=credit,
+            logprobs=self._scores.of(position, len(tokens)) if self.request.logprobs else (),
         )

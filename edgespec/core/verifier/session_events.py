@@ -40,6 +40,8 @@ class PassDone:
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
     """Both as in ``PassResult``."""
+    row_price: int = 0
+    """What a row costs now, in thousandths (``Commit.row_price``); 0: nothing to tell."""
 
 
 @statically_frozen

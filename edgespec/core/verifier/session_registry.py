@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core.protocol.messages import (
-    MAX_PRICE,
-    Commit,
-    Downlink,
     Fault,
     FaultCode,
     Limits,
@@ -60,8 +56,6 @@ class SessionRegistry:
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
         self.streams = StreamTable()
-        self.row_price = 0
-        """What commits tell of it, in thousandths (``Commit.row_price``); 0: nothing."""
         self._model, self._limits, self._rules = model, limits, rules
         self._run_ahead, self._contain = run_ahead, contain
         self._slots = SessionSlots(engine_limits, self.sessions)
@@ -142,7 +136,7 @@ class SessionRegistry:
             match action:
                 case ev.Send(message):
                     if (stream := self.streams.stream(key)) is not None:
-                        self.actions.append(ee.SendTo(stream, self._priced(key, message)))
+                        self.actions.append(ee.SendTo(stream, message))
                 case ev.Keep(nodes):
                     self.actions.append(ee.KeepNodes(key, nodes))
                 case ev.Hangup():
@@ -151,17 +145,6 @@ class SessionRegistry:
                     raise AssertionError("a pass only follows an offer")
                 case _:
                     assert_never(action)
-
-    def _priced(self, key: str, message: Downlink) -> Downlink:
-        """A commit of a pass tells a device that drafts what a row costs now."""
-        price = self.row_price
-        if not price or not isinstance(message, Commit) or not message.verify_us:
-            return message
-        session = self.sessions.get(key)
-        if session is None or not session.request.drafting or message.finish is not None:
-            return message
-        credit = 0 if session.inbox.best_chance < price / MAX_PRICE else None
-        return replace(message, row_price=price, credit=credit)
 
     def ask(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
         """What the session wants of a pass that starts now; None if it declines."""
