@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -97,6 +97,8 @@ class GrpcVerifierStream:
         """Somebody waits for a message."""
         self._room: asyncio.Future[None] | None = None
         """The reading task waits for one to be taken."""
+        self._take: Callable[[Uplink], None] | None = None
+        """Who is fed."""
         self._half_closed = False
         self._failure: Exception | None = None
         """A bug in reading, for the receiver."""
@@ -135,8 +137,25 @@ class GrpcVerifierStream:
         else:  # as nearly always
             self._raise_if_over()
             self._write(payload)
+        self._sent(message, len(payload))
+
+    def send_now(self, message: Downlink) -> bool:
+        """Send what can leave without waiting; False: it cannot, and nothing happened."""
+        if self._verdict.done() or isinstance(message, Fault):
+            return False
+        if self._writing.busy or self._write_lock.locked():
+            return False
+        try:
+            payload = encode_downlink(message, self._limits)
+        except ProtocolViolation:  # for ``send`` to tell
+            return False
+        self._write(payload)
+        self._sent(message, len(payload))
+        return True
+
+    def _sent(self, message: Downlink, size: int) -> None:
         if self._meter is not None:
-            self._meter.count(message, len(payload))
+            self._meter.count(message, size)
         match message:
             case Commit(tokens=tokens, accepted=accepted):
                 self._budget.earn(len(tokens), self._max_nodes, self._loop.time(), accepted)
@@ -148,21 +167,39 @@ class GrpcVerifierStream:
     async def receive(self) -> Uplink:
         """Raises ``LinkError`` when the device is gone, sends no more or broke the protocol."""
         self._raise_if_over()
-        if self._reading is None:
-            self._reading = self._loop.create_task(self._read_on())
         while not self._arrived:
-            if self._failure is not None:
-                raise self._failure
-            if self._half_closed:  # it may still read, so the stream is not over
-                raise LinkError(f"the device at {self.address} sends no more")
-            self._receiver = self._loop.create_future()
-            try:
-                await self._receiver
-            finally:
-                self._receiver = None
-            self._raise_if_over()
+            await self._until_news()
         _wake(self._room)
         return self._arrived.popleft()
+
+    async def feed(self, take: Callable[[Uplink], None]) -> NoReturn:
+        """Hand each message to ``take`` as it comes, until the stream ends: then raises as
+        ``receive`` does, or what ``take`` raised. One message costs one turn of the loop less than
+        with ``receive``."""
+        while self._arrived:
+            take(await self.receive())
+        self._raise_if_over()
+        self._take = take
+        try:
+            while True:
+                await self._until_news()
+        finally:
+            self._take = None
+
+    async def _until_news(self) -> None:
+        """Wait for a message or the end. Raises when the end has come, or no message can."""
+        if self._reading is None:
+            self._reading = self._loop.create_task(self._read_on())
+        if self._failure is not None:
+            raise self._failure
+        if self._half_closed:  # it may still read, so the stream is not over
+            raise LinkError(f"the device at {self.address} sends no more")
+        self._receiver = self._loop.create_future()
+        try:
+            await self._receiver
+        finally:
+            self._receiver = None
+        self._raise_if_over()
 
     async def close(self) -> None:
         """End the stream from this side, at once."""
@@ -251,8 +288,11 @@ class GrpcVerifierStream:
             self._on_open(self)
         if self._meter is not None:
             self._meter.count(message, len(payload))
-        self._arrived.append(message)
-        _wake(self._receiver)
+        if self._take is not None:
+            self._take(message)
+        else:
+            self._arrived.append(message)
+            _wake(self._receiver)
         return wait_s
 
     async def _until(self, moment: float) -> None:

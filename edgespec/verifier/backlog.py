@@ -21,6 +21,11 @@ class Backlog:
         self._limit, self._ended = limit, False
         self._reader: asyncio.Future[None] | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether its reader waits, so that nothing is under way."""
+        return self._reader is not None and not self._messages and not self._reader.done()
+
     def put(self, message: Downlink) -> bool:
         """Append it; False, and nothing changes, when the backlog is full or has ended."""
         if self._ended or len(self._messages) >= self._limit:

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from edgespec.core.protocol.messages import (
@@ -79,6 +80,8 @@ class Verifier:
         self._worker = TargetWorker(target, self._handle)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
+        self._senders: dict[int, Callable[[Downlink], bool]] = {}
+        """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
         self._requests: dict[int, str] = {}
         """The ids under which the log speaks of streams."""
         self._context = contextvars.copy_context()
@@ -106,6 +109,7 @@ class Verifier:
         number = self._count
         backlog = Backlog(_MAX_BACKLOG)
         self._streams[number], self._backlogs[number] = stream, backlog
+        self._senders[number] = getattr(stream, "send_now", _never)
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
         trace_parent.set(getattr(stream, "trace_parent", ""))
@@ -119,6 +123,7 @@ class Verifier:
             reader.cancel()
             self._streams.pop(number, None)
             self._backlogs.pop(number, None)
+            self._senders.pop(number, None)
             self._requests.pop(number, None)
             self._handle(ee.StreamLost(number))
             if self._telemetry is not None:
@@ -136,6 +141,8 @@ class Verifier:
                 self._close(number)
                 return
             self._handle(ee.StreamOpened(number, first, stream.peer, stream.credential))
+            if (feed := getattr(stream, "feed", None)) is not None:
+                await feed(partial(self._take, number))
             while True:
                 self._take(number, await stream.receive())
         except TimeoutError:
@@ -164,6 +171,8 @@ class Verifier:
             return
         if isinstance(message, Fault):
             message = self._last_words(number, message)
+        elif backlog.idle and self._senders[number](message):
+            return
         if not backlog.put(message):
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
@@ -337,3 +346,8 @@ class Verifier:
             self._worker.close(wait=False)
         else:
             await asyncio.to_thread(self._worker.close, wait=True)
+
+
+def _never(_: Downlink) -> bool:
+    """Of a stream on which one has to wait for each message."""
+    return False
