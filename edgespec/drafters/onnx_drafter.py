@@ -21,6 +21,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.kv_buffers import KvBuffers, KvType
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError, read_manifest
 from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.token_cache import TokenCache
@@ -40,7 +41,7 @@ DEFAULT_PROVIDERS = ("CPUExecutionProvider",)
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 # Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
 _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
-_KV_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_KV_TYPES = {kv_type.onnx_name: kv_type for kv_type in KvType}
 
 
 class OnnxDrafter:
@@ -66,7 +67,6 @@ class OnnxDrafter:
         self._session: ort.InferenceSession | None = _load(folder / MODEL_FILE, threads, providers)
         _check_signature(folder / MODEL_FILE, self._session, self._manifest)
         self._cache = TokenCache(self._info)
-        self._touched_length = 0
         self._binding: Any = None  # onnxruntime has no types
         self._bind(self._session)
 
@@ -106,17 +106,18 @@ class OnnxDrafter:
         self._session = self._binding = None
         self._ids_values.clear()
         self._buffers.clear()
+        self._rows.close()
 
     def memory_bytes(self, cached_length: int | None = None) -> int:
         """An estimate of what this drafter keeps resident: weights, cache rows, logits.
 
         With ``cached_length``, what it would be with so many tokens cached; without, with the
-        most there have been. Rows are reserved for the whole context, but untouched zero pages
-        cost nothing. Not counted: the runtime itself (about 50 MB with its imports) and scratch.
+        most there have been (``kv_buffers.py``). Not counted: the runtime itself (about 50 MB with
+        its imports) and scratch.
         """
-        rows = self._touched_length if cached_length is None else cached_length
+        rows = self._rows.touched_length if cached_length is None else cached_length
         factor = _RESIDENT_PER_STORED.get(self._manifest.bits, 1.5)
-        cache = rows * self._manifest.kv_bytes_per_token
+        cache = rows * self._rows.bytes_per_token
         return int(self._weights_bytes * factor) + cache + self._logits.nbytes
 
     @property
@@ -126,7 +127,15 @@ class OnnxDrafter:
         return row
 
     def _bind(self, session: ort.InferenceSession) -> None:
-        manifest, capacity = self._manifest, self._info.context_length
+        manifest = self._manifest
+        kv_type = _KV_TYPES[_types(session.get_inputs())["past.0.key"]]
+        self._rows = KvBuffers(
+            manifest.layers,
+            manifest.kv_heads,
+            self._info.context_length,
+            manifest.head_dim,
+            kv_type,
+        )
         self._binding = session.io_binding()
         self._ids = np.zeros((1, CHUNK), dtype=np.int64)
         self._last_index = np.zeros(1, dtype=np.int32)
@@ -139,13 +148,10 @@ class OnnxDrafter:
         self._bind_input("seqlens_k", self._last_index)
         self._bind_input("total_sequence_length", self._length)
         self._binding.bind_ortvalue_output("logits", self._borrow(self._logits))
-        kv_type = _KV_TYPES[_types(session.get_inputs())["past.0.key"]]
-        shape = (1, manifest.kv_heads, capacity, manifest.head_dim)
-        for layer in range(manifest.layers):
-            for part in ("key", "value"):
-                value = self._borrow(np.zeros(shape, dtype=kv_type))
-                self._binding.bind_ortvalue_input(f"past.{layer}.{part}", value)
-                self._binding.bind_ortvalue_output(f"present.{layer}.{part}", value)
+        for name, array in self._rows.arrays():
+            value = self._borrow(array)
+            self._binding.bind_ortvalue_input(f"past.{name}", value)
+            self._binding.bind_ortvalue_output(f"present.{name}", value)
 
     def _borrow(self, array: NDArray[np.generic]) -> ort.OrtValue:
         value = ort.OrtValue.ortvalue_from_numpy(array)
@@ -169,8 +175,8 @@ class OnnxDrafter:
         length = cached_length + count
         self._last_index[0] = length - 1
         self._length[()] = length
+        self._rows.touch(length)
         self._session.run_with_iobinding(self._binding)
-        self._touched_length = max(self._touched_length, length)
 
 
 def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
