@@ -19,41 +19,23 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
-from enum import Enum
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.core.device.kv_type import KvType
+
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
 _SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
 PARTS: Final = ("key", "value")
-
-
-class KvType(Enum):
-    """How one number of a key or a value is stored."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    INT8 = "int8"
-    """With a scale for each layer, head and channel, fixed when the draft was exported."""
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        return np.dtype(self.value)
-
-    @property
-    def bytes(self) -> int:
-        """Of one number."""
-        return self.dtype.itemsize
-
-    @property
-    def onnx_name(self) -> str:
-        """As onnxruntime names the type of an input."""
-        return {"float32": "tensor(float)", "float16": "tensor(float16)"}.get(
-            self.value, "tensor(int8)"
-        )
+KV_TYPES: Final = {
+    "tensor(float)": KvType.FLOAT32,
+    "tensor(float16)": KvType.FLOAT16,
+    "tensor(int8)": KvType.INT8,
+}
+"""By onnxruntime's name of the type of an input."""
 
 
 def block_tokens(row_bytes: int) -> int:
@@ -111,7 +93,7 @@ class KvBuffers:
         """(``"0.key"``, the buffer) and so on, layer by layer, as the graph names them."""
         for index, memory in enumerate(self._maps):
             name = f"{index // 2}.{PARTS[index % 2]}"
-            yield name, np.frombuffer(memory, dtype=self._type.dtype).reshape(self._shape)
+            yield name, np.frombuffer(memory, dtype=self._type.value).reshape(self._shape)
 
     def touch(self, length: int) -> None:
         """Rows below ``length`` are about to be written."""
