@@ -29,8 +29,9 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# A protobuf message cannot exceed 2 GiB; the margin is for what is not weights.
-MAX_SINGLE_FILE_BYTES = 1_500_000_000
+# Weights inside the graph's file stay in memory beside those that the kernels have repacked, also
+# after the session is closed; those of a file of their own are mapped. Small drafts are one file.
+MAX_SINGLE_FILE_BYTES = 4_000_000
 WEIGHTS_FILE = "model.onnx.data"
 # The rotary tables are stored: 128k positions would add 64 MB to a small draft.
 DEFAULT_CONTEXT_LIMIT = 16_384

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.draft_window import DraftWindow
-from edgespec.drafters.kv_buffers import KV_TYPES, KvBuffers
+from edgespec.drafters.kv_buffers import KV_TYPES, KvBuffers, give_back
 from edgespec.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
     MODEL_FILE,
@@ -112,6 +112,11 @@ class OnnxDrafter:
         self._window.size, self._most_guesses = window, width if window else 0
         self._rows.shrink(window)
 
+    @property
+    def held_tokens(self) -> int:
+        """Rows of keys and values that are resident."""
+        return self._rows.touched_length
+
     def growth_bytes(self, length: int) -> int:
         """What a step that makes the text ``length`` long may add to what is resident."""
         rows = min(length, self._window.size) - self._rows.touched_length
@@ -153,6 +158,7 @@ class OnnxDrafter:
         self._ids_values.clear()
         self._buffers.clear()
         self._rows.close()
+        give_back()
 
     def memory_bytes(self, cached_length: int | None = None) -> int:
         """An estimate of what this drafter keeps resident: weights, cache rows, logits.
@@ -229,6 +235,12 @@ class OnnxDrafter:
         self._rows.touch(length)
         self._session.run_with_iobinding(self._binding)
         self._window.held = length
+
+
+def runtime_version() -> tuple[int, int]:
+    """Of the onnxruntime in use: (major, minor)."""
+    major, minor, *_ = str(ort.__version__).split(".")
+    return int(major), int(minor)
 
 
 def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
