@@ -30,7 +30,7 @@ from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.ports import TargetModel
 
-WINDOWS = (0, 512, 256, 128, 64, 32)
+WINDOWS = (0, 256, 128, 64)
 WIDTH = 2
 
 
@@ -76,9 +76,9 @@ def walk(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=600)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--prompt", type=int, default=480)
+    parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.7)
     options = parser.parse_args()
     sampling = SamplingParams(
@@ -93,7 +93,7 @@ def main() -> None:
             prompts.append(tokens[: options.prompt])
         if len(prompts) == options.texts:
             break
-    target = load_target(VerifierConfig(model="bundled", canonical=False))
+    target = load_target(VerifierConfig(model="bundled", canonical=False, threads=1))
     texts = [target_text(target, str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
     del target
     source = resolve_model("bundled", Role.DRAFT)

@@ -25,7 +25,7 @@ _KEPT = {4: (1.67, 0.0), 8: (1.255, 0.94), 32: (1.0, 1.0)}
 # What a graph that holds its own weights keeps of them besides.
 _INLINE = 0.55
 _TABLE_INTEGERS = {4: 0.8, 8: 0.89, 32: 0.0}
-_LINK_BYTES = 7 * MIB
+_LINK_BYTES = 5 * MIB
 _TOKENIZER_FACTOR = 9.0
 _THREAD_BYTES = 256 * 1024
 _NODE_BYTES = 1024
@@ -117,7 +117,7 @@ def memory_terms(
         MemoryTerm(
             "workspace",
             workspace_bytes(variant, settings),
-            f"{settings.chunk} tokens at a time, {settings.threads} threads",
+            f"{settings.chunk} tokens at a time, threads: {settings.threads}",
         ),
         MemoryTerm("link", _LINK_BYTES, "gRPC, event loop, messages"),
     )

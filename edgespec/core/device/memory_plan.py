@@ -23,6 +23,7 @@ from edgespec.core.device.memory_size import MIB, in_mib
 
 SMALLEST_WINDOW = 128
 CHUNKS = (64, 32, 16)
+USUAL_TEXT = 2048
 MARGIN_SHARE, LEAST_MARGIN_BYTES = 0.05, 8 * MIB
 NEXT_STEP_BYTES = 100 * MIB
 # Less than this is not a trade worth naming.
@@ -53,7 +54,8 @@ class MemoryQuestion:
     """Of the draft; 0: the planner chooses, at most ``cores``."""
     cores: int = 1
     text_length: int = 0
-    """How long texts are expected to be, prompt and output; 0: as long as the draft's context."""
+    """How long texts are expected to be, prompt and output; 0: 2048 tokens, or the draft's context
+    if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def _worth(plan: MemoryPlan) -> tuple[float, int]:
 
 def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterator[MemoryPlan]:
     for variant in variants:
-        text_length = question.text_length or variant.context_length
+        text_length = question.text_length or min(USUAL_TEXT, variant.context_length)
         for settings in _settings(variant, question):
             yield MemoryPlan(
                 variant,
