@@ -16,10 +16,11 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from random_draft import SHAPES
 
 from edgespec.benchmark.report import machine, versions
-from edgespec.core.device.memory_size import MIB
+from edgespec.core.device.memory_size import MIB, parse_budget
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
@@ -83,6 +84,11 @@ class RandomText:
         return PassResult(request.key, tuple(tokens))
 
 
+def _small_stacks() -> None:
+    """Of the child's threads, which a hard limit counts whether they are used or not."""
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.RLIM_INFINITY))
+
+
 @dataclass
 class Case:
     shape: str
@@ -125,6 +131,7 @@ async def measured(case: Case, root: Path) -> dict[str, Any]:
             str(HERE / "memory_device.py"),
             json.dumps(job),
             stdout=asyncio.subprocess.PIPE,
+            preexec_fn=_small_stacks,
         )
         out, _ = await child.communicate()
     finally:
@@ -196,6 +203,75 @@ async def predict(large: bool, root: Path) -> None:
     )
 
 
+def chat(shape: str, kv_type: str, budget: str, *, hard: bool = False) -> Case:
+    """40 turns, each of which adds 72 tokens."""
+    job = {"budget": budget, "hard": hard, "turns": 40, "prompt": 60, "tokens": 12}
+    return Case(shape, 4, kv_type, job=job)
+
+
+CHATS = [
+    chat("1M", "float32", "118MiB"),
+    chat("25M", "float32", "140MiB", hard=True),
+    chat("135M", "float32", "275MiB"),
+    chat("135M", "int8", "260MiB", hard=True),
+]
+LARGE_CHATS = [chat("0.6B", "int8", "860MiB", hard=True)]
+
+
+async def budget(large: bool, root: Path) -> None:
+    print("| shape | KV | budget | hard limit | peak MiB | below it | tokens | what was planned |")
+    print("| --- | --- | ---: | --- | ---: | ---: | ---: | --- |")
+    over = 0
+    for one in LARGE_CHATS if large else CHATS:
+        found = await measured(one, root)
+        most = parse_budget(one.job["budget"]).bytes or 0
+        over += found["peak"] > most
+        told = found["told"][-1].partition(":")[2].partition("(")[0].strip()
+        print(
+            f"| {one.shape} | {one.kv_type} | {one.job['budget']} |"
+            f" {'yes' if one.job['hard'] else 'no'} | {found['peak'] / MIB:.1f} |"
+            f" {1 - found['peak'] / most:.1%} | {found['tokens']} | {told} |",
+            flush=True,
+        )
+    print(f"\n{over} above the budget")
+
+
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32, plain": ("float32", {"plain": True}),
+    "float32": ("float32", {}),
+    "float16": ("float16", {}),
+    "int8": ("int8", {}),
+    "int8, window 512": ("int8", {"window": 512}),
+}
+ROUNDS = 3
+
+
+async def plain(large: bool, root: Path) -> None:
+    """The same chat on each arm, in turns: 3 turns to a text of about 1200 tokens."""
+    shape = "0.6B" if large else "135M"
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    for _ in range(1 if large else ROUNDS):
+        for name, (kv_type, changes) in ARMS.items():
+            job = {"turns": 3, "prompt": 340, "tokens": 60, "threads": 2 if large else 1}
+            seen[name].append(await measured(Case(shape, 4, kv_type, job=job | changes), root))
+
+    def middle(name: str, of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median([of(one) for one in seen[name]])
+
+    print(f"{shape}, 4 bits, context 4096; generation memory: beyond what stands after loading")
+    print("| cache | generation MiB | of plain | ms a step | of plain | tokens/s | of plain |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    columns: list[Callable[[dict[str, Any]], float]] = [
+        lambda one: (one["busiest"] - one["loaded"]) / MIB,
+        lambda one: one["step_ms"],
+        lambda one: one["tokens"] / one["seconds"],
+    ]
+    first = next(iter(ARMS))
+    for name in ARMS:
+        row = [(middle(name, of), middle(name, of) / middle(first, of)) for of in columns]
+        print(f"| {name} | " + " | ".join(f"{x:.1f} | {share:.0%}" for x, share in row) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("predict", "budget", "plain"))
@@ -206,7 +282,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = options.drafts or Path(name)
         root.mkdir(parents=True, exist_ok=True)
-        asyncio.run({"predict": predict}[options.what](options.large, root))
+        work = {"predict": predict, "budget": budget, "plain": plain}[options.what]
+        asyncio.run(work(options.large, root))
 
 
 if __name__ == "__main__":

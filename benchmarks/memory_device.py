@@ -21,14 +21,15 @@ from unittest import mock
 
 import numpy as np
 import onnxruntime  # noqa: F401 # counted with the runtime
+import psutil
 from numpy.typing import NDArray
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.compose import build_policy, connect
 from edgespec.config import DraftSection
-from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_model import DraftSettings, memory_terms
+from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.draft_memory import exported_variant, planned_drafter, without_tokenizer
@@ -36,7 +37,9 @@ from edgespec.drafters import kv_buffers, onnx_drafter
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import read_config
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, Transport, never_cancelled
-from edgespec.telemetry.process_memory import peak_bytes, resident_bytes
+from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+
+STACKS_BYTES = 24 << 20
 
 
 class PlainBuffers(kv_buffers.KvBuffers):
@@ -57,7 +60,7 @@ class Timed:
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.step_s: list[float] = []
-        self.peak_before_text = 0
+        self.busiest = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -77,6 +80,7 @@ class Timed:
         found = self.inner.step(keep_length, feed, width, cancelled)
         if len(feed) <= 2:
             self.step_s.append(time.perf_counter() - started_at)
+        self.busiest = max(self.busiest, resident_bytes())
         return found
 
     def close(self) -> None:
@@ -151,9 +155,11 @@ def main() -> None:
     transport = connect(job["verifier"])  # before the draft, as in an agent
     runtime = resident_bytes()
     told: list[str] = []
-    if limit := job.get("address_space_over"):
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
+    if "budget" in job and job.get("hard"):
+        # What is written to may grow by the rest of the budget and some stacks, and no further.
+        most = psutil.Process().memory_info().data
+        most += parse_budget(job["budget"]).resolve(machine_memory()) - runtime + STACKS_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     timed = Timed(make_drafter(job, told))
     loaded = resident_bytes()
     started_at = time.perf_counter()
@@ -163,13 +169,13 @@ def main() -> None:
         "runtime": runtime,
         "loaded": loaded,
         "peak": peak_bytes(),
+        "busiest": timed.busiest,
         "closed": resident_bytes(),
         "tokens": made,
         "seconds": time.perf_counter() - started_at,
         "steps": len(timed.step_s),
         "step_ms": statistics.median(steps) * 1e3,
         "told": told,
-        "kv_types": [kv_type.value for kv_type in KvType],
     }
     if not job.get("budget"):
         result["terms"] = predicted(job, runtime)

@@ -55,7 +55,7 @@ def memory(
             "--text",
             min=0,
             max=MAX_TEXT,
-            help="Tokens of a usual text; 0: 2048, or the draft's context",
+            help="Tokens of a usual text; 0: 1024, or the draft's context",
         ),
     ] = 0,
     bits: Annotated[int, typer.Option("--bits", help="Of what would be exported")] = 4,

@@ -3,8 +3,9 @@
 A model for comparing settings with one another, not for predicting a machine: its times are of one
 core of a server's CPU, its acceptance that of a usual pair. What counts is that a step takes longer
 the more weights and cached rows it reads, and that a short window and coarse numbers cost some
-acceptance. The shares below were measured with the bundled pair
-(``benchmarks/memory_acceptance.py``) and rounded against the smaller cache.
+acceptance. What coarse numbers cost was measured with the bundled pair
+(``benchmarks/memory_acceptance.py``) and rounded up. What a short window costs cannot be learned
+from so small a draft, which looks back little: it is a guess on the side of long windows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _WEIGHTS_S_PER_BYTE = 2.8e-10
 _ATTENTION_S = {KvType.FLOAT32: 5.6e-10, KvType.FLOAT16: 5.3e-10, KvType.INT8: 2.7e-10}
 _LOST_BY_BITS = {4: 0.005, 8: 0.0, 32: 0.0}
 _LOST_BY_TYPE = {KvType.FLOAT32: 0.0, KvType.FLOAT16: 0.0005, KvType.INT8: 0.003}
-_LOST_BY_WINDOW = 0.25
-_WINDOW_TOKENS = 200.0
+_LOST_BY_WINDOW = 0.35
+_WINDOW_TOKENS = 400.0
 # A second thread takes so much of the time away; below so many bytes of weights it takes none.
 _SECOND_THREAD, _TWO_THREADS_FROM_BYTES = 0.4, 6_000_000
 # How many times cheaper a prompt's token is than a step, by chunk.
@@ -48,9 +49,9 @@ def draft_speed(variant: DraftVariant, settings: DraftSettings, text_length: int
 def acceptance(variant: DraftVariant, settings: DraftSettings, text_length: int) -> float:
     """The share of steps one of whose guesses is right.
 
-    Formula: b = 0.7 - lost(bits) - lost(type), times 1 - 0.25 * 200 / (200 + W) where a window of W
+    Formula: b = 0.7 - lost(bits) - lost(type), times 1 - 0.35 * 400 / (400 + W) where a window of W
     is shorter than the text; then 1 - (1 - b) * (1 - 0.3)**(width - 1). Float32 at a window of 600
-    tokens of a longer text: 0.7 * (1 - 0.25 * 0.25) = 0.656.
+    tokens of a longer text: 0.7 * (1 - 0.35 * 0.4) = 0.602.
     """
     first = _ACCEPTANCE - _LOST_BY_BITS[variant.bits] - _LOST_BY_TYPE[variant.kv_type]
     if settings.window < text_length:

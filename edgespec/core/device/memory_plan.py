@@ -23,7 +23,7 @@ from edgespec.core.device.memory_size import MIB, in_mib
 
 SMALLEST_WINDOW = 128
 CHUNKS = (64, 32, 16)
-USUAL_TEXT = 2048
+USUAL_TEXT = 1024
 MARGIN_SHARE, LEAST_MARGIN_BYTES = 0.05, 8 * MIB
 NEXT_STEP_BYTES = 100 * MIB
 # Less than this is not a trade worth naming.
@@ -54,7 +54,7 @@ class MemoryQuestion:
     """Of the draft; 0: the planner chooses, at most ``cores``."""
     cores: int = 1
     text_length: int = 0
-    """How long texts are expected to be, prompt and output; 0: 2048 tokens, or the draft's context
+    """How long texts are expected to be, prompt and output; 0: 1024 tokens, or the draft's context
     if that is less."""
 
 
