@@ -162,6 +162,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     timed = Timed(make_drafter(job, told))
     loaded = resident_bytes()
+    if fill := job.get("fill"):  # the whole window, whatever the chat comes to
+        timed.begin(1, SamplingParams(temperature=0.7))
+        timed.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
     started_at = time.perf_counter()
     made = asyncio.run(chat(job, timed, transport))
     steps = timed.step_s[5:] or [0.0]

@@ -109,6 +109,8 @@ class OnnxDrafter:
         give the rest of the rows back to the system; 0 rests: no rows and no guesses. Calls come
         from the thread of the steps. Raises ``ValueError`` for a window beyond the first one."""
         bounded("window", window, 0, self._capacity)
+        if window > self._window.size:
+            self._window.clear()  # the next step reaches further back
         self._window.size, self._most_guesses = window, width if window else 0
         self._rows.shrink(window)
 
