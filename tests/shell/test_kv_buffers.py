@@ -24,6 +24,7 @@ from edgespec.drafters.kv_buffers import KvBuffers, block_tokens
 from edgespec.drafters.manifest import DraftModelError, read_manifest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import model_info
+from edgespec.ports import StepCancelledError
 from edgespec.telemetry.process_memory import resident_bytes
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
@@ -117,7 +118,7 @@ def test_an_interrupted_slide_is_made_up_for(drafts: dict[KvType, Path]) -> None
     drafter.begin(10, GREEDY)
     drafter.step(0, text[:80], 1)
     asked = iter([False, True])
-    with pytest.raises(onnx_drafter.StepCancelledError):
+    with pytest.raises(StepCancelledError):
         drafter.step(80, text[80:], 1, lambda: next(asked))
     drafter.step(80, text[80:], 1)
     fresh.begin(1, GREEDY)

@@ -164,7 +164,7 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
     """The bundled draft below a budget, at a window shorter than the text, against no draft."""
-    texts, told = {}, list[str]()
+    texts, told, stats = {}, list[str](), None
     async with serving(HashedText()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
