@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -39,6 +38,8 @@ from edgespec.verifier.daemon import Verifier
 
 HERE = Path(__file__).parent
 CONTEXT = 8192
+# A hard limit counts the stacks of a process's threads whether they are used or not.
+SMALL_STACKS = ("sh", "-c", 'ulimit -S -s 1024; exec "$0" "$@"')
 
 
 class RandomText:
@@ -84,11 +85,6 @@ class RandomText:
         return PassResult(request.key, tuple(tokens))
 
 
-def _small_stacks() -> None:
-    """Of the child's threads, which a hard limit counts whether they are used or not."""
-    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.RLIM_INFINITY))
-
-
 @dataclass
 class Case:
     shape: str
@@ -127,11 +123,11 @@ async def measured(case: Case, root: Path) -> dict[str, Any]:
     job = {"turns": 4, "prompt": 200, "tokens": 40} | job
     try:
         child = await asyncio.create_subprocess_exec(
+            *SMALL_STACKS,
             sys.executable,
             str(HERE / "memory_device.py"),
             json.dumps(job),
             stdout=asyncio.subprocess.PIPE,
-            preexec_fn=_small_stacks,
         )
         out, _ = await child.communicate()
     finally:
