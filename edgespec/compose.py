@@ -25,6 +25,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -374,10 +375,19 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         if reference == TOY:
             return RandomDrafter(_toy_info())
         return RandomDrafter(model_info(resolve_model(reference, Role.DRAFT)))
+    if draft.memory_budget:
+        from edgespec.draft_memory import planned_drafter
+
+        return planned_drafter(draft, config.policy.width, say)
     folder = _draft_folder(draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.drafters.onnx_drafter import OnnxDrafter
-    return OnnxDrafter(folder, threads=draft.threads, context_length=draft.context_length)
+    return OnnxDrafter(
+        folder,
+        threads=draft.threads,
+        context_length=draft.context_length,
+        window=draft.window,
+    )
 
 
 def _draft_folder(draft: DraftSection, say: Say) -> Path:
@@ -388,7 +398,7 @@ def _draft_folder(draft: DraftSection, say: Say) -> Path:
     from edgespec.export_cache import exported
 
     with needs("onnx", "edgespec[export]"):
-        return exported(folder, draft.bits, say)
+        return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)
 
 
 def _toy_info() -> ModelInfo:

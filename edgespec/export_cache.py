@@ -13,15 +13,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from edgespec.core.device.kv_type import KvType
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, token_count
 
 # Raised when an export of the same input would give other bytes.
-_EXPORT_VERSION = 2
+_EXPORT_VERSION = 3
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 
 
-def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
+def exported(
+    source: Path, bits: int, say: Callable[[str], None], kv_type: KvType = KvType.FLOAT32
+) -> Path:
     """The draft folder made from the Hugging Face folder ``source``; made now if need be.
 
     Raises ``ValueError`` naming the file for a folder that cannot be exported.
@@ -29,7 +32,7 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     from edgespec.drafters.export import export_draft
 
     check_folder(source, Role.TARGET)
-    folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits)}"
+    folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
     if (folder / DRAFT_MANIFEST).is_file():
         return folder
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
@@ -38,7 +41,7 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
     try:
         info, tokens = model_info(source), token_count(source)
-        export_draft(source, work, info, bits=bits, token_count=tokens)
+        export_draft(source, work, info, bits=bits, token_count=tokens, kv_type=kv_type)
         try:
             work.rename(folder)
         except OSError:
@@ -55,8 +58,8 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "edgespec"
 
 
-def _key(source: Path, bits: int) -> str:
-    digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits}".encode(), digest_size=8)
+def _key(source: Path, bits: int, kv_type: KvType) -> str:
+    digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits} {kv_type.value}".encode(), digest_size=8)
     for path in sorted(found for pattern in _HASHED for found in source.glob(pattern)):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
         with path.open("rb") as file:

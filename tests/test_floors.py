@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache access setup_error".split()
+    "export_cache draft_memory access setup_error".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -125,7 +125,22 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
-    Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
+    Floor("edgespec.export_cache", (CORE, "edgespec.drafters", "edgespec.models"), HEAVY),
+    # A draft within a memory budget: measured, planned, exported, guarded.
+    Floor(
+        "edgespec.draft_memory",
+        (
+            CORE,
+            PORTS,
+            CONFIG,
+            TELEMETRY,
+            "edgespec.drafters",
+            "edgespec.models",
+            "edgespec.export_cache",
+            "edgespec.setup_error",
+        ),
+        HEAVY - {"onnxruntime"},
+    ),
     # Keys and certificates, from files to running parts.
     Floor(
         "edgespec.access",

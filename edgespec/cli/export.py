@@ -9,6 +9,7 @@ import typer
 
 from edgespec.cli.running import FAILED, fail, reported
 from edgespec.compose import needs
+from edgespec.core.device.kv_type import KvType
 from edgespec.models.folders import Role, check_folder, model_info, resolve_model, token_count
 
 DEFAULT_BITS = 4
@@ -24,6 +25,9 @@ def export(
     context_length: Annotated[
         int, typer.Option("--context-length", help="0: the model's own, at most 16384")
     ] = 0,
+    kv_type: Annotated[
+        KvType, typer.Option("--kv-type", help="Of cached keys and values")
+    ] = KvType.FLOAT32,
 ) -> None:
     """Write the ONNX draft model of a checkpoint, with its tokenizer.
 
@@ -45,6 +49,7 @@ def export(
                 table_bits=table_bits,
                 context_length=context_length,
                 token_count=token_count(folder),
+                kv_type=kv_type,
             )
         size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
         typer.echo(

@@ -162,6 +162,16 @@ RunAheadOption = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+MemoryBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-budget",
+        envvar="EDGESPEC_MEMORY_BUDGET",
+        metavar="SIZE",
+        help="What this process may take: 600MiB, 25% of the machine, or auto: what is free",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 DraftMs = Annotated[
     float | None,
     typer.Option(
@@ -240,6 +250,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "log_format": "log_format",
     "draft": "draft.model",
     "draft_ms": "draft.draft_ms",
+    "memory_budget": "draft.memory_budget",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,
     "policy": "policy.name",

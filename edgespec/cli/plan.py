@@ -1,4 +1,7 @@
-"""``edgespec plan link``: which way of decoding suits a link, before anything is installed."""
+"""``edgespec plan``: which way of decoding suits a link, and what memory a draft would take.
+
+Both before anything is installed; the second stands in ``plan_memory.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli.plan_memory import memory
 from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError
 
@@ -25,7 +29,7 @@ _LEGEND = (
 plan = typer.Typer(
     name="plan",
     no_args_is_help=True,
-    help="Plan a deployment in virtual time.",
+    help="Plan a deployment before anything runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
 )
@@ -33,7 +37,10 @@ plan = typer.Typer(
 
 @plan.callback()
 def main() -> None:
-    """Plan a deployment in virtual time, with the product's own sessions."""
+    """Plan a deployment: a link in virtual time, or a device's memory."""
+
+
+plan.command(name="memory", epilog=EXIT_CODES)(memory)
 
 
 @plan.command(epilog=EXIT_CODES)

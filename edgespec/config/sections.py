@@ -10,6 +10,8 @@ from enum import Enum
 
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
+from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
@@ -174,6 +176,14 @@ class DraftSection:
     """Emulate a slower device: a step takes at least this long."""
     bits: int = 4
     """Of the weights when a Hugging Face folder is exported."""
+    kv_type: KvType | None = None
+    """Of cached keys and values when a Hugging Face folder is exported; null: float32, or what the
+    memory budget asks for."""
+    window: int = 0
+    """Tokens whose keys and values are held, the last ones of a text; 0: the whole context."""
+    memory_budget: str = ""
+    """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
+    such as ``25%``, or ``auto``, what is free. Empty: no budget."""
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
@@ -181,6 +191,9 @@ class DraftSection:
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
         _one_of("bits", self.bits, (4, 8, 32))
+        bounded("window", self.window, 0, 1 << 20)
+        if self.memory_budget:
+            parse_budget(self.memory_budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
 from __future__ import annotations
 
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgespec.core.device.kv_type import KvType
 from edgespec.drafters.checkpoint import Checkpoint, CheckpointError, read_shape
 from edgespec.drafters.head_padding import padded_head_dim
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
@@ -27,8 +29,9 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# A protobuf message cannot exceed 2 GiB; the margin is for what is not weights.
-MAX_SINGLE_FILE_BYTES = 1_500_000_000
+# Weights inside the graph's file stay in memory beside those that the kernels have repacked, also
+# after the session is closed; those of a file of their own are mapped. Small drafts are one file.
+MAX_SINGLE_FILE_BYTES = 4_000_000
 WEIGHTS_FILE = "model.onnx.data"
 # The rotary tables are stored: 128k positions would add 64 MB to a small draft.
 DEFAULT_CONTEXT_LIMIT = 16_384
@@ -43,6 +46,7 @@ def export_draft(
     table_bits: int = 0,
     context_length: int = 0,
     token_count: int = 0,
+    kv_type: KvType = KvType.FLOAT32,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
@@ -50,7 +54,8 @@ def export_draft(
     into the manifest. ``bits`` is 4, 8 or 32 (float32); ``table_bits`` the same for embedding and
     head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
     ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
-    the vocabulary the tokenizer knows, where the model's is padded; 0: all. The same input gives
+    the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``kv_type`` is that of
+    the cached keys and values; int8 needs onnxruntime here, to try the draft. The same input gives
     the same bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming
     the value and the limit.
     """
@@ -66,11 +71,6 @@ def export_draft(
     length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
     if not 1 <= length <= limit:
         raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
-    model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
-    _save(model, target)
-    for name in COPIED_FILES:
-        if (source / name).is_file() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
     manifest = DraftManifest(
         model=replace(info, context_length=length),
         bits=bits,
@@ -80,10 +80,43 @@ def export_draft(
         kv_heads=shape.kv_heads,
         head_dim=padded_head_dim(shape.head_dim),
         source=source.name,
+        kv_type=kv_type.value,
         token_count=min(token_count, shape.vocabulary_size),
     )
+    model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
+    if kv_type is not KvType.FLOAT32:
+        model = _with_kv_type(model, kv_type, target, manifest)
+    _save(model, target)
+    for name in COPIED_FILES:
+        if (source / name).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)
     write_manifest(target, manifest)
     return manifest
+
+
+def _with_kv_type(
+    model: onnx.ModelProto, kv_type: KvType, target: Path, manifest: DraftManifest
+) -> onnx.ModelProto:
+    """For int8 the draft is tried as it is first, in a folder inside ``target``."""
+    from edgespec.drafters.kv_graph import calibrated_scales, with_kv_type
+
+    if kv_type is not KvType.INT8:
+        return with_kv_type(model, kv_type)
+    from edgespec.drafters.onnx_drafter import OnnxDrafter
+
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".calibrate-", dir=target) as name:
+        folder = Path(name)
+        _save(model, folder)
+        write_manifest(folder, replace(manifest, kv_type=KvType.FLOAT32.value))
+        drafter = OnnxDrafter(folder)
+        scales = calibrated_scales(drafter)
+        drafter.close()
+        if (folder / WEIGHTS_FILE).is_file():  # saving moved the weights there
+            import onnx
+
+            model = onnx.load_model(folder / MODEL_FILE)
+    return with_kv_type(model, kv_type, scales)
 
 
 def _save(model: onnx.ModelProto, target: Path) -> None:

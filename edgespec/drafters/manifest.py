@@ -1,7 +1,7 @@
 """``edgespec.json``: what a draft folder says of itself, so that a device need not guess.
 
 {"format": 1, "model": {ModelInfo}, "bits": 4, "table_bits": 4, "block_size": 32, "layers": 3,
- "kv_heads": 1, "head_dim": 64, "source": "name of the checkpoint"}
+ "kv_heads": 1, "head_dim": 64, "kv_type": "float32", "source": "name of the checkpoint"}
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.device.kv_type import KvType
 from edgespec.ports import ModelInfo
 
 FORMAT = 1
@@ -38,6 +39,8 @@ class DraftManifest:
     token_count: int = 0
     """Ids below it have a text; those from it on pad the vocabulary and are never proposed. 0: not
     known, so all may be."""
+    kv_type: str = KvType.FLOAT32.value
+    """Of a cached key or value."""
 
     @property
     def proposable(self) -> int:
@@ -46,8 +49,8 @@ class DraftManifest:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values, float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 4
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * KvType(self.kv_type).bytes
 
 
 def write_manifest(folder: Path, manifest: DraftManifest) -> None:
@@ -81,6 +84,9 @@ def read_manifest(folder: Path) -> DraftManifest:
     _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
     if manifest.token_count:
         _check(path, "token_count", manifest.token_count, model.vocabulary_size)
+    known = [kv_type.value for kv_type in KvType]
+    if manifest.kv_type not in known:
+        raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {known}")
     for name in ("layers", "kv_heads", "head_dim"):
         _check(path, name, getattr(manifest, name), 1 << 12)
     return manifest

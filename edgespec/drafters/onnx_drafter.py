@@ -1,8 +1,10 @@
-"""A draft model on onnxruntime: one sequence, one fixed key/value buffer, rollback by one integer.
+"""A draft model on onnxruntime: one sequence, key/value buffers that grow, rollback by one integer.
 
-Past and present keys/values of every layer are bound once to the same memory, so a step copies no
-cache. What is cached is said by two small integers the graph reads; writing smaller ones is the
-whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and writes in place.
+Past and present keys/values of every layer are bound once to the same memory (``kv_buffers.py``),
+so a step copies no cache. What is cached is said by two small integers the graph reads; writing
+smaller ones is the whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and
+writes in place. Of a text longer than the window only the last tokens are held
+(``draft_window.py``).
 
 Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
 from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory
@@ -12,7 +14,8 @@ Chunking changes logits by rounding only, so a guess may differ; a guess is only
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,18 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError, read_manifest
-from edgespec.drafters.sampler import best_candidates
+from edgespec.drafters.draft_window import DraftWindow
+from edgespec.drafters.kv_buffers import KV_TYPES, KvBuffers, give_back
+from edgespec.drafters.manifest import (
+    MAX_CONTEXT_LENGTH,
+    MODEL_FILE,
+    DraftManifest,
+    DraftModelError,
+    read_manifest,
+)
+from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
@@ -41,15 +53,17 @@ DEFAULT_PROVIDERS = ("CPUExecutionProvider",)
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 # Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
 _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
-_KV_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 class OnnxDrafter:
     """``Drafter`` over a folder written by ``export.export_draft``.
 
     ``threads`` 0 chooses 1 for a small model, else 2. ``context_length`` 0 is the model's own; a
-    smaller one bounds the memory of keys and values. Raises ``DraftModelError`` naming the file
-    for a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
+    smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
+    ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
+    (``draft_window.py``). ``chunk`` is how many tokens a long feed takes at a time. Raises
+    ``DraftModelError`` naming the file for a folder that cannot be used; ``step`` raises
+    ``ValueError`` for a broken contract.
     """
 
     def __init__(
@@ -58,16 +72,24 @@ class OnnxDrafter:
         *,
         threads: int = 0,
         context_length: int = 0,
+        window: int = 0,
+        chunk: int = CHUNK,
         providers: Sequence[str] = DEFAULT_PROVIDERS,
     ) -> None:
         self._manifest = read_manifest(folder)
         self._info = _limited(self._manifest.model, context_length)
+        bounded("window", window, 0, self._info.context_length)
+        bounded("chunk", chunk, 1, CHUNK)
+        self._chunk = chunk
+        self._window = DraftWindow(window or self._info.context_length)
+        self._capacity, self._most_guesses = self._window.size, MAX_WIDTH
+        if window:
+            self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
         threads = threads or _default_threads(self._manifest, self._weights_bytes)
         self._session: ort.InferenceSession | None = _load(folder / MODEL_FILE, threads, providers)
         _check_signature(folder / MODEL_FILE, self._session, self._manifest)
         self._cache, self._work = TokenCache(self._info), Workspace()
-        self._touched_length = 0
         self._binding: Any = None  # onnxruntime has no types
         self._bind(self._session)
 
@@ -75,8 +97,33 @@ class OnnxDrafter:
     def info(self) -> ModelInfo:
         return self._info
 
+    @property
+    def manifest(self) -> DraftManifest:
+        return self._manifest
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
+        self._window.clear()
+
+    def restrict(self, window: int, width: int) -> None:
+        """From now on hold at most ``window`` rows and give at most ``width`` guesses a step, and
+        give the rest of the rows back to the system; 0 rests: no rows and no guesses. Calls come
+        from the thread of the steps. Raises ``ValueError`` for a window beyond the first one."""
+        bounded("window", window, 0, self._capacity)
+        if window > self._window.size:
+            self._window.clear()  # the next step reaches further back
+        self._window.size, self._most_guesses = window, width if window else 0
+        self._rows.shrink(window)
+
+    @property
+    def held_tokens(self) -> int:
+        """Rows of keys and values that are resident."""
+        return self._rows.touched_length
+
+    def growth_bytes(self, length: int) -> int:
+        """What a step that makes the text ``length`` long may add to what is resident."""
+        rows = min(length, self._window.size) - self._rows.touched_length
+        return max(0, rows) * self._rows.bytes_per_token
 
     def step(
         self,
@@ -88,16 +135,22 @@ class OnnxDrafter:
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
+        if not self._most_guesses:
+            self._window.clear()
+            return ()
+        first = self._window.place(keep_length, position)
         try:
-            for start in range(0, len(feed), CHUNK):
+            for start in range(first, position, self._chunk):
                 if cancelled():
-                    raise StepCancelledError(f"cancelled with {start} of {len(feed)} tokens fed")
-                self._forward(keep_length + start, feed[start : start + CHUNK])
+                    raise StepCancelledError(f"cancelled with {position - start} tokens to feed")
+                end = min(start + self._chunk, position)
+                self._forward(start - self._window.first, self._cache.tokens[start:end])
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
         cache, params = self._cache, self._cache.sampling
         self._logits[0, self._manifest.proposable :] = -np.inf
+        width = min(width, self._most_guesses)
         return best_candidates(self._logits[0], params, position, width, cache.counts, self._work)
 
     def close(self) -> None:
@@ -106,17 +159,19 @@ class OnnxDrafter:
         self._session = self._binding = None
         self._ids_values.clear()
         self._buffers.clear()
+        self._rows.close()
+        give_back()
 
     def memory_bytes(self, cached_length: int | None = None) -> int:
         """An estimate of what this drafter keeps resident: weights, cache rows, logits.
 
         With ``cached_length``, what it would be with so many tokens cached; without, with the
-        most there have been. Rows are reserved for the whole context, but untouched zero pages
-        cost nothing. Not counted: the runtime itself (about 50 MB with its imports) and scratch.
+        most there have been (``kv_buffers.py``). Not counted: the runtime itself (about 50 MB with
+        its imports) and scratch.
         """
-        rows = self._touched_length if cached_length is None else cached_length
+        rows = self._rows.touched_length if cached_length is None else cached_length
         factor = _RESIDENT_PER_STORED.get(self._manifest.bits, 1.5)
-        cache = rows * self._manifest.kv_bytes_per_token
+        cache = rows * self._rows.bytes_per_token
         return int(self._weights_bytes * factor) + cache + self._logits.nbytes
 
     @property
@@ -125,8 +180,21 @@ class OnnxDrafter:
         row: NDArray[np.float32] = self._logits[0]
         return row
 
+    def cached_rows(self, length: int) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        """(``"0.key"``, the first ``length`` rows of that buffer, [heads, length, head dim])."""
+        for name, array in self._rows.arrays():
+            yield name, array[0, :, :length]
+
     def _bind(self, session: ort.InferenceSession) -> None:
-        manifest, capacity = self._manifest, self._info.context_length
+        manifest = self._manifest
+        kv_type = KV_TYPES[_types(session.get_inputs())["past.0.key"]]
+        self._rows = KvBuffers(
+            manifest.layers,
+            manifest.kv_heads,
+            self._capacity,
+            manifest.head_dim,
+            kv_type,
+        )
         self._binding = session.io_binding()
         self._ids = np.zeros((1, CHUNK), dtype=np.int64)
         self._last_index = np.zeros(1, dtype=np.int32)
@@ -139,13 +207,10 @@ class OnnxDrafter:
         self._bind_input("seqlens_k", self._last_index)
         self._bind_input("total_sequence_length", self._length)
         self._binding.bind_ortvalue_output("logits", self._borrow(self._logits))
-        kv_type = _KV_TYPES[_types(session.get_inputs())["past.0.key"]]
-        shape = (1, manifest.kv_heads, capacity, manifest.head_dim)
-        for layer in range(manifest.layers):
-            for part in ("key", "value"):
-                value = self._borrow(np.zeros(shape, dtype=kv_type))
-                self._binding.bind_ortvalue_input(f"past.{layer}.{part}", value)
-                self._binding.bind_ortvalue_output(f"present.{layer}.{part}", value)
+        for name, array in self._rows.arrays():
+            value = self._borrow(array)
+            self._binding.bind_ortvalue_input(f"past.{name}", value)
+            self._binding.bind_ortvalue_output(f"present.{name}", value)
 
     def _borrow(self, array: NDArray[np.generic]) -> ort.OrtValue:
         value = ort.OrtValue.ortvalue_from_numpy(array)
@@ -169,8 +234,15 @@ class OnnxDrafter:
         length = cached_length + count
         self._last_index[0] = length - 1
         self._length[()] = length
+        self._rows.touch(length)
         self._session.run_with_iobinding(self._binding)
-        self._touched_length = max(self._touched_length, length)
+        self._window.held = length
+
+
+def runtime_version() -> tuple[int, int]:
+    """Of the onnxruntime in use: (major, minor)."""
+    major, minor, *_ = str(ort.__version__).split(".")
+    return int(major), int(minor)
 
 
 def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
@@ -245,8 +317,8 @@ def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftM
             f" {manifest.kv_heads} of {manifest.head_dim}"
         )
     kv_type = _types(session.get_inputs())["past.0.key"]
-    if kv_type not in _KV_TYPES:
-        raise DraftModelError(f"{path}: keys are {kv_type}, not one of {sorted(_KV_TYPES)}")
+    if kv_type not in KV_TYPES:
+        raise DraftModelError(f"{path}: keys are {kv_type}, not one of {sorted(KV_TYPES)}")
 
 
 def _types(nodes: Sequence[ort.NodeArg]) -> Mapping[str, str]:

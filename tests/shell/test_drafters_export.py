@@ -66,7 +66,7 @@ VARIANTS = {
 }
 
 
-def export(source: Path, bits: int, **options: int) -> Path:
+def export(source: Path, bits: int, **options: Any) -> Path:
     target = source.parent / f"{source.name}-{bits}-{'-'.join(map(str, options.values()))}"
     export_draft(source, target, model_info(source), bits=bits, **options)
     return target

@@ -1,0 +1,287 @@
+"""The memory of a device's process: predicted against measured, and held against budgets.
+
+    python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
+    python benchmarks/memory.py budget [--large]    chats of 40 turns below a budget
+    python benchmarks/memory.py plain [--large]     against a plain float32 whole-context cache
+
+Every row is a fresh process (``memory_device.py``) that chats over gRPC with a verifier in this
+one, whose text is made of random tokens. Drafts have random weights in real models' shapes
+(``random_draft.py``); ``--large`` adds those of Qwen3-0.6B, which take a gigabyte and minutes.
+Times of different rows are taken in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from random_draft import SHAPES
+
+from edgespec.benchmark.report import machine, versions
+from edgespec.core.device.memory_size import MIB, parse_budget
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.transport.grpc_server import GrpcServer
+from edgespec.transport.wire_limits import WireLimits
+from edgespec.verifier.daemon import Verifier
+
+HERE = Path(__file__).parent
+CONTEXT = 8192
+# A hard limit counts the stacks of a process's threads whether they are used or not.
+SMALL_STACKS = ("sh", "-c", 'ulimit -S -s 1024; exec "$0" "$@"')
+
+
+class RandomText:
+    """A target whose token at each position is a hash of it, whatever came before."""
+
+    def __init__(self, name: str) -> None:
+        size = SHAPES[name][6]
+        self._info = ModelInfo(name, f"random-{name}", size, CONTEXT)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return None
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        pass
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        return [self._run(request) for request in batch]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        pass
+
+    def close(self, key: str) -> None:
+        pass
+
+    def _run(self, request: PassRequest) -> PassResult:
+        if not request.sample:
+            return PassResult(request.key, ())
+        root = request.cache_length + len(request.feed)
+        positions = [root]
+        for parent in request.parents:
+            positions.append(positions[1 + parent] + 1 if parent >= 0 else root + 1)
+        tokens = [
+            1 + (position * 2654435761 >> 7) % (self._info.vocabulary_size - 1)
+            for position in positions
+        ]
+        return PassResult(request.key, tuple(tokens))
+
+
+@dataclass
+class Case:
+    shape: str
+    bits: int
+    kv_type: str = "float32"
+    context: int = 4096
+    job: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return f"{self.shape}-{self.bits}-{self.kv_type}-{self.context}"
+
+
+async def measured(case: Case, root: Path) -> dict[str, Any]:
+    """What one fresh device process tells of itself."""
+    folder = root / case.folder
+    if not (folder / "edgespec.json").exists():
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
+            " from random_draft import make_draft; from edgespec.core.device.kv_type import KvType;"
+            " make_draft(Path(sys.argv[2]), sys.argv[3], bits=int(sys.argv[4]),"
+            " context_length=int(sys.argv[5]), kv_type=KvType(sys.argv[6]))"
+        )
+        arguments = (str(HERE), str(folder), case.shape, str(case.bits), str(case.context))
+        maker = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, *arguments, case.kv_type
+        )
+        assert await maker.wait() == 0
+    address = f"unix:{root}/verifier-{os.getpid()}"
+    verifier = Verifier(RandomText(case.shape), Limits(context_length=CONTEXT), EngineLimits())
+    server = GrpcServer(
+        address, verifier.serve, lambda: verifier.info, limits=WireLimits.for_context(CONTEXT)
+    )
+    await server.start()
+    job = {"folder": str(folder), "verifier": address, "threads": 1, "width": 2} | case.job
+    job = {"turns": 4, "prompt": 200, "tokens": 40} | job
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *SMALL_STACKS,
+            sys.executable,
+            str(HERE / "memory_device.py"),
+            json.dumps(job),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await child.communicate()
+    finally:
+        await server.stop(0.0)
+        await verifier.stop()
+    if child.returncode:
+        raise SystemExit(f"{case}: the device ended with {child.returncode}")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def case(shape: str, bits: int, kv_type: str, window: int, width: int = 2, chunk: int = 64) -> Case:
+    """The whole window is filled; then comes a short chat."""
+    job = {
+        "window": window,
+        "width": width,
+        "chunk": chunk,
+        "threads": 1,
+        "fill": window,
+        "turns": 2,
+        "prompt": 100,
+        "tokens": 20,
+    }
+    return Case(shape, bits, kv_type, job=job)
+
+
+PREDICTED = [
+    case("1M", 4, "float32", 1024),
+    case("1M", 8, "float16", 2048, width=4),
+    case("5M", 4, "float32", 4096),
+    case("5M", 32, "float32", 512, width=1),
+    case("25M", 4, "float32", 1024),
+    case("25M", 8, "float16", 2048),
+    case("25M", 32, "float32", 512, width=1),
+    case("135M", 4, "float32", 256, width=1),
+    case("135M", 4, "float32", 1536),
+    case("135M", 4, "float16", 1536),
+    case("135M", 4, "int8", 1536, width=4),
+    case("135M", 8, "float32", 768),
+    case("135M", 8, "int8", 1024, chunk=16),
+    case("135M", 32, "float32", 512),
+]
+LARGE = [
+    case("0.6B", 4, "float32", 512),
+    case("0.6B", 4, "int8", 1024),
+    case("0.6B", 4, "float16", 512, width=1),
+]
+
+
+async def predict(large: bool, root: Path) -> None:
+    print("| shape | bits | KV | window | width | chunk | predicted MiB | measured MiB | error |")
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    errors = []
+    for one in LARGE if large else PREDICTED:
+        found = await measured(one, root)
+        expected, peak = sum(found["terms"].values()), found["peak"]
+        errors.append(expected / peak - 1.0)
+        job = one.job
+        print(
+            f"| {one.shape} | {one.bits} | {one.kv_type} | {job['window']} | {job['width']} |"
+            f" {job['chunk']} | {expected / MIB:.1f} | {peak / MIB:.1f} | {errors[-1]:+.1%} |",
+            flush=True,
+        )
+        if os.environ.get("EDGESPEC_TERMS"):
+            told = {name: round(size / MIB, 1) for name, size in found["terms"].items()}
+            print(told, round(found["loaded"] / MIB, 1), round(found["closed"] / MIB, 1))
+    print(
+        f"\nerror of the prediction: median {statistics.median(map(abs, errors)):.1%},"
+        f" from {min(errors):+.1%} to {max(errors):+.1%}"
+    )
+
+
+def chat(shape: str, kv_type: str, budget: str, *, hard: bool = False) -> Case:
+    """40 turns, each of which adds 72 tokens."""
+    job = {"budget": budget, "hard": hard, "turns": 40, "prompt": 60, "tokens": 12}
+    return Case(shape, 4, kv_type, job=job)
+
+
+CHATS = [
+    chat("1M", "float32", "118MiB"),
+    chat("25M", "float32", "140MiB", hard=True),
+    chat("135M", "float32", "275MiB"),
+    chat("135M", "int8", "260MiB", hard=True),
+]
+LARGE_CHATS = [chat("0.6B", "int8", "860MiB", hard=True)]
+
+
+async def budget(large: bool, root: Path) -> None:
+    print("| shape | KV | budget | hard limit | peak MiB | below it | tokens | what was planned |")
+    print("| --- | --- | ---: | --- | ---: | ---: | ---: | --- |")
+    over = 0
+    for one in LARGE_CHATS if large else CHATS:
+        found = await measured(one, root)
+        most = parse_budget(one.job["budget"]).bytes or 0
+        over += found["peak"] > most
+        told = found["told"][-1].partition(":")[2].partition("(")[0].strip()
+        print(
+            f"| {one.shape} | {one.kv_type} | {one.job['budget']} |"
+            f" {'yes' if one.job['hard'] else 'no'} | {found['peak'] / MIB:.1f} |"
+            f" {1 - found['peak'] / most:.1%} | {found['tokens']} | {told} |",
+            flush=True,
+        )
+    print(f"\n{over} above the budget")
+
+
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32, plain": ("float32", {"plain": True}),
+    "float32": ("float32", {}),
+    "float16": ("float16", {}),
+    "int8": ("int8", {}),
+    "int8, window 512": ("int8", {"window": 512}),
+}
+ROUNDS = 2
+
+
+async def plain(large: bool, root: Path) -> None:
+    """The same chat on each arm, in turns: 2 turns to a text of 1120 tokens."""
+    shape = "0.6B" if large else "135M"
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    for _ in range(1 if large else ROUNDS):
+        for name, (kv_type, changes) in ARMS.items():
+            job = {"turns": 2, "prompt": 500, "tokens": 60, "threads": 2 if large else 1}
+            seen[name].append(await measured(Case(shape, 4, kv_type, job=job | changes), root))
+
+    def middle(name: str, of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median([of(one) for one in seen[name]])
+
+    print(f"{shape}, 4 bits, context 4096; generation memory: beyond what stands after loading")
+    print("| cache | generation MiB | of plain | ms a step | of plain | tokens/s | of plain |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    columns: list[Callable[[dict[str, Any]], float]] = [
+        lambda one: (one["busiest"] - one["loaded"]) / MIB,
+        lambda one: one["step_ms"],
+        lambda one: one["tokens"] / one["seconds"],
+    ]
+    first = next(iter(ARMS))
+    for name in ARMS:
+        row = [(middle(name, of), middle(name, of) / middle(first, of)) for of in columns]
+        print(f"| {name} | " + " | ".join(f"{x:.1f} | {share:.0%}" for x, share in row) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("predict", "budget", "plain"))
+    parser.add_argument("--large", action="store_true", help="0.6B shapes, minutes and gigabytes")
+    parser.add_argument("--drafts", type=Path, help="keep the drafts here (default: nowhere)")
+    options = parser.parse_args()
+    print(machine(), versions())
+    with tempfile.TemporaryDirectory() as name:
+        root = options.drafts or Path(name)
+        root.mkdir(parents=True, exist_ok=True)
+        work = {"predict": predict, "budget": budget, "plain": plain}[options.what]
+        asyncio.run(work(options.large, root))
+
+
+if __name__ == "__main__":
+    main()

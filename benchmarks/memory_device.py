@@ -1,0 +1,189 @@
+"""One device process for ``memory.py``: load a draft, chat with a verifier, tell what it took.
+
+    python benchmarks/memory_device.py '{"folder": ..., "verifier": "unix:...", ...}'
+
+Prints one JSON object. The process holds what an agent of the command line holds: the same
+imports, gRPC, an event loop, the drafter behind an ``Agent``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnxruntime  # noqa: F401 # counted with the runtime
+import psutil
+from numpy.typing import NDArray
+
+import edgespec.cli.main  # noqa: F401 # counted with the runtime
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.compose import build_policy, connect
+from edgespec.config import DraftSection
+from edgespec.core.device.memory_model import DraftSettings, memory_terms
+from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.draft_memory import exported_variant, planned_drafter, without_tokenizer
+from edgespec.drafters import kv_buffers, onnx_drafter
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.models.folders import read_config
+from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, Transport, never_cancelled
+from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+
+STACKS_BYTES = 24 << 20
+
+
+class PlainBuffers(kv_buffers.KvBuffers):
+    """The cache before there was a budget: numpy arrays for the whole context."""
+
+    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        for index in range(len(self._maps)):
+            name = f"{index // 2}.{kv_buffers.PARTS[index % 2]}"
+            yield name, np.zeros(self._shape, dtype=np.float32)
+
+    def shrink(self, length: int) -> None:
+        pass
+
+
+class Timed:
+    """``inner``, with the times of its usual steps."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+        self.step_s: list[float] = []
+        self.busiest = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self.inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        started_at = time.perf_counter()
+        found = self.inner.step(keep_length, feed, width, cancelled)
+        if len(feed) <= 2:
+            self.step_s.append(time.perf_counter() - started_at)
+        self.busiest = max(self.busiest, resident_bytes())
+        return found
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
+    folder = Path(job["folder"])
+    if budget := job.get("budget"):
+        draft = DraftSection(model=str(folder), memory_budget=budget)
+        return planned_drafter(draft, job["width"], told.append)
+    window = job.get("window", 0)
+    with mock.patch.object(
+        onnx_drafter, "KvBuffers", PlainBuffers if job.get("plain") else kv_buffers.KvBuffers
+    ):
+        drafter = OnnxDrafter(
+            folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64)
+        )
+    if window:
+        drafter.restrict(window, job["width"])
+    return drafter
+
+
+async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> int:
+    """A conversation whose every prompt is all that was said before; the tokens generated."""
+    rng = np.random.default_rng(1)
+    agent = Agent(
+        transport,
+        drafter,
+        lambda text: [],
+        None,  # type: ignore[arg-type] # replaced below: no text is wanted
+        AgentOptions(policy=build_policy(width=job["width"]), run_ahead=RunAhead.NEVER),
+    )
+    agent._decoder = lambda prompt: _NoText()
+    history: list[int] = []
+    made = 0
+    try:
+        for turn in range(job["turns"]):
+            new = rng.integers(1, drafter.info.vocabulary_size, job["prompt"])
+            history += [int(token) for token in new]
+            sampling = SamplingParams(temperature=0.7, seed=turn, max_tokens=job["tokens"])
+            async for chunk in agent.generate(history, sampling):
+                history += chunk.tokens
+                made += len(chunk.tokens)
+    finally:
+        await agent.close()
+    return made
+
+
+class _NoText:
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
+    folder = Path(job["folder"])
+    (variant,) = without_tokenizer((exported_variant(folder, read_config(folder)),))
+    settings = DraftSettings(
+        job.get("window") or variant.context_length,
+        job["width"],
+        job.get("chunk", 64),
+        job["threads"],
+    )
+    return {term.name: term.bytes for term in memory_terms(variant, settings, runtime)}
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    transport = connect(job["verifier"])  # before the draft, as in an agent
+    runtime = resident_bytes()
+    told: list[str] = []
+    if "budget" in job and job.get("hard"):
+        # What is written to may grow by the rest of the budget and some stacks, and no further.
+        most = psutil.Process().memory_info().data
+        most += parse_budget(job["budget"]).resolve(machine_memory()) - runtime + STACKS_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    timed = Timed(make_drafter(job, told))
+    loaded = resident_bytes()
+    if fill := job.get("fill"):  # the whole window, whatever the chat comes to
+        timed.begin(1, SamplingParams(temperature=0.7))
+        timed.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
+    started_at = time.perf_counter()
+    made = asyncio.run(chat(job, timed, transport))
+    steps = timed.step_s[5:] or [0.0]
+    result = {
+        "runtime": runtime,
+        "loaded": loaded,
+        "peak": peak_bytes(),
+        "busiest": timed.busiest,
+        "closed": resident_bytes(),
+        "tokens": made,
+        "seconds": time.perf_counter() - started_at,
+        "steps": len(timed.step_s),
+        "step_ms": statistics.median(steps) * 1e3,
+        "told": told,
+    }
+    if not job.get("budget"):
+        result["terms"] = predicted(job, runtime)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

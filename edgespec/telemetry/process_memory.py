@@ -1,0 +1,105 @@
+"""What this process holds of memory, and what the machine and its limits leave to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from edgespec.core.device.memory_size import MachineMemory
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_OWN_GROUPS: Final = Path("/proc/self/cgroup")
+_STATUS: Final = Path("/proc/self/status")
+# Beyond this a limit of a control group means none: version 1 writes the largest page count.
+_NO_LIMIT: Final = 1 << 60
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    resident: int = psutil.Process().memory_info().rss
+    return resident
+
+
+def peak_bytes() -> int | None:
+    """The most that this process ever had resident; None where the system does not tell."""
+    try:
+        for line in _STATUS.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def machine_memory(cgroup: Path = _CGROUP, own_groups: Path = _OWN_GROUPS) -> MachineMemory:
+    """Free memory, the control group's limits (versions 1 and 2, its parents' too) and the
+    process's own (``RLIMIT_AS``, ``RLIMIT_DATA``)."""
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for limit, used in _group_limits(cgroup, own_groups):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    for limit, used in _process_limits():
+        available = min(available, max(0, limit - used))
+    return MachineMemory(total, available, resident_bytes())
+
+
+def _group_limits(cgroup: Path, own_groups: Path) -> list[tuple[int, int]]:
+    """(limit, used) of the control groups this process is in and of those above them."""
+    try:
+        lines = own_groups.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            root, limit_name, used_name = cgroup, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root = cgroup / "memory"
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # In a container the group's own path may not be visible, but its root is the group then.
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            limit, used = _number(place / limit_name), _number(place / used_name)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                found.append((limit, max(0, used - _reclaimable(place))))
+            if place == root:
+                break
+    return found
+
+
+def _reclaimable(group: Path) -> int:
+    """Of a group's memory, cached files that it can drop."""
+    try:
+        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """None also for the word ``max``."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _process_limits() -> list[tuple[int, int]]:
+    process = psutil.Process()
+    if not hasattr(process, "rlimit"):
+        return []
+    memory = process.memory_info()
+    found = []
+    for name, used in (("RLIMIT_AS", memory.vms), ("RLIMIT_DATA", getattr(memory, "data", 0))):
+        limit = process.rlimit(getattr(psutil, name))[0]
+        if limit != psutil.RLIM_INFINITY:
+            found.append((int(limit), int(used)))
+    return found

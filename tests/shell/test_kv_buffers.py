@@ -1,0 +1,250 @@
+"""The cache that grows, slides and is given back.
+
+Oracles: a drafter whose cache is plain zeroed arrays for the whole context, as it was before; a
+fresh drafter that is fed the window's tokens alone; the system's own count of resident pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.core.device.kv_type import KvType
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters import kv_buffers, onnx_drafter
+from edgespec.drafters.draft_window import DraftWindow
+from edgespec.drafters.export import export_draft
+from edgespec.drafters.kv_buffers import KvBuffers, block_tokens
+from edgespec.drafters.manifest import DraftModelError, read_manifest
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.models.folders import model_info
+from edgespec.ports import StepCancelledError
+from edgespec.telemetry.process_memory import resident_bytes
+from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
+
+MIB = 1 << 20
+GREEDY = SamplingParams()
+gives_back = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_DONTNEED"), reason="this system takes no pages back from a mapping"
+)
+
+
+class PlainBuffers(KvBuffers):
+    """As the cache was before."""
+
+    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        for name, array in super().arrays():
+            yield name, np.zeros(array.shape, dtype=array.dtype)
+
+    def shrink(self, length: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[KvType, Path]:
+    """A context that is no multiple of a block, with two heads of 16."""
+    root = tmp_path_factory.mktemp("drafts")
+    source = write_checkpoint(root / "source", tiny_config(max_position_embeddings=250))
+    found = {}
+    for kv_type in KvType:
+        found[kv_type] = root / kv_type.value
+        export_draft(source, found[kv_type], model_info(source), bits=8, kv_type=kv_type)
+    return found
+
+
+def random_steps(seed: int, count: int, context: int) -> Iterator[tuple[int, list[int]]]:
+    """(tokens kept, tokens fed): commits, rollbacks to anywhere, long feeds."""
+    dice = random.Random(seed)
+    length = 0
+    for _ in range(count):
+        keep = length if dice.random() < 0.6 else dice.randint(0, length)
+        most = min(context - keep, 90 if dice.random() < 0.2 else 3)
+        if most < 1:
+            keep, most = dice.randint(0, context // 2), 3
+        feed = [dice.randrange(VOCABULARY_SIZE) for _ in range(dice.randint(1, most))]
+        yield keep, feed
+        length = keep + len(feed)
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_tokens_are_those_of_a_plain_cache(
+    kv_type: KvType, drafts: dict[KvType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = OnnxDrafter(drafts[kv_type])
+    monkeypatch.setattr(onnx_drafter, "KvBuffers", PlainBuffers)
+    plain = OnnxDrafter(drafts[kv_type])
+    for drafter in (grown, plain):
+        drafter.begin(10, GREEDY)
+    for keep, feed in random_steps(3, 60, 250):
+        assert grown.step(keep, feed, 3) == plain.step(keep, feed, 3)
+        np.testing.assert_array_equal(grown.logits, plain.logits)
+    grown.close()
+    plain.close()
+
+
+def test_a_window_that_slides_is_a_fresh_draft_of_its_last_tokens(
+    drafts: dict[KvType, Path],
+) -> None:
+    folder = drafts[KvType.FLOAT32]
+    sliding, text = OnnxDrafter(folder, window=64), list[int]()
+    assert sliding.info.context_length > 250
+    sliding.begin(10, GREEDY)
+    window, fresh = DraftWindow(64), OnnxDrafter(folder)
+    for keep, feed in random_steps(5, 50, 1000):
+        sliding.step(keep, feed, 2)
+        text[keep:] = feed
+        window.place(keep, len(text))
+        window.held = len(text) - window.first
+        assert len(text) - window.first <= 64
+        fresh.begin(1, GREEDY)
+        fresh.step(0, text[window.first :], 2)
+        np.testing.assert_allclose(sliding.logits, fresh.logits, atol=2e-2)
+    assert sliding.held_tokens <= 64
+    sliding.close()
+    fresh.close()
+
+
+def test_an_interrupted_slide_is_made_up_for(drafts: dict[KvType, Path]) -> None:
+    """The step that slides is cancelled after its first chunk; the next feeds what is missing."""
+    folder = drafts[KvType.FLOAT32]
+    drafter, fresh = OnnxDrafter(folder, window=80, chunk=16), OnnxDrafter(folder)
+    text = [int(token) for token in np.random.default_rng(0).integers(1, VOCABULARY_SIZE, 81)]
+    drafter.begin(10, GREEDY)
+    drafter.step(0, text[:80], 1)
+    asked = iter([False, True])
+    with pytest.raises(StepCancelledError):
+        drafter.step(80, text[80:], 1, lambda: next(asked))
+    drafter.step(80, text[80:], 1)
+    fresh.begin(1, GREEDY)
+    fresh.step(0, text[-40:], 1)
+    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
+    drafter.close()
+    fresh.close()
+
+
+def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(
+    drafts: dict[KvType, Path],
+) -> None:
+    drafter, fresh = (
+        OnnxDrafter(drafts[KvType.FLOAT32], window=128),
+        OnnxDrafter(drafts[KvType.FLOAT32]),
+    )
+    text = [int(token) for token in np.random.default_rng(1).integers(1, VOCABULARY_SIZE, 140)]
+    drafter.begin(10, GREEDY)
+    assert len(drafter.step(0, text[:120], 4)) == 4
+    drafter.restrict(64, 2)
+    assert drafter.held_tokens == 64
+    assert len(drafter.step(120, text[120:121], 4)) == 2
+    assert drafter.held_tokens <= 64
+    fresh.begin(1, GREEDY)
+    fresh.step(0, text[121 - 32 : 121], 1)
+    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
+    drafter.restrict(0, 0)
+    assert drafter.step(121, text[121:130], 4) == ()
+    assert drafter.held_tokens == 0
+    assert drafter.growth_bytes(500) == 0
+    drafter.restrict(128, 4)
+    assert drafter.growth_bytes(500) == 128 * drafter.manifest.kv_bytes_per_token
+    assert len(drafter.step(130, text[130:], 4)) == 4  # 140 tokens: the last 64
+    fresh.begin(1, GREEDY)
+    fresh.step(0, text[140 - 64 :], 1)
+    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
+    with pytest.raises(ValueError, match="window is 129"):
+        drafter.restrict(129, 1)
+    drafter.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize("kv_type", [KvType.FLOAT16, KvType.INT8])
+def test_coarser_numbers_change_logits_little(kv_type: KvType, drafts: dict[KvType, Path]) -> None:
+    rows = {}
+    for kind in (KvType.FLOAT32, kv_type):
+        drafter = OnnxDrafter(drafts[kind])
+        drafter.begin(10, GREEDY)
+        found = []
+        for keep, feed in random_steps(9, 30, 250):
+            drafter.step(keep, feed, 1)
+            found.append(drafter.logits[:VOCABULARY_SIZE].copy())
+        rows[kind] = np.stack(found)
+        drafter.close()
+    expected, got = rows[KvType.FLOAT32], rows[kv_type]
+    error = float(np.sqrt(np.mean((got - expected) ** 2)) / expected.std())
+    assert 0.0 < error < (0.05 if kv_type is KvType.FLOAT16 else 0.15)
+    manifest = read_manifest(drafts[kv_type])
+    assert manifest.kv_bytes_per_token == 2 * 2 * 2 * 16 * kv_type.bytes
+
+
+def test_an_unknown_type_in_a_manifest_is_refused(
+    drafts: dict[KvType, Path], tmp_path: Path
+) -> None:
+    text = (drafts[KvType.INT8] / "edgespec.json").read_text()
+    (tmp_path / "edgespec.json").write_text(text.replace("int8", "int3"))
+    with pytest.raises(DraftModelError, match="kv_type is 'int3'"):
+        read_manifest(tmp_path)
+
+
+# --- what the system counts -----------------------------------------------------------------
+
+
+def test_blocks_fill_whole_pages() -> None:
+    page = mmap.PAGESIZE
+    assert block_tokens(page) == 1
+    assert block_tokens(page // 8) == 8
+    for row in (24, 96, 160, 1024):
+        assert block_tokens(row) * row % page == 0
+    buffers = KvBuffers(3, 4, 100, 128, KvType.FLOAT32)
+    assert buffers.capacity % block_tokens(512) == 0
+    buffers.touch(100)
+    assert buffers.bytes_per_token == 6 * 4 * 512
+    assert buffers.resident_bytes == 24 * buffers.capacity * 512
+    buffers.close()
+
+
+@gives_back
+def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
+    """1 GiB of address space; of each head 8 MiB, which large pages would fill at the first row."""
+    buffers = KvBuffers(8, 8, 16_384, 128, KvType.FLOAT32)
+    arrays = [array for _, array in buffers.arrays()]
+    before = resident_bytes()
+
+    def write(length: int) -> None:
+        buffers.touch(length)
+        for array in arrays:
+            array[:, :, :length] = 1
+
+    write(8)
+    assert resident_bytes() - before < 4 * MIB
+    write(1024)
+    grown = resident_bytes() - before
+    assert 60 * MIB < grown < 68 * MIB
+    assert abs(grown - buffers.resident_bytes) < 4 * MIB
+    buffers.shrink(128)
+    assert resident_bytes() - before < 12 * MIB
+    assert buffers.touched_length == 128
+    assert all((array[:, :, :128] == 1).all() for array in arrays)
+    assert all((array[:, :, 128:1024] == 0).all() for array in arrays)
+    buffers.shrink(128)
+    arrays.clear()
+    buffers.close()
+    assert resident_bytes() - before < 3 * MIB
+
+
+def test_no_address_space_is_a_memory_error_with_the_size() -> None:
+    with pytest.raises((MemoryError, OverflowError), match=r"2 key and value buffers|too large"):
+        KvBuffers(1, 1 << 20, 1 << 26, 1 << 12, KvType.FLOAT32)
+
+
+def test_a_closed_drafter_gives_its_rows_back(drafts: dict[KvType, Path]) -> None:
+    drafter = OnnxDrafter(drafts[KvType.FLOAT32])
+    drafter.begin(1, GREEDY)
+    drafter.step(0, [1] * 100, 1)
+    assert drafter.held_tokens == 100
+    drafter.close()
+    assert drafter.held_tokens == 0
+    kv_buffers.give_back()

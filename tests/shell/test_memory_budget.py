@@ -1,0 +1,327 @@
+"""A budget from the option to the guarded draft.
+
+Oracles: the text of the same generation without a budget; a scripted account of what the process
+holds; files that look like a control group's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.compose import BUNDLED, build_agent, load_drafter
+from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
+from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory_guard import MemoryGuard, Observation, Restriction
+from edgespec.core.device.memory_plan import MemoryPlanError
+from edgespec.core.device.memory_size import MIB
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.draft_memory import exported_variant, known_drafts, source_variant, variants_of
+from edgespec.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.models.folders import Role, model_info, read_config, resolve_model
+from edgespec.ports import PassRequest, PassResult
+from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+from tests.shell.live_verifier import serving
+
+PROMPT = list(range(5, 45))
+
+
+class HashedText:
+    """A target with the bundled draft's vocabulary, whose token is a hash of its position."""
+
+    info = replace(
+        model_info(resolve_model(BUNDLED, Role.DRAFT)), name="hashed", context_length=2048
+    )
+    cache = None
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        pass
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        return [self._run(request) for request in batch]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        pass
+
+    def close(self, key: str) -> None:
+        pass
+
+    def _run(self, request: PassRequest) -> PassResult:
+        if not request.sample:
+            return PassResult(request.key, ())
+        root = request.cache_length + len(request.feed)
+        positions = [root]
+        for parent in request.parents:
+            positions.append((positions[1 + parent] if parent >= 0 else root) + 1)
+        return PassResult(request.key, tuple(1 + at * 7919 % 4000 for at in positions))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+# --- the command line -----------------------------------------------------------------------
+
+
+def test_plan_memory_prints_terms_whose_sum_is_the_peak() -> None:
+    result = call("plan", "memory", "--memory-budget", "4GiB")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = re.findall(r"^(\w[\w ,:]*?)  +(\d+\.\d)", result.stdout, re.MULTILINE)
+    found = {name: float(number) for name, number in rows}
+    total = found.pop("sum: the peak")
+    assert found.pop("budget") == 4096.0
+    assert found.pop("kept free") == 204.8
+    assert len(found) == 10
+    assert abs(sum(found.values()) - total) < 0.6  # each is rounded
+    assert "take: edgespec-draft, 4 bits, float32" in result.stdout
+    assert "traded: nothing" in result.stdout
+    assert "100 MiB more would buy nothing" in result.stdout
+
+
+def test_plan_memory_as_json_says_the_same() -> None:
+    result = call("plan", "memory", "--memory-budget", "4GiB", "--width", "1", "--json")
+    found = json.loads(result.stdout)
+    assert found["predicted_bytes"] == sum(found["terms"].values())
+    assert found["predicted_bytes"] + found["margin_bytes"] <= found["budget_bytes"] == 4096 * MIB
+    assert found["width"] == 1
+    assert found["terms"]["keys and values"] > 0
+
+
+@pytest.mark.parametrize("command", [("plan", "memory"), ("generate", "a prompt"), ("chat",)])
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        ("12x", "unknown unit 'x'"),
+        ("0", "it lacks a unit"),
+        ("600", "it lacks a unit"),
+        ("200%", "a share must be in (0%, 100%]"),
+        ("much", "must be a size such as 600MiB"),
+    ],
+)
+def test_a_bad_size_is_one_clear_line(command: tuple[str, ...], size: str, why: str) -> None:
+    result = call(*command, "--memory-budget", size)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert repr(size) in result.stderr
+    assert why in result.stderr
+
+
+def test_a_budget_that_is_too_small_names_the_smallest() -> None:
+    refused = call("plan", "memory", "--memory-budget", "10MiB")
+    assert refused.exit_code == 1
+    needed = re.search(r"needs at least (\d+\.\d) MiB", refused.stderr)
+    assert needed is not None
+    enough = f"{float(needed[1]) + 12:.0f}MiB"  # what the process holds varies
+    assert call("plan", "memory", "--memory-budget", enough).exit_code == 0
+
+
+def test_the_configuration_holds_a_budget(tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text("draft: {memory_budget: 25%, kv_type: int8, window: 256}\n")
+    draft = load_config(AgentConfig, path).draft
+    assert (draft.memory_budget, draft.kv_type, draft.window) == ("25%", KvType.INT8, 256)
+    path.write_text("draft: {memory_budget: 0%}\n")
+    with pytest.raises(ConfigError, match=r"agent\.yaml: draft\.memory budget is '0%'"):
+        load_config(AgentConfig, path)
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
+    """The bundled draft from its config.json alone, against its exported folder."""
+    folder = resolve_model(BUNDLED, Role.DRAFT)
+    config = read_config(folder)
+    real, guessed = exported_variant(folder, config), source_variant("x", config, 4, KvType.FLOAT32)
+    assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
+    assert abs(guessed.stored_bytes / real.stored_bytes - 1) < 0.05
+    assert guessed.table_bytes == real.table_bytes
+    assert real.inline
+    assert {variant.name for variant in known_drafts()} == {"SmolLM2-135M", "Qwen3-0.6B"}
+    (only,) = variants_of(DraftSection())
+    assert only == real
+
+
+def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() -> None:
+    config = AgentConfig(draft=DraftSection(memory_budget="10MiB"))
+    with pytest.raises(MemoryPlanError, match="needs at least"):
+        load_drafter(config)
+
+
+async def test_a_text_does_not_depend_on_the_budget() -> None:
+    """The bundled draft below a budget, at a window shorter than the text, against no draft."""
+    texts, told, stats = {}, list[str](), None
+    async with serving(HashedText()) as (address, _):
+        for name, draft in (
+            ("none", DraftSection(model="none")),
+            ("budget", DraftSection(memory_budget="auto", window=128)),
+        ):
+            policy = PolicySection(run_ahead=RunAhead.NEVER)
+            config = AgentConfig(verifier=address, draft=draft, policy=policy)
+            agent = build_agent(config, say=told.append)
+            sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+            prompt = PROMPT * 4
+            found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
+            texts[name] = found
+            stats = agent.stats
+            await agent.close()
+    assert texts["none"] == [1 + at * 7919 % 4000 for at in range(160, 200)]
+    assert texts["budget"] == texts["none"]
+    assert stats is not None
+    assert stats.counters.steps > 0
+    assert stats.counters.draft_failure == ""
+    assert "window 128" in told[-1]
+
+
+# --- the guard at run time --------------------------------------------------------------------
+
+
+def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
+    drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=512)
+    full = Restriction(512, 4)
+    drafter.restrict(full.window, full.width)
+    per_token = drafter.manifest.kv_bytes_per_token
+    guard = MemoryGuard(200 * MIB, 5 * MIB, full, per_token)
+    return GuardedDrafter(drafter, drafter, guard, measure, clock)
+
+
+def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:
+    held, now = [100 * MIB], [0.0]
+    drafter = guarded(lambda: held[0], lambda: now[0])
+    drafter.begin(10, SamplingParams())
+    text = PROMPT * 10
+    widths = []
+    for index, megabytes in enumerate([100, 100, 250, 250, 250, 250, 100, *[100] * 200]):
+        held[0], now[0] = megabytes * MIB, index * 1.0
+        keep, feed = (0, text) if index == 0 else (len(text) - 1, text[-1:])
+        widths.append(len(drafter.step(keep, feed, 4)))
+    assert widths[:2] == [4, 4]
+    assert widths[2:6] == [4, 1, 0, 0]  # 64 rows, then one guess, then none
+    assert widths[-1] == 4
+    assert isinstance(drafter.inner, OnnxDrafter)
+    assert drafter.inner.held_tokens == 400
+    drafter.close()
+
+
+def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+
+    def fail() -> int:
+        now[0] += 2 * MEASURE_EVERY_S
+        raise OSError("no such file")
+
+    drafter = guarded(fail, lambda: now[0])
+    drafter.begin(10, SamplingParams())
+    with caplog.at_level(logging.WARNING):
+        for index in range(5):
+            assert len(drafter.step(index, [PROMPT[index]], 4)) == 4
+    assert len(caplog.records) == 1
+    assert "no such file" in caplog.text
+    drafter.close()
+
+
+def test_it_is_measured_now_and_then_only() -> None:
+    now, asked = [0.0], [0]
+
+    def measure() -> int:
+        asked[0] += 1
+        return 50 * MIB
+
+    drafter = guarded(measure, lambda: now[0])
+    drafter.begin(10, SamplingParams())
+    for index in range(40):
+        now[0] = index * MEASURE_EVERY_S / 10
+        drafter.step(index, [PROMPT[index]], 1)
+    assert asked[0] == 4
+    drafter.close()
+
+
+async def test_the_stream_goes_on_while_the_draft_rests() -> None:
+    """A governor that lets the draft rest from the start: the text is the target's all the same."""
+
+    class Rests:
+        def observe(self, seen: Observation, now: float) -> Restriction | None:
+            return Restriction(0, 0)
+
+    drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)
+    resting = GuardedDrafter(drafter, drafter, Rests(), resident_bytes, lambda: 0.0)
+    async with serving(HashedText()) as (address, _):
+        agent = build_agent(AgentConfig(verifier=address, draft=DraftSection(model="none")))
+        agent._drafter = resting
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        async with asyncio.timeout(60):
+            chunks = [chunk async for chunk in agent.generate(PROMPT, sampling)]
+        assert sum(len(chunk.tokens) for chunk in chunks) == 12
+        assert agent.stats is not None
+        assert agent.stats.counters.draft_failure == ""
+        assert agent.stats.counters.sent == 0
+        await agent.close()
+    assert drafter.held_tokens == 0
+
+
+# --- what the machine grants ------------------------------------------------------------------
+
+
+def group(root: Path, place: str, limit: str, used: int, *, version: int = 2) -> None:
+    folder = root / ("memory" if version == 1 else "") / place
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, value in zip(names, (limit, str(used)), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_control_group_counts(version: int, tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/a/b\n" if version == 2 else "9:cpu:/\n4:memory:/a/b\n")
+    free = machine_memory(tmp_path / "none", own)
+    no_limit = "max" if version == 2 else str((1 << 63) - 4096)
+    group(tmp_path, "", no_limit, 1 << 40, version=version)
+    group(tmp_path, "a", str(100 * MIB), 90 * MIB, version=version)
+    group(tmp_path, "a/b", str(300 * MIB), 10 * MIB, version=version)
+    found = machine_memory(tmp_path, own)
+    assert (found.total, found.available) == (100 * MIB, 10 * MIB)
+    assert free.available > 10 * MIB
+    # Cached files can be dropped.
+    folder = tmp_path / ("memory" if version == 1 else "") / "a"
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {40 * MIB}\n")
+    assert machine_memory(tmp_path, own).available == 50 * MIB
+
+
+def test_nonsense_in_a_control_group_is_no_limit(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("nonsense\n0::/a\n")
+    group(tmp_path, "a", "many", 5)
+    assert machine_memory(tmp_path, own).available > MIB
+    assert machine_memory(tmp_path, tmp_path / "missing").total > MIB
+
+
+def test_a_process_knows_what_it_holds() -> None:
+    peak = peak_bytes()
+    assert resident_bytes() > MIB
+    assert peak is None or peak >= resident_bytes() - 4 * MIB
+
+
+def test_toys_take_no_budget() -> None:
+    """A budget is about models: the toy is as it is."""
+    config = AgentConfig(draft=DraftSection(model="toy", memory_budget="1MiB"))
+    drafter = load_drafter(config)
+    assert isinstance(drafter, ToyDrafter)
