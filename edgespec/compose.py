@@ -38,6 +38,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.models.draft_sources import DraftSource, find_draft, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -242,7 +243,7 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     from edgespec.models.tokenizer import TextTokenizer
 
     # The bundled one is read from the draft's folder: a device may hold no other.
-    return TextTokenizer(resolve_model(reference, Role.DRAFT))
+    return TextTokenizer(resolve_texts(reference))
 
 
 def tokenizer_reference(config: AgentConfig) -> str:
@@ -255,7 +256,7 @@ def vocabulary_of(reference: str) -> str:
     """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return _toy_info().vocabulary
-    folder = resolve_model(reference, Role.DRAFT)
+    folder = resolve_texts(reference)
     if (folder / DRAFT_MANIFEST).is_file():
         return model_info(folder).vocabulary
     return vocabulary_fingerprint(folder / "tokenizer.json")
@@ -366,15 +367,32 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         reference = tokenizer_reference(config)
         if reference == TOY:
             return RandomDrafter(_toy_info())
-        return RandomDrafter(model_info(resolve_model(reference, Role.DRAFT)))
-    folder = _draft_folder(draft, say)
+        return RandomDrafter(model_info(resolve_texts(reference)))
+    source = find_draft(draft.model, draft.variant)
+    if source.graphs:
+        return _foreign(config, source, say)
+    folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.drafters.onnx_drafter import OnnxDrafter
     return OnnxDrafter(folder, threads=draft.threads, context_length=draft.context_length)
 
 
-def _draft_folder(draft: DraftSection, say: Say) -> Path:
-    folder = resolve_model(draft.model, Role.DRAFT)
+def _foreign(config: AgentConfig, source: DraftSource, say: Say) -> Drafter:
+    from edgespec.foreign_drafts import foreign_drafter
+
+    draft = config.draft
+    tokenizer = resolve_texts(config.tokenizer) if config.tokenizer not in ("", TOY) else None
+    with needs("onnxruntime", "edgespec[cpu]"):
+        return foreign_drafter(
+            source,
+            say,
+            tokenizer=tokenizer,
+            threads=draft.threads,
+            context_length=draft.context_length,
+        )
+
+
+def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
     if (folder / DRAFT_MANIFEST).is_file():
         model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
         return folder

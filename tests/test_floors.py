@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache access setup_error".split()
+    "export_cache foreign_drafts access setup_error".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -121,6 +121,11 @@ FLOORS = (
     ),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
     Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
+    Floor(
+        "edgespec.foreign_drafts",
+        (CORE, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
+        HEAVY,
+    ),
     # Keys and certificates, from files to running parts.
     Floor(
         "edgespec.access",

@@ -143,7 +143,17 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         envvar="EDGESPEC_DRAFT",
-        help="bundled, a folder, a Hub id; none: only stream; toy, random: for tests",
+        help="bundled, a folder, an .onnx file, a Hub id; none: only stream; toy, random: for "
+        "tests",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftVariant = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-variant",
+        metavar="NAME",
+        help="Of several ONNX graphs: q4, int8, fp16, ... (default: auto, the fastest here)",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -272,6 +282,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "log_level": "log_level",
     "log_format": "log_format",
     "draft": "draft.model",
+    "draft_variant": "draft.variant",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,
