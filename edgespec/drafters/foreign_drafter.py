@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.foreign_cache import InPlaceCache, KeyValueCache, ReslicedCache
-from edgespec.drafters.foreign_check import Behaviour, check_behaviour
+from edgespec.drafters.foreign_check import CHECKED_LENGTH, Behaviour, check_behaviour
 from edgespec.drafters.foreign_graph import ForeignGraph, HeadHint, Role, read_graph
 from edgespec.drafters.manifest import DraftModelError
 from edgespec.drafters.onnx_nodes import read_nodes
@@ -162,7 +162,7 @@ class ForeignDrafter:
 
     def _lay_out(self) -> None:
         """The arrays that inputs are slices of."""
-        length, roles = self._info.context_length, self._graph.roles
+        length, roles = max(self._info.context_length, CHECKED_LENGTH), self._graph.roles
         self._ids = np.zeros(PREFILL_CHUNK, dtype=roles[Role.IDS].dtype)
         mask = roles.get(Role.MASK)
         self._ones = np.ones(length if mask else 0, dtype=mask.dtype if mask else "int64")
@@ -206,8 +206,11 @@ class ForeignDrafter:
     # --- one run ----------------------------------------------------------------------------
 
     def _tried(self, keep_length: int, tokens: Sequence[int]) -> Row:
+        """Logits of every token that the graph gives them for, [rows, V]."""
         self._forward(keep_length, tokens)
-        return self._row.copy()
+        size = self._info.vocabulary_size
+        rows = len(tokens) if self._all_rows else 1
+        return self._output[: rows * size].reshape(rows, size).astype(np.float32)
 
     def _forward(self, cached: int, tokens: Sequence[int]) -> None:
         """Append ``tokens`` (1..PREFILL_CHUNK) behind ``cached`` rows; logits of the last one."""

@@ -172,14 +172,19 @@ def fetch(reference: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
             snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
         )
     except GatedRepoError as error:
-        reason = f"access must be granted on the Hub first ({error})"
+        reason = f"access must be granted on the Hub first ({one_line(error)})"
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        reason = f"the Hub has no such repository or revision ({error})"
+        reason = f"the Hub has no such repository or revision ({one_line(error)})"
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = f"it is not in the local cache and the Hub cannot be asked ({error})"
+        reason = f"it is not in the local cache and the Hub cannot be asked ({one_line(error)})"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error)
+        reason = one_line(error)
     raise ModelFolderError(f"model {reference!r} is no local folder, and {reason}{GIVE_A_FOLDER}")
+
+
+def one_line(error: Exception) -> str:
+    """What the Hub's library says, whose messages go over several lines."""
+    return " ".join(str(error).split())
 
 
 def _check_weights(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.models.folders import GIVE_A_FOLDER, ModelFolderError
+from edgespec.models.folders import GIVE_A_FOLDER, ModelFolderError, one_line
 
 
 def hub_files(reference: str) -> list[str]:
@@ -20,7 +20,7 @@ def hub_files(reference: str) -> list[str]:
         kind = type(error).__name__
         raise ModelFolderError(
             f"model {reference!r} is no local folder, and {ENDPOINT} does not list its files"
-            f" ({kind}: {error}){GIVE_A_FOLDER}"
+            f" ({kind}: {one_line(error)}){GIVE_A_FOLDER}"
         ) from error
 
 
