@@ -19,7 +19,6 @@ from edgespec.agent.text import TextDecoder
 from edgespec.config import (
     DEFAULT_PORT,
     AgentConfig,
-    DraftSection,
     LinkSection,
     PolicyName,
     PolicySection,
@@ -38,7 +37,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.models.draft_sources import DraftSource, find_draft, resolve_texts
+from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -368,38 +367,10 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         if reference == TOY:
             return RandomDrafter(_toy_info())
         return RandomDrafter(model_info(resolve_texts(reference)))
-    source = find_draft(draft.model, draft.variant)
-    if source.graphs:
-        return _foreign(config, source, say)
-    folder = _draft_folder(source.folder, draft, say)
-    with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.drafters.onnx_drafter import OnnxDrafter
-    return OnnxDrafter(folder, threads=draft.threads, context_length=draft.context_length)
+    from edgespec.model_drafter import model_drafter
 
-
-def _foreign(config: AgentConfig, source: DraftSource, say: Say) -> Drafter:
-    from edgespec.foreign_drafts import foreign_drafter
-
-    draft = config.draft
-    tokenizer = resolve_texts(config.tokenizer) if config.tokenizer not in ("", TOY) else None
-    with needs("onnxruntime", "edgespec[cpu]"):
-        return foreign_drafter(
-            source,
-            say,
-            tokenizer=tokenizer,
-            threads=draft.threads,
-            context_length=draft.context_length,
-        )
-
-
-def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
-    if (folder / DRAFT_MANIFEST).is_file():
-        model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
-        return folder
-    from edgespec.export_cache import exported
-
-    with needs("onnx", "edgespec[export]"):
-        return exported(folder, draft.bits, say)
+    tokenizer = "" if config.tokenizer == TOY else config.tokenizer
+    return model_drafter(draft, tokenizer, say)
 
 
 def _toy_info() -> ModelInfo:

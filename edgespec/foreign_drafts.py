@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,29 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.export_cache import cache_folder
 from edgespec.models.draft_sources import DraftSource
 from edgespec.models.foreign_info import read_foreign_info
+from edgespec.ports import ModelInfo
 
 if TYPE_CHECKING:
+    from edgespec.drafters.foreign_check import Behaviour
     from edgespec.drafters.foreign_drafter import ForeignDrafter
+    from edgespec.drafters.foreign_graph import ForeignGraph
 
 _WARM_UP, _STEPS = 2, 9
 _PROMPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One variant, loaded and tried."""
+
+    variant: str
+    path: Path
+    info: ModelInfo
+    graph: ForeignGraph
+    behaviour: Behaviour
+    all_rows: bool
+    weights_bytes: int
+    step_s: float
 
 
 def foreign_drafter(
@@ -38,6 +56,34 @@ def foreign_drafter(
 ) -> ForeignDrafter:
     """A drafter on the one graph of ``source``, or on the fastest of several. ``tokenizer`` is a
     folder whose tokenizer goes with it where it has none. Raises ``ValueError`` naming the file."""
+    load = _loader(source, tokenizer, threads, context_length)
+    if len(source.graphs) == 1:
+        return load(next(iter(source.graphs.values())))
+    return load(source.graphs[_fastest(source.graphs, load, say)])
+
+
+def inspect_graph(source: DraftSource, variant: str) -> Inspection:
+    """Load, try and time one graph of ``source``. Raises ``ValueError`` naming the file."""
+    path = source.graphs[variant]
+    drafter = _loader(source, None, 0, 0)(path)
+    try:
+        return Inspection(
+            variant,
+            path,
+            drafter.info,
+            drafter.graph,
+            drafter.behaviour,
+            drafter.gives_all_rows,
+            drafter.weights_bytes,
+            step_s(drafter),
+        )
+    finally:
+        drafter.close()
+
+
+def _loader(
+    source: DraftSource, tokenizer: Path | None, threads: int, context_length: int
+) -> Callable[[Path], ForeignDrafter]:
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import HeadHint
 
@@ -53,9 +99,7 @@ def foreign_drafter(
             token_count=found.token_count,
         )
 
-    if len(source.graphs) == 1:
-        return load(next(iter(source.graphs.values())))
-    return load(source.graphs[_fastest(source.graphs, load, say)])
+    return load
 
 
 def _fastest(

@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache foreign_drafts access setup_error".split()
+    "export_cache foreign_drafts model_drafter access setup_error".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -123,7 +123,19 @@ FLOORS = (
     Floor("edgespec.export_cache", ("edgespec.drafters", "edgespec.models"), HEAVY),
     Floor(
         "edgespec.foreign_drafts",
-        (CORE, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
+        (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
+        HEAVY,
+    ),
+    Floor(
+        "edgespec.model_drafter",
+        (
+            CONFIG,
+            PORTS,
+            *(
+                f"edgespec.{name}"
+                for name in "drafters export_cache foreign_drafts models setup_error".split()
+            ),
+        ),
         HEAVY,
     ),
     # Keys and certificates, from files to running parts.

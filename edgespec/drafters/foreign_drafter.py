@@ -72,7 +72,7 @@ class ForeignDrafter:
         found = ports(self._session.get_inputs()), ports(self._session.get_outputs())
         self._graph = read_graph(path, *found, read_nodes(path), hint)
         logits = _logits_of_two(path, self._session, self._graph)
-        self._all_rows = logits.size > logits.shape[-1]
+        self._all_rows = bool(logits.size > logits.shape[-1])
         self._info = _limited(info, logits.shape[-1], context_length)
         self._weights_bytes = weights_bytes(path)
         self._cache = TokenCache(self._info)
@@ -98,6 +98,16 @@ class ForeignDrafter:
     def behaviour(self) -> Behaviour:
         """How it is used, after trying."""
         return self._behaviour
+
+    @property
+    def gives_all_rows(self) -> bool:
+        """Are there logits of every token fed, or of the last one alone?"""
+        return self._all_rows
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the file and its external data."""
+        return self._weights_bytes
 
     @property
     def copied_bytes(self) -> int:

@@ -38,7 +38,7 @@ TEXT_PATTERNS = ("*.json", "*.jinja")
 _CHECKPOINT_PATTERNS = (*TEXT_PATTERNS, "*.safetensors")
 _OWN_PATTERNS = (*TEXT_PATTERNS, "model.onnx", "model.onnx.data")
 _GRAPH = re.compile(r"(?:onnx/)?(?:decoder_)?model(?:_merged)?(?:_(?P<variant>[a-z0-9]+))?\.onnx")
-_SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(_[a-z0-9]+)?\.onnx")
+_SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(?!_merged)(_[a-z0-9]+)?\.onnx")
 
 
 @dataclass(frozen=True, slots=True)
