@@ -27,6 +27,7 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     Raises ``ValueError`` naming the file for a folder that cannot be exported.
     """
     from edgespec.drafters.export import export_draft
+    from edgespec.drafters.parity import check_parity
 
     check_folder(source, Role.TARGET)
     folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits)}"
@@ -38,7 +39,8 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
     try:
         info, tokens = model_info(source), token_count(source)
-        export_draft(source, work, info, bits=bits, token_count=tokens)
+        manifest = export_draft(source, work, info, bits=bits, token_count=tokens)
+        check_parity(source, work, manifest)
         try:
             work.rename(folder)
         except OSError:

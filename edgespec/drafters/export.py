@@ -6,6 +6,7 @@ Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from edgespec.ports import ModelInfo
 if TYPE_CHECKING:
     import onnx
 
+Progress = Callable[[int, int], None]
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -43,6 +45,7 @@ def export_draft(
     table_bits: int = 0,
     context_length: int = 0,
     token_count: int = 0,
+    progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
@@ -50,9 +53,10 @@ def export_draft(
     into the manifest. ``bits`` is 4, 8 or 32 (float32); ``table_bits`` the same for embedding and
     head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
     ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
-    the vocabulary the tokenizer knows, where the model's is padded; 0: all. The same input gives
-    the same bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming
-    the value and the limit.
+    the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``progress`` hears how
+    many layers of how many are done. The same input gives the same bytes. Raises
+    ``CheckpointError`` naming the file and the field, ``ValueError`` naming the value and the
+    limit.
     """
     from edgespec.drafters.export_graph import build_graph
 
@@ -66,7 +70,7 @@ def export_draft(
     length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
     if not 1 <= length <= limit:
         raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
-    model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
+    model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress)
     _save(model, target)
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():

@@ -18,7 +18,7 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,6 +65,7 @@ def build_graph(
     context_length: int,
     bits: int,
     table_bits: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> onnx.ModelProto:
     """The model with its weights inside; the same input gives the same bytes.
 
@@ -77,7 +78,8 @@ def build_graph(
     for name, value in (("bits", bits), ("table_bits", table_bits)):
         if value not in BITS:
             raise ValueError(f"{name} is {value}, but must be one of {BITS}")
-    return _Builder(shape, checkpoint, context_length, bits, table_bits).build()
+    builder = _Builder(shape, checkpoint, context_length, bits, table_bits)
+    return builder.build(progress or (lambda done, layers: None))
 
 
 class _Builder:
@@ -98,7 +100,7 @@ class _Builder:
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
-    def build(self) -> onnx.ModelProto:
+    def build(self, progress: Callable[[int, int], None]) -> onnx.ModelProto:
         shape = self._shape
         cos, sin = rope_tables(shape.rope, self._source.head_dim, self._context_length)
         cos, sin = pad_tables(cos, sin, self._source.head_dim)
@@ -108,6 +110,7 @@ class _Builder:
         residual, branch = self._embedding(), ""
         for layer in range(shape.layers):
             residual, branch = self._layer(layer, residual, branch)
+            progress(layer + 1, shape.layers)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
         inputs, outputs = _signature(self._shape)
