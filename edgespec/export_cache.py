@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, token_count
+from edgespec.models.folders import DRAFT_MANIFEST, check_checkpoint, model_info, token_count
 
 # Raised when an export of the same input would give other bytes.
 _EXPORT_VERSION = 2
@@ -29,7 +29,7 @@ def exported(source: Path, bits: int, say: Callable[[str], None]) -> Path:
     from edgespec.drafters.export import export_draft
     from edgespec.drafters.parity import check_parity
 
-    check_folder(source, Role.TARGET)
+    check_checkpoint(source)
     folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits)}"
     if (folder / DRAFT_MANIFEST).is_file():
         return folder

@@ -48,6 +48,7 @@ def chat(
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,
+    draft_bits: options.DraftBits = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,

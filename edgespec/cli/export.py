@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from edgespec.cli.running import FAILED, fail, reported, say
 from edgespec.compose import needs
-from edgespec.models.folders import Role, check_folder, model_info, resolve_model, token_count
+from edgespec.models.folders import Role, check_checkpoint, model_info, resolve_model, token_count
 
 DEFAULT_BITS = 4
 
@@ -50,7 +50,7 @@ def export(
             from edgespec.drafters.parity import check_parity
 
             folder = resolve_model(source, Role.TARGET)
-            check_folder(folder, Role.TARGET)
+            check_checkpoint(folder)
             difference: float | None = None
             with _placed(out) as work, _bar() as progress:
                 manifest = export_draft(

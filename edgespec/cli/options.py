@@ -157,6 +157,15 @@ DraftVariant = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+DraftBits = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-bits",
+        metavar="N",
+        help="Of a checkpoint that is exported to draft: 4, 8 or 32 (default: 4)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
@@ -283,6 +292,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "log_format": "log_format",
     "draft": "draft.model",
     "draft_variant": "draft.variant",
+    "draft_bits": "draft.bits",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.checkpoint import Checkpoint, DecoderShape, read_shape
+from edgespec.drafters.family_weights import FamilyWeights
 from edgespec.drafters.head_padding import padded_head_dim, unpad_inputs, unpad_outputs
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError
 from edgespec.drafters.onnx_drafter import OnnxDrafter
@@ -49,7 +50,9 @@ def check_parity(source: Path, target: Path, manifest: DraftManifest) -> float:
 
     shape = read_shape(source)
     model = onnx.load(target / MODEL_FILE)
-    weights = _StoredWeights(target / MODEL_FILE, model, Checkpoint(source), shape)
+    weights = _StoredWeights(
+        target / MODEL_FILE, model, FamilyWeights(Checkpoint(source), shape), shape
+    )
     length = min(CHECKED_TOKENS, manifest.model.context_length)
     tokens = np.random.default_rng(0).integers(0, manifest.proposable, length).tolist()
     expected = reference_logits(shape, weights, tokens)
@@ -86,7 +89,7 @@ class _StoredWeights:
     from the checkpoint."""
 
     def __init__(
-        self, path: Path, model: onnx.ModelProto, checkpoint: Checkpoint, shape: DecoderShape
+        self, path: Path, model: onnx.ModelProto, checkpoint: FamilyWeights, shape: DecoderShape
     ) -> None:
         self._path, self._checkpoint, self._shape = path, checkpoint, shape
         self._stored = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -31,22 +31,40 @@ def reference_logits(shape: DecoderShape, weights: Weights, tokens: Sequence[int
     """Logits behind every token, [T, V]."""
     table = weights.read("model.embed_tokens.weight", (shape.vocabulary_size, shape.hidden))
     stream = table[np.asarray(tokens)]
-    tables = rope_tables(shape.rope, shape.head_dim, len(tokens))
     for layer in range(shape.layers):
-        name = f"model.layers.{layer}"
-        normed = _normed(shape, weights, f"{name}.input_layernorm", stream)
-        stream = stream + _attention(shape, weights, f"{name}.self_attn", normed, tables)
-        normed = _normed(shape, weights, f"{name}.post_attention_layernorm", stream)
-        stream = stream + _feed_forward(shape, weights, f"{name}.mlp", normed)
-    stream = _normed(shape, weights, "model.norm", stream)
+        stream = _layer(shape, weights, layer, stream)
+    stream = _normed(weights, "model.norm", stream, shape.stream_epsilon)
     if not shape.tied and "lm_head.weight" in weights:
         table = weights.read("lm_head.weight", (shape.vocabulary_size, shape.hidden))
-    return stream @ table.T
+    return _capped(stream @ table.T, shape.logits_cap)
 
 
-def _normed(shape: DecoderShape, weights: Weights, name: str, value: Array) -> Array:
+def _layer(shape: DecoderShape, weights: Weights, layer: int, stream: Array) -> Array:
+    name = f"model.layers.{layer}"
+    normed = _normed(weights, f"{name}.input_layernorm", stream, shape.stream_epsilon)
+    branch = _attention(shape, weights, layer, normed)
+    before, after = "post_attention_layernorm", ""
+    if shape.normalises_branches:
+        branch = _normed(weights, f"{name}.{before}", branch, shape.norm_epsilon)
+        before, after = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    stream = stream + branch
+    normed = _normed(weights, f"{name}.{before}", stream, shape.stream_epsilon)
+    branch = _feed_forward(shape, weights, f"{name}.mlp", normed)
+    if after:
+        branch = _normed(weights, f"{name}.{after}", branch, shape.norm_epsilon)
+    return stream + branch
+
+
+def _capped(value: Array, cap: float) -> Array:
+    if not cap:
+        return value
+    bent: Array = np.float32(cap) * np.tanh(value / np.float32(cap))
+    return bent
+
+
+def _normed(weights: Weights, name: str, value: Array, epsilon: float) -> Array:
     weight = weights.read(f"{name}.weight", (value.shape[-1],))
-    return _root_mean_square_norm(value, shape.norm_epsilon) * weight
+    return _root_mean_square_norm(value, epsilon) * weight
 
 
 def _root_mean_square_norm(value: Array, epsilon: float) -> Array:
@@ -62,25 +80,25 @@ def _linear(weights: Weights, name: str, value: Array, rows: int) -> Array:
     return product
 
 
-def _attention(
-    shape: DecoderShape, weights: Weights, name: str, value: Array, tables: tuple[Array, Array]
-) -> Array:
+def _attention(shape: DecoderShape, weights: Weights, layer: int, value: Array) -> Array:
+    name, rope = f"model.layers.{layer}.self_attn", shape.rope_of(layer)
     length, dim = len(value), shape.head_dim
-    sizes = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-    parts = {
-        part: _linear(weights, f"{name}.{part}_proj", value, heads * dim).reshape(
-            length, heads, dim
-        )
-        for part, heads in sizes.items()
-    }
+    parts: dict[str, Array] = {}
+    for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+        rows = _linear(weights, f"{name}.{part}_proj", value, heads * dim)
+        parts[part] = rows.reshape(length, heads, dim)
     for part in ("q", "k"):
         if shape.normalises_heads:
-            parts[part] = _normed(shape, weights, f"{name}.{part}_norm", parts[part])
-        parts[part] = _rotated(parts[part], *tables)
+            norm = f"{name}.{part}_norm"
+            parts[part] = _normed(weights, norm, parts[part], shape.norm_epsilon)
+        if rope:
+            parts[part] = _rotated(parts[part], *rope_tables(rope, dim, length))
     group = shape.heads // shape.kv_heads
     key, mixed = np.repeat(parts["k"], group, axis=1), np.repeat(parts["v"], group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", parts["q"], key) / np.float32(math.sqrt(dim))
-    scores = np.where(_visible(length, shape.window), scores, np.float32(-np.inf))
+    scores = np.einsum("qhd,khd->hqk", parts["q"], key) * np.float32(shape.attention_scale)
+    scores = _capped(scores, shape.attention_cap)
+    visible = _visible(length, shape.window if shape.slides(layer) else 0)
+    scores = np.where(visible, scores, np.float32(-np.inf))
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     joined = np.einsum("hqk,khd->qhd", scores, mixed).reshape(length, -1)

@@ -21,8 +21,8 @@ from typing import Any
 
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
+    DRAFT_MODEL_TYPES,
     HUB_ID,
-    MODEL_TYPES,
     ModelFolderError,
     Role,
     fetch,
@@ -143,7 +143,7 @@ def _refuse_split(reference: str, files: list[str], exportable: bool) -> None:
 
 def _exportable(folder: Path) -> bool:
     path = folder / "config.json"
-    return path.is_file() and read_json(path).get("model_type") in MODEL_TYPES
+    return path.is_file() and read_json(path).get("model_type") in DRAFT_MODEL_TYPES
 
 
 def genai_graph(folder: Path) -> str:

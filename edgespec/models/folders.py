@@ -21,6 +21,9 @@ from edgespec.ports import ModelInfo
 BUNDLED = "bundled"
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Of targets."""
+DRAFT_MODEL_TYPES = (*MODEL_TYPES, "gemma2", "gemma3_text", "granite", "phi3", "smollm3")
+"""Of checkpoints that can be exported to draft."""
 DRAFT_MANIFEST = "edgespec.json"
 DRAFT_MODEL = "model.onnx"
 HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
@@ -72,14 +75,7 @@ def check_folder(folder: Path, role: Role) -> None:
 
     A target needs safetensors; a draft needs the exported graph and its manifest.
     """
-    config = read_config(folder)
-    path = folder / "config.json"
-    if config.get("model_type") not in MODEL_TYPES:
-        raise ModelFolderError(
-            f"{path}: model_type {config.get('model_type')!r} is not one of {MODEL_TYPES}"
-        )
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    _check_texts(folder, MODEL_TYPES if role is Role.TARGET else DRAFT_MODEL_TYPES)
     if role is Role.DRAFT:
         for name in (DRAFT_MANIFEST, DRAFT_MODEL):
             if not (folder / name).is_file():
@@ -88,6 +84,22 @@ def check_folder(folder: Path, role: Role) -> None:
                 )
         return
     _check_weights(folder)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Can ``folder`` be exported to draft? Raises ``ModelFolderError`` as ``check_folder`` does."""
+    _check_texts(folder, DRAFT_MODEL_TYPES)
+    _check_weights(folder)
+
+
+def _check_texts(folder: Path, model_types: Sequence[str]) -> None:
+    kind = read_config(folder).get("model_type")
+    if kind not in model_types:
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not one of {tuple(model_types)}"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
 
 
 def model_info(folder: Path) -> ModelInfo:

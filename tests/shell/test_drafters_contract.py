@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
@@ -21,13 +22,19 @@ from edgespec.drafters.export import export_draft
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.paced import PacedDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.foreign_drafts import foreign_drafter
+from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
 from edgespec.ports import Drafter, ModelInfo, StepCancelledError
+from tests.shell.foreign_graphs import attending_graph, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY_SIZE, CONTEXT_LENGTH)]
-KINDS = ("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32")
+KINDS = (
+    *("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32"),
+    *("foreign-concatenating", "foreign-attending"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +46,16 @@ def drafter_of(
     toy = ToyModel(vocabulary_size=VOCABULARY_SIZE)
     toy_short = ModelInfo("toy", "toy", VOCABULARY_SIZE, CONTEXT_LENGTH)
 
+    def foreign(kind: str) -> Drafter:
+        graphs = root / kind
+        if not graphs.exists():
+            export_draft(source, root / "whole", model_info(source), bits=32)
+            own = onnx.load(root / "whole" / "model.onnx")
+            attends = kind.endswith("attending")
+            graph = attending_graph(own) if attends else concatenating_graph()
+            write_folder(graphs, {"model.onnx": graph})
+        return foreign_drafter(find_draft(str(graphs)), print)
+
     def make(kind: str) -> Drafter:
         match kind.partition("-")[::2]:
             case ("toy", _):
@@ -49,6 +66,8 @@ def drafter_of(
                 return AdversarialDrafter(ToyDrafter(toy, toy_short))
             case ("paced", _):
                 return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, sleep=lambda _: None)
+            case ("foreign", _):
+                return foreign(kind)
             case (_, bits):
                 folder: Path = root / kind
                 if not folder.exists():
