@@ -79,12 +79,11 @@ def chat(
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
         set_up_logging(settings.log_level, settings.log_format)
-        text = load_tokenizer(tokenizer_reference(settings))
+        reference = tokenizer_reference(settings)
+        text = load_tokenizer(reference)
         if not text.has_chat_template:
-            raise SetupError(
-                f"the tokenizer of {tokenizer_reference(settings)!r} has no chat template; use"
-                " `edgespec generate`"
-            )
+            why = f"the tokenizer of {reference!r} has no chat template"
+            raise SetupError(f"{why}; use `edgespec generate`")
         signal.signal(signal.SIGTERM, _leave)
         with asyncio.Runner() as runner, trace_to(settings.trace) as tracer, _history():
             settings, info = runner.run(greet(settings))

@@ -98,9 +98,8 @@ def generate(
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
         set_up_logging(settings.log_level, settings.log_format)
-        text = _prompt(prompt, file)
         view = _view(json_lines, use_color(color), logprobs)
-        run(_generate(settings, text, view, stats, logprobs))
+        run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:

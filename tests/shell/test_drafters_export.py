@@ -66,9 +66,12 @@ VARIANTS = {
 }
 
 
-def export(source: Path, bits: int, **options: int) -> Path:
-    target = source.parent / f"{source.name}-{bits}-{'-'.join(map(str, options.values()))}"
-    export_draft(source, target, model_info(source), bits=bits, **options)
+def export(source: Path, bits: int, *, table_bits: int = 0, context_length: int = 0) -> Path:
+    target = source.parent / f"{source.name}-{bits}-{table_bits}-{context_length}"
+    info = model_info(source)
+    export_draft(
+        source, target, info, bits=bits, table_bits=table_bits, context_length=context_length
+    )
     return target
 
 
