@@ -76,14 +76,11 @@ class InPlaceCache:
     def _grow(self, cached: int, needed: int) -> None:
         if needed <= self._capacity:
             return
-        old, self._capacity = self._capacity, _room(needed, self._context_length)
-        for index, tensor in enumerate(self._tensors):
-            grown: Buffer = np.zeros(tensor.shape(self._capacity), dtype=tensor.dtype)
-            if old:
-                grown[:, :, :cached] = self._buffers[index][:, :, :cached]
-                self._buffers[index] = grown
-            else:
-                self._buffers.append(grown)
+        capacity = _room(needed, self._context_length)
+        buffers: list[Buffer] = [np.zeros(one.shape(capacity), one.dtype) for one in self._tensors]
+        for grown, old in zip(buffers, self._buffers, strict=False):  # at first there are none
+            grown[:, :, :cached] = old[:, :, :cached]
+        self._buffers, self._capacity = buffers, capacity  # not before all of them are there
 
 
 class ReslicedCache:
@@ -123,17 +120,17 @@ class ReslicedCache:
         if length >= self._length:
             return 0
         copied = 0
+        past, present = list(self._past), list(self._present)
         for index, tensor in enumerate(self._tensors):
             if tensor.tokens_first or not length:
                 continue  # the beginning of the buffer is what is kept
-            old, other = self._past[index], self._present[index]
-            other = self._with_room(tensor, other, length)
-            source = old[: tensor.row_elements * self._length].reshape(tensor.shape(self._length))
+            other = self._with_room(tensor, present[index], length)
+            source = past[index][: tensor.row_elements * self._length]
             kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
-            kept[...] = source[:, :, :length]
-            self._past[index], self._present[index] = other, old
+            kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
+            past[index], present[index] = other, past[index]
             copied += kept.nbytes
-        self._length = length
+        self._past, self._present, self._length = past, present, length
         return copied
 
     def memory_bytes(self, length: int) -> int:

@@ -31,8 +31,9 @@ from edgespec.models.folders import (
 )
 
 AUTO = "auto"
-VARIANTS = ("q4", "q4f16", "bnb4", "int8", "quantized", "uint8", "fp16", "fp32", "genai")
-"""In the order of preference where nothing is measured: the smallest that CPUs have kernels for."""
+VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
+"""In the order of preference where nothing is measured: small first, bnb4 behind what is faster on
+CPUs (docs/measurements.md)."""
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")
 _CHECKPOINT_PATTERNS = (*TEXT_PATTERNS, "*.safetensors")

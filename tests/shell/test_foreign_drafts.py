@@ -19,8 +19,10 @@ from onnx import TensorProto, helper
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.export import export_draft
+from edgespec.drafters.foreign_cache import ReslicedCache
 from edgespec.drafters.foreign_check import Behaviour, check_behaviour
 from edgespec.drafters.foreign_drafter import ForeignDrafter
+from edgespec.drafters.foreign_graph import CacheTensor
 from edgespec.drafters.manifest import DraftModelError
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.onnx_nodes import read_nodes
@@ -342,6 +344,46 @@ def test_a_file_that_is_no_graph_is_named(content: bytes, tmp_path: Path) -> Non
         load(folder)
     with pytest.raises(DraftModelError, match=r"model\.onnx: not a readable ONNX file"):
         read_nodes(folder / "model.onnx")
+
+
+def test_the_links_of_the_hub_s_cache_are_followed(
+    folder_of: Callable[[str], Path], own_folder: Path, tmp_path: Path
+) -> None:
+    """A snapshot holds links to blobs, external data among them."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    blobs.mkdir()
+    source = folder_of("optimum")
+    for number, path in enumerate(path for path in source.rglob("*") if path.is_file()):
+        shutil.copy(path, blobs / str(number))
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blobs / str(number))
+    assert greedy(load(snapshot), 10) == greedy(OnnxDrafter(own_folder), 10)
+
+
+class NoMoreMemory(ReslicedCache):
+    """Fails to grow past 40 tokens."""
+
+    def _with_room(
+        self, tensor: CacheTensor, buffer: NDArray[np.generic], needed: int
+    ) -> NDArray[np.generic]:
+        if needed > 40:
+            raise MemoryError("no more")
+        return super()._with_room(tensor, buffer, needed)
+
+
+def test_without_memory_a_step_fails_and_what_is_kept_stays(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.drafters.foreign_drafter.ReslicedCache", NoMoreMemory)
+    drafter = load(folder_of("optimum"))
+    drafter.begin(30, SamplingParams())
+    drafter.step(0, TOKENS[:30], 1)
+    before = row(drafter)
+    with pytest.raises(MemoryError):
+        drafter.step(30, TOKENS[30:60], 1)
+    drafter.step(25, TOKENS[25:30], 1)
+    np.testing.assert_allclose(row(drafter), before, atol=1e-4)
 
 
 def test_missing_external_data_is_named(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
