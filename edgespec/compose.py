@@ -19,13 +19,11 @@ from edgespec.agent.text import TextDecoder
 from edgespec.config import (
     DEFAULT_PORT,
     AgentConfig,
-    DraftSection,
     LinkSection,
     PolicyName,
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -41,6 +39,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -250,7 +249,7 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     from edgespec.models.tokenizer import TextTokenizer
 
     # The bundled one is read from the draft's folder: a device may hold no other.
-    return TextTokenizer(resolve_model(reference, Role.DRAFT))
+    return TextTokenizer(resolve_texts(reference))
 
 
 def tokenizer_reference(config: AgentConfig) -> str:
@@ -263,7 +262,7 @@ def vocabulary_of(reference: str) -> str:
     """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return _toy_info().vocabulary
-    folder = resolve_model(reference, Role.DRAFT)
+    folder = resolve_texts(reference)
     if (folder / DRAFT_MANIFEST).is_file():
         return model_info(folder).vocabulary
     return vocabulary_fingerprint(folder / "tokenizer.json")
@@ -374,31 +373,11 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         reference = tokenizer_reference(config)
         if reference == TOY:
             return RandomDrafter(_toy_info())
-        return RandomDrafter(model_info(resolve_model(reference, Role.DRAFT)))
-    if draft.memory_budget:
-        from edgespec.draft_memory import planned_drafter
+        return RandomDrafter(model_info(resolve_texts(reference)))
+    from edgespec.model_drafter import model_drafter
 
-        return planned_drafter(draft, config.policy.width, say)
-    folder = _draft_folder(draft, say)
-    with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.drafters.onnx_drafter import OnnxDrafter
-    return OnnxDrafter(
-        folder,
-        threads=draft.threads,
-        context_length=draft.context_length,
-        window=draft.window,
-    )
-
-
-def _draft_folder(draft: DraftSection, say: Say) -> Path:
-    folder = resolve_model(draft.model, Role.DRAFT)
-    if (folder / DRAFT_MANIFEST).is_file():
-        model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
-        return folder
-    from edgespec.export_cache import exported
-
-    with needs("onnx", "edgespec[export]"):
-        return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)
+    tokenizer = "" if config.tokenizer == TOY else config.tokenizer
+    return model_drafter(draft, tokenizer, config.policy.width, say)
 
 
 def _toy_info() -> ModelInfo:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgespec.core.device.kv_type import KvType
-from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, token_count
+from edgespec.models.folders import DRAFT_MANIFEST, check_checkpoint, model_info, token_count
 
 # Raised when an export of the same input would give other bytes.
 _EXPORT_VERSION = 3
@@ -30,8 +30,9 @@ def exported(
     Raises ``ValueError`` naming the file for a folder that cannot be exported.
     """
     from edgespec.drafters.export import export_draft
+    from edgespec.drafters.parity import check_parity
 
-    check_folder(source, Role.TARGET)
+    check_checkpoint(source)
     folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
     if (folder / DRAFT_MANIFEST).is_file():
         return folder
@@ -41,7 +42,8 @@ def exported(
     work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
     try:
         info, tokens = model_info(source), token_count(source)
-        export_draft(source, work, info, bits=bits, token_count=tokens, kv_type=kv_type)
+        manifest = export_draft(source, work, info, bits=bits, token_count=tokens, kv_type=kv_type)
+        check_parity(source, work, manifest)
         try:
             work.rename(folder)
         except OSError:

@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache draft_memory access setup_error".split()
+    "export_cache draft_memory foreign_drafts model_drafter access setup_error".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -140,6 +140,25 @@ FLOORS = (
             "edgespec.setup_error",
         ),
         HEAVY - {"onnxruntime"},
+    ),
+    Floor(
+        "edgespec.foreign_drafts",
+        (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
+        HEAVY,
+    ),
+    Floor(
+        "edgespec.model_drafter",
+        (
+            CORE,
+            CONFIG,
+            PORTS,
+            "edgespec.draft_memory",
+            *(
+                f"edgespec.{name}"
+                for name in "drafters export_cache foreign_drafts models setup_error".split()
+            ),
+        ),
+        HEAVY,
     ),
     # Keys and certificates, from files to running parts.
     Floor(

@@ -47,6 +47,8 @@ def chat(
     insecure: options.Insecure = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
+    draft_variant: options.DraftVariant = None,
+    draft_bits: options.DraftBits = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,
@@ -78,12 +80,11 @@ def chat(
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
         set_up_logging(settings.log_level, settings.log_format)
-        text = load_tokenizer(tokenizer_reference(settings))
+        reference = tokenizer_reference(settings)
+        text = load_tokenizer(reference)
         if not text.has_chat_template:
-            raise SetupError(
-                f"the tokenizer of {tokenizer_reference(settings)!r} has no chat template; use"
-                " `edgespec generate`"
-            )
+            why = f"the tokenizer of {reference!r} has no chat template"
+            raise SetupError(f"{why}; use `edgespec generate`")
         signal.signal(signal.SIGTERM, _leave)
         with asyncio.Runner() as runner, trace_to(settings.trace) as tracer, _history():
             settings, info = runner.run(greet(settings))

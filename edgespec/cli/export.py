@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from edgespec.cli.running import FAILED, fail, reported
+from edgespec.cli.running import FAILED, fail, reported, say
 from edgespec.compose import needs
 from edgespec.core.device.kv_type import KvType
-from edgespec.models.folders import Role, check_folder, model_info, resolve_model, token_count
+from edgespec.models.folders import Role, check_checkpoint, model_info, resolve_model, token_count
 
 DEFAULT_BITS = 4
 
@@ -28,8 +34,15 @@ def export(
     kv_type: Annotated[
         KvType, typer.Option("--kv-type", help="Of cached keys and values")
     ] = KvType.FLOAT32,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Compare the graph with the checkpoint"),
+    ] = True,
 ) -> None:
     """Write the ONNX draft model of a checkpoint, with its tokenizer.
+
+    What was written is decoded in several ways and compared with the checkpoint; if it differs by
+    more than rounding, nothing is left and the difference is told.
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
     """
@@ -38,21 +51,63 @@ def export(
             fail(f"{out} is not an empty folder; choose another", FAILED)
         with needs("onnx", "edgespec[export]"):
             from edgespec.drafters.export import export_draft
+            from edgespec.drafters.parity import check_parity
 
             folder = resolve_model(source, Role.TARGET)
-            check_folder(folder, Role.TARGET)
-            manifest = export_draft(
-                folder,
-                out,
-                model_info(folder),
-                bits=bits,
-                table_bits=table_bits,
-                context_length=context_length,
-                token_count=token_count(folder),
-                kv_type=kv_type,
+            check_checkpoint(folder)
+            difference: float | None = None
+            with _placed(out) as work, _bar() as progress:
+                manifest = export_draft(
+                    folder,
+                    work,
+                    model_info(folder),
+                    bits=bits,
+                    table_bits=table_bits,
+                    context_length=context_length,
+                    token_count=token_count(folder),
+                    kv_type=kv_type,
+                    progress=progress,
+                )
+                if check:
+                    difference = check_parity(folder, work, manifest)
+        if difference is not None:
+            say(
+                "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
+                f" differ by {difference:.2g} standard deviations at most"
             )
         size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
         typer.echo(
             f"{out}: {manifest.layers} layers, {manifest.bits} bits, {size_mb:.1f} MB, vocabulary"
             f" {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
         )
+
+
+@contextmanager
+def _placed(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes ``out`` only if all went well."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".export-", dir=out.parent))
+    try:
+        work.chmod(0o755)  # as a folder made by anybody, not as a secret one
+        yield work
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("layers", total=None)
+
+        def show(done: int, layers: int) -> None:
+            bar.update(task, completed=done, total=layers)
+            if done == layers:
+                bar.update(task, description="writing, checking")
+
+        yield show

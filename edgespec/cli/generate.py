@@ -56,6 +56,8 @@ def generate(
     insecure: options.Insecure = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
+    draft_variant: options.DraftVariant = None,
+    draft_bits: options.DraftBits = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,
@@ -97,9 +99,8 @@ def generate(
     with reported():
         settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
         set_up_logging(settings.log_level, settings.log_format)
-        text = _prompt(prompt, file)
         view = _view(json_lines, use_color(color), logprobs)
-        run(_generate(settings, text, view, stats, logprobs))
+        run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:

@@ -13,6 +13,7 @@ from edgespec.cli.certs import certs
 from edgespec.cli.chat import chat
 from edgespec.cli.demo import demo
 from edgespec.cli.doctor import doctor
+from edgespec.cli.draft import draft
 from edgespec.cli.export import export
 from edgespec.cli.generate import generate
 from edgespec.cli.health import health
@@ -72,5 +73,6 @@ if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
 app.command(epilog=EXIT_CODES)(profile)
 app.add_typer(plan)
+app.add_typer(draft)
 app.add_typer(keys)
 app.add_typer(certs)

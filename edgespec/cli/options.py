@@ -114,7 +114,26 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         envvar="EDGESPEC_DRAFT",
-        help="bundled, a folder, a Hub id; none: only stream; toy, random: for tests",
+        help="bundled, a folder, an .onnx file, a Hub id; none: only stream; toy, random: for "
+        "tests",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftVariant = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-variant",
+        metavar="NAME",
+        help="Of several ONNX graphs: q4, int8, fp16, ... (default: auto, the fastest here)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftBits = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-bits",
+        metavar="N",
+        help="Of a checkpoint that is exported to draft: 4, 8 or 32 (default: 4)",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -249,6 +268,8 @@ AGENT_KEYS: Mapping[str, str] = {
     "log_level": "log_level",
     "log_format": "log_format",
     "draft": "draft.model",
+    "draft_variant": "draft.variant",
+    "draft_bits": "draft.bits",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
     "rtt_ms": "link.rtt_ms",

@@ -167,7 +167,11 @@ class DraftSection:
 
     model: str = "bundled"
     """``bundled``, an exported folder, a Hugging Face folder or Hub id (exported once, into the
-    cache), ``none`` (only stream), ``toy``, or ``random`` (guesses at chance: a check)."""
+    cache, or its ONNX graph as it is), an ``.onnx`` file, ``none`` (only stream), ``toy``, or
+    ``random`` (guesses at chance: a check)."""
+    variant: str = "auto"
+    """Which ONNX graph of others to use, such as ``q4`` or ``fp16``; ``auto``: the fastest there
+    is, or the smallest to download."""
     threads: int = 0
     """0: chosen by the size of the model."""
     context_length: int = 0
@@ -187,6 +191,7 @@ class DraftSection:
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
+        _not_empty("variant", self.variant)
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)

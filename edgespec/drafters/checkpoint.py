@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint of the Llama family, read without torch.
+"""A Hugging Face checkpoint of a Llama-like decoder, read without torch.
 
 ``DecoderShape`` is what the exporter needs of ``config.json``, with everything it cannot build
 refused by name; ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time, as float32.
@@ -14,7 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+_GEMMA = ("gemma2", "gemma3_text")
+_WINDOWED = ("mistral", "phi3", *_GEMMA)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_FIELDS = {
     "linear": ("factor",),
@@ -53,10 +65,47 @@ class DecoderShape:
     """Sliding attention window in tokens, itself included; 0 is full attention."""
     rope: dict[str, Any]
     """``rope_theta``, ``rope_type`` and its factors, as in transformers 5's rope_parameters."""
+    attention_scale: float
+    """What products of queries and keys are multiplied with."""
+    stream_scale: float = 1.0
+    """What embeddings are multiplied with."""
+    branch_scale: float = 1.0
+    """What attention and MLP are multiplied with before they are added to the stream."""
+    logits_divisor: float = 1.0
+    norm_offset: float = 0.0
+    """What is added to the weights of norms (Gemma stores them less 1)."""
+    sliding: tuple[bool, ...] = ()
+    """By layer, where ``window`` is that of some layers only."""
+    local_rope: dict[str, Any] | None = None
+    """Of sliding layers, where they have another than the others."""
+    unrotated: tuple[int, ...] = ()
+    """Layers without positions."""
+    attention_cap: float = 0.0
+    """Scores are cap * tanh(score / cap); 0: they are not."""
+    logits_cap: float = 0.0
 
     @property
     def normalises_heads(self) -> bool:
-        return self.model_type == "qwen3"
+        return self.model_type in ("qwen3", "gemma3_text")
+
+    @property
+    def normalises_branches(self) -> bool:
+        """Is there a norm behind attention and MLP, too?"""
+        return self.model_type in _GEMMA
+
+    @property
+    def stream_epsilon(self) -> float:
+        """Of norms of the stream when the stream is kept ``stream_scale`` times too small."""
+        return self.norm_epsilon / self.stream_scale**2
+
+    def slides(self, layer: int) -> bool:
+        return self.window > 0 and (not self.sliding or self.sliding[layer])
+
+    def rope_of(self, layer: int) -> dict[str, Any] | None:
+        """None for a layer without positions."""
+        if layer in self.unrotated:
+            return None
+        return self.local_rope if self.local_rope and self.slides(layer) else self.rope
 
 
 def read_shape(folder: Path) -> DecoderShape:
@@ -66,12 +115,14 @@ def read_shape(folder: Path) -> DecoderShape:
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise CheckpointError(f"{path}: model_type {model_type!r} is not one of {MODEL_TYPES}")
-    act = config.get("hidden_act", "silu")
+    gemma = model_type in _GEMMA
+    usual = "gelu_pytorch_tanh" if gemma else "silu"
+    act = config.get("hidden_activation") or config.get("hidden_act") or usual
     if act not in ACTIVATIONS:
         raise CheckpointError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or hidden // heads)
+        head_dim = int(config.get("head_dim") or (256 if gemma else hidden // heads))
         if head_dim % 2:
             raise CheckpointError(
                 f"{path}: head size {head_dim} is odd, but positions rotate pairs"
@@ -90,6 +141,7 @@ def read_shape(folder: Path) -> DecoderShape:
             tied=bool(config.get("tie_word_embeddings", False)),
             window=_window(path, config),
             rope=_rope(path, config),
+            **_specialities(path, config, hidden, head_dim),
         )
     except KeyError as error:
         raise CheckpointError(f"{path}: field {error} is missing") from error
@@ -97,20 +149,75 @@ def read_shape(folder: Path) -> DecoderShape:
 
 def _window(path: Path, config: dict[str, Any]) -> int:
     kinds = set(config.get("layer_types") or ())
-    if len(kinds) > 1:
+    if len(kinds) > 1 and config["model_type"] not in _GEMMA:
         raise CheckpointError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
-    if config["model_type"] != "mistral":
+    if config["model_type"] not in _WINDOWED:
         if config.get("use_sliding_window"):
             raise CheckpointError(f"{path}: use_sliding_window is not supported")
         return 0
-    return int(config.get("sliding_window") or 0)
+    default = 4096 if config["model_type"] in _GEMMA else 0
+    return int(config.get("sliding_window", default) or 0)
+
+
+def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int) -> dict[str, Any]:
+    """Fields that only some families have; defaults are those of their configurations."""
+    match config["model_type"]:
+        case "granite":
+            return {
+                "attention_scale": float(config.get("attention_multiplier", 1.0)),
+                "stream_scale": float(config.get("embedding_multiplier", 1.0)),
+                "branch_scale": float(config.get("residual_multiplier", 1.0)),
+                "logits_divisor": float(config.get("logits_scaling", 1.0)),
+            }
+        case "gemma2" | "gemma3_text":
+            return _gemma(path, config, hidden)
+        case "smollm3":
+            layers, every = (
+                int(config["num_hidden_layers"]),
+                config.get("no_rope_layer_interval", 4),
+            )
+            # The list says which layers do rotate, whatever it is called.
+            rotated = config.get("no_rope_layers") or [
+                int((layer + 1) % every != 0) for layer in range(layers)
+            ]
+            unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+            return {"attention_scale": head_dim**-0.5, "unrotated": unrotated}
+        case _:
+            return {"attention_scale": head_dim**-0.5}
+
+
+def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
+    second = config["model_type"] == "gemma2"
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{path}: use_bidirectional_attention is not supported")
+    every = 2 if second else int(config.get("sliding_window_pattern", 6))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(int(config["num_hidden_layers"]))
+    ]
+    found: dict[str, Any] = {
+        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "stream_scale": float(hidden) ** 0.5,
+        "norm_offset": 1.0,
+        "sliding": tuple(kind == "sliding_attention" for kind in kinds),
+        "attention_cap": float(config.get("attn_logit_softcapping", 50.0 * second) or 0.0),
+        "logits_cap": float(config.get("final_logit_softcapping", 30.0 * second) or 0.0),
+    }
+    if not second:
+        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {
+            "rope_theta": config.get("rope_local_base_freq", 10_000.0)
+        }
+        found["local_rope"] = _rope(path, {"rope_parameters": local})
+    return found
 
 
 def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
-    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    usual = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
+    rope = {"rope_theta": config.get("rope_theta", usual)}
     rope |= config.get("rope_scaling") or {}
-    rope |= config.get("rope_parameters") or {}
+    parameters = config.get("rope_parameters") or {}
+    rope |= parameters.get("full_attention", parameters)  # or one for each kind of layer
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     if rope["rope_type"] not in ROPE_TYPES:
         raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {ROPE_TYPES}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from edgespec.ports import ModelInfo
 if TYPE_CHECKING:
     import onnx
 
+Progress = Callable[[int, int], None]
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -47,6 +49,7 @@ def export_draft(
     context_length: int = 0,
     token_count: int = 0,
     kv_type: KvType = KvType.FLOAT32,
+    progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
@@ -55,9 +58,10 @@ def export_draft(
     head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
     ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
     the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``kv_type`` is that of
-    the cached keys and values; int8 needs onnxruntime here, to try the draft. The same input gives
-    the same bytes. Raises ``CheckpointError`` naming the file and the field, ``ValueError`` naming
-    the value and the limit.
+    the cached keys and values; int8 needs onnxruntime here, to try the draft. ``progress`` hears
+    how many layers of how many are done. The same input gives the same bytes. Raises
+    ``CheckpointError`` naming the file and the field, ``ValueError`` naming the value and the
+    limit.
     """
     from edgespec.drafters.export_graph import build_graph
 
@@ -83,7 +87,7 @@ def export_draft(
         kv_type=kv_type.value,
         token_count=min(token_count, shape.vocabulary_size),
     )
-    model = build_graph(shape, Checkpoint(source), length, bits, table_bits)
+    model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress)
     if kv_type is not KvType.FLOAT32:
         model = _with_kv_type(model, kv_type, target, manifest)
     _save(model, target)

@@ -17,8 +17,7 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.drafters.checkpoint import Checkpoint, DecoderShape
+from edgespec.drafters.family_weights import FamilyWeights
 from edgespec.drafters.head_padding import (
     pad_head_norm,
     pad_inputs,
@@ -46,6 +46,7 @@ _CONTRIB = "com.microsoft"
 _STANDARD = frozenset(
     (
         "Add",
+        "Div",
         "Gather",
         "Gelu",
         "Gemm",
@@ -54,6 +55,7 @@ _STANDARD = frozenset(
         "Reshape",
         "SimplifiedLayerNormalization",
         "Slice",
+        "Tanh",
     )
 )
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
@@ -65,6 +67,7 @@ def build_graph(
     context_length: int,
     bits: int,
     table_bits: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> onnx.ModelProto:
     """The model with its weights inside; the same input gives the same bytes.
 
@@ -77,14 +80,15 @@ def build_graph(
     for name, value in (("bits", bits), ("table_bits", table_bits)):
         if value not in BITS:
             raise ValueError(f"{name} is {value}, but must be one of {BITS}")
-    return _Builder(shape, checkpoint, context_length, bits, table_bits).build()
+    builder = _Builder(shape, FamilyWeights(checkpoint, shape), context_length, bits, table_bits)
+    return builder.build(progress or (lambda done, layers: None))
 
 
 class _Builder:
     def __init__(
         self,
         shape: DecoderShape,
-        checkpoint: Checkpoint,
+        checkpoint: FamilyWeights,
         context_length: int,
         bits: int,
         table_bits: int,
@@ -98,16 +102,14 @@ class _Builder:
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
-    def build(self) -> onnx.ModelProto:
+    def build(self, progress: Callable[[int, int], None]) -> onnx.ModelProto:
         shape = self._shape
-        cos, sin = rope_tables(shape.rope, self._source.head_dim, self._context_length)
-        cos, sin = pad_tables(cos, sin, self._source.head_dim)
-        self._constant("cos", cos)
-        self._constant("sin", sin)
+        self._rotations()
         self._constant("last", np.array(-1, dtype=np.int64))
         residual, branch = self._embedding(), ""
         for layer in range(shape.layers):
             residual, branch = self._layer(layer, residual, branch)
+            progress(layer + 1, shape.layers)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
         inputs, outputs = _signature(self._shape)
@@ -118,6 +120,14 @@ class _Builder:
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
         )
+
+    def _rotations(self) -> None:
+        shape, dim = self._shape, self._source.head_dim
+        for suffix, rope in (("", shape.rope), (".local", shape.local_rope)):
+            if rope:
+                cos, sin = pad_tables(*rope_tables(rope, dim, self._context_length), dim)
+                self._constant(f"cos{suffix}", cos)
+                self._constant(f"sin{suffix}", sin)
 
     # --- parts of the decoder ---------------------------------------------------------------
 
@@ -157,12 +167,18 @@ class _Builder:
             attended = self._node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
             residual = self._node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
         attended = self._output_projection(f"{name}.self_attn.o_proj", attended)
-        normed, residual = self._norm(f"{name}.post_attention_layernorm", residual, attended)
+        before = "post_attention_layernorm"
+        if shape.normalises_branches:
+            attended = self._branch_norm(f"{name}.post_attention_layernorm", attended)
+            before = "pre_feedforward_layernorm"
+        normed, residual = self._norm(f"{name}.{before}", residual, attended)
         gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
         up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
         active = self._activation(f"{name}.mlp.active", gate)
         product = self._node("Mul", [active, up], f"{name}.mlp.product")
         down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
+        if shape.normalises_branches:
+            down = self._branch_norm(f"{name}.post_feedforward_layernorm", down)
         return residual, down
 
     def _activation(self, name: str, value: str) -> str:
@@ -190,17 +206,22 @@ class _Builder:
         past = [f"past.{layer}.key", f"past.{layer}.value"]
         present = [f"present.{layer}.key", f"present.{layer}.value"]
         lengths = ["seqlens_k", "total_sequence_length"]
-        window = shape.window if 0 < shape.window < self._context_length else -1
+        windowed = shape.slides(layer) and shape.window < self._context_length
+        rope = shape.rope_of(layer)
+        suffix = ".local" if rope is shape.local_rope else ""
+        tables = [f"cos{suffix}", f"sin{suffix}"] if rope else []
+        extra = {"softcap": shape.attention_cap} if shape.attention_cap else {}
         return self._node(
             "GroupQueryAttention",
-            [query, key, value, *past, *lengths, "cos", "sin"],
+            [query, key, value, *past, *lengths, *tables],
             f"{name}.attention",
             outputs=[f"{name}.attention", *present],
             num_heads=shape.heads,
             kv_num_heads=shape.kv_heads,
-            do_rotary=1,
-            local_window_size=window,
-            scale=1.0 / math.sqrt(self._source.head_dim),
+            do_rotary=1 if rope else 0,
+            local_window_size=shape.window if windowed else -1,
+            scale=shape.attention_scale,
+            **extra,
         )
 
     def _fused_projection(
@@ -246,15 +267,19 @@ class _Builder:
         """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
         self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
         if not branch:
-            return self._simple_norm(name, residual, self._shape.norm_epsilon), residual
+            return self._simple_norm(name, residual, self._shape.stream_epsilon), residual
         normed = self._node(
             "SkipSimplifiedLayerNormalization",
             [branch, residual, f"{name}.weight"],
             name,
             outputs=[name, "", "", f"{name}.sum"],
-            epsilon=self._shape.norm_epsilon,
+            epsilon=self._shape.stream_epsilon,
         )
         return normed, f"{name}.sum"
+
+    def _branch_norm(self, name: str, branch: str) -> str:
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
+        return self._simple_norm(name, branch, self._shape.norm_epsilon)
 
     def _simple_norm(self, name: str, value: str, epsilon: float) -> str:
         return self._node(
@@ -268,12 +293,18 @@ class _Builder:
     def _head(self, normed: str) -> None:
         shape, bits, table = self._shape, self._table_bits, "model.embed_tokens"
         size = (shape.vocabulary_size, shape.hidden)
+        out = "logits.uncapped" if shape.logits_cap else "logits"
         if not shape.tied and "lm_head.weight" in self._checkpoint:
-            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, "logits")
+            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, out)
         elif bits == 32:  # the table as it stands, read transposed
-            self._node("Gemm", [normed, f"{table}.weight"], "logits", transB=1)
+            self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
-            self._block_product(table, normed, size, bits, "logits")
+            self._block_product(table, normed, size, bits, out)
+        if shape.logits_cap:
+            self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
+            share = self._node("Div", [out, "logits.cap"], "logits.share")
+            bent = self._node("Tanh", [share], "logits.bent")
+            self._node("Mul", [bent, "logits.cap"], "logits")
 
     # --- matrices ---------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def best_candidates(
     """The ``width`` best guesses for ``position``, best first, ties to the lowest id.
 
     ``logits`` is float32 [V] and is not changed; ``counts`` are those of all tokens before
-    ``position`` (needed only where penalties are set). ``work`` is scratch memory, about 28 bytes
+    ``position`` (needed only where penalties are set). ``work`` is scratch memory, about 40 bytes
     a token of the vocabulary; who samples often keeps one. Fewer come back only when fewer tokens
     have a finite logit. ``logprob`` is under the warped distribution (greedy: softmax of the
     biased and penalised logits); for a token that truncation took out it is under the untruncated

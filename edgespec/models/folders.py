@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,16 @@ from edgespec.ports import ModelInfo
 BUNDLED = "bundled"
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Of targets."""
+DRAFT_MODEL_TYPES = (*MODEL_TYPES, "gemma2", "gemma3_text", "granite", "phi3", "smollm3")
+"""Of checkpoints that can be exported to draft."""
 DRAFT_MANIFEST = "edgespec.json"
 DRAFT_MODEL = "model.onnx"
-HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.onnx", "*.onnx.data")
+HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
 MAX_EOS_IDS = 16
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+GIVE_A_FOLDER = "; or download it elsewhere and give its folder"
 
 
 class ModelFolderError(ValueError):
@@ -57,8 +63,8 @@ def resolve_model(reference: str, role: Role) -> Path:
         return path
     if path.is_file():
         raise ModelFolderError(f"model {reference!r} is a file; give the folder it is in")
-    if _HUB_ID.fullmatch(reference):
-        return _download(reference)
+    if HUB_ID.fullmatch(reference):
+        return fetch(reference)
     raise ModelFolderError(
         f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
     )
@@ -69,14 +75,7 @@ def check_folder(folder: Path, role: Role) -> None:
 
     A target needs safetensors; a draft needs the exported graph and its manifest.
     """
-    config = read_config(folder)
-    path = folder / "config.json"
-    if config.get("model_type") not in MODEL_TYPES:
-        raise ModelFolderError(
-            f"{path}: model_type {config.get('model_type')!r} is not one of {MODEL_TYPES}"
-        )
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    _check_texts(folder, MODEL_TYPES if role is Role.TARGET else DRAFT_MODEL_TYPES)
     if role is Role.DRAFT:
         for name in (DRAFT_MANIFEST, DRAFT_MODEL):
             if not (folder / name).is_file():
@@ -85,6 +84,22 @@ def check_folder(folder: Path, role: Role) -> None:
                 )
         return
     _check_weights(folder)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Can ``folder`` be exported to draft? Raises ``ModelFolderError`` as ``check_folder`` does."""
+    _check_texts(folder, DRAFT_MODEL_TYPES)
+    _check_weights(folder)
+
+
+def _check_texts(folder: Path, model_types: Sequence[str]) -> None:
+    kind = read_config(folder).get("model_type")
+    if kind not in model_types:
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not one of {tuple(model_types)}"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
 
 
 def model_info(folder: Path) -> ModelInfo:
@@ -118,23 +133,28 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
         path = folder / name
         if name != "config.json" and not path.is_file():
             continue
-        value = _read_json(path).get("eos_token_id")
+        value = read_json(path).get("eos_token_id")
         if value is None:
             continue
-        ids = value if isinstance(value, list) else [value]
-        if len(ids) > MAX_EOS_IDS or not all(_is_id(token) for token in ids):
-            raise ModelFolderError(
-                f"{path}: eos_token_id is {value!r}, but must be up to {MAX_EOS_IDS} ids"
-            )
-        return tuple(ids)
+        return eos_ids(path, value)
     return ()
+
+
+def eos_ids(path: Path, value: object) -> tuple[int, ...]:
+    """``eos_token_id`` of a file, one id or several. Raises ``ModelFolderError``."""
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > MAX_EOS_IDS or not all(_is_id(token) for token in ids):
+        raise ModelFolderError(
+            f"{path}: eos_token_id is {value!r}, but must be up to {MAX_EOS_IDS} ids"
+        )
+    return tuple(ids)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed ``config.json``. Raises ``ModelFolderError``."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def _bundled(role: Role) -> Path:
@@ -144,7 +164,9 @@ def _bundled(role: Role) -> Path:
     return folder
 
 
-def _download(reference: str) -> Path:
+def fetch(reference: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """The local copy of a Hub id's files that match ``patterns``, with a progress bar for what has
+    to be downloaded. Raises ``ModelFolderError``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -159,23 +181,28 @@ def _download(reference: str) -> Path:
     name, _, revision = reference.partition("@")
     try:
         return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=list(HUB_PATTERNS))
+            snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
         )
     except GatedRepoError as error:
-        reason = f"access must be granted on the Hub first ({error})"
+        reason = f"access must be granted on the Hub first ({one_line(error)})"
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        reason = f"the Hub has no such repository or revision ({error})"
+        reason = f"the Hub has no such repository or revision ({one_line(error)})"
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = f"it is not in the local cache and the Hub cannot be asked ({error})"
+        reason = f"it is not in the local cache and the Hub cannot be asked ({one_line(error)})"
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error)
-    raise ModelFolderError(f"model {reference!r} is no local folder, and {reason}")
+        reason = one_line(error)
+    raise ModelFolderError(f"model {reference!r} is no local folder, and {reason}{GIVE_A_FOLDER}")
+
+
+def one_line(error: Exception) -> str:
+    """What the Hub's library says, whose messages go over several lines."""
+    return " ".join(str(error).split())
 
 
 def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ModelFolderError(f"{index}: weight_map is missing")
         for shard in sorted({str(name) for name in shards.values()}):
@@ -188,7 +215,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _info_of_draft(path: Path) -> ModelInfo:
-    data = _read_json(path).get("model")
+    data = read_json(path).get("model")
     try:
         model = ModelInfo(**(data or {}))
     except TypeError as error:
@@ -220,7 +247,8 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``ModelFolderError`` naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

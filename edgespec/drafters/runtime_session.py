@@ -1,0 +1,60 @@
+"""An onnxruntime session of a foreign graph, and what it says of inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnxruntime as ort
+
+from edgespec.drafters.foreign_graph import Port
+from edgespec.drafters.manifest import DraftModelError
+
+MAX_THREADS = 64
+_TYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+# A second thread costs more than it brings below about so many bytes of weights.
+_TWO_THREADS_FROM_BYTES = 8_000_000
+
+
+def open_session(path: Path, threads: int) -> ort.InferenceSession:
+    """A session on the CPU; ``threads`` 0 chooses by the size of the weights. Raises
+    ``DraftModelError`` naming the file, ``ValueError`` for threads out of bounds."""
+    if not 0 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}, but must be in [0, {MAX_THREADS}]")
+    if not path.is_file():
+        raise DraftModelError(f"{path}: no such file")
+    options = ort.SessionOptions()
+    two = weights_bytes(path) >= _TWO_THREADS_FROM_BYTES
+    options.intra_op_num_threads = threads or (2 if two else 1)
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # A spinning pool starves everything else on a small device and is slower when it is busy.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        hint = (
+            "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
+            if "escapes model directory" in str(error)
+            else ""
+        )
+        raise DraftModelError(f"{path}: onnxruntime cannot load it: {error}{hint}") from error
+
+
+def ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
+    """Inputs or outputs as a ``ForeignGraph`` is read from them."""
+    return tuple(
+        Port(node.name, _TYPES.get(node.type, node.type), tuple(node.shape)) for node in nodes
+    )
+
+
+def weights_bytes(path: Path) -> int:
+    """Of the file and of the external data beside it (``model.onnx_data``, ``model.onnx.data``)."""
+    return sum(part.stat().st_size for part in path.parent.glob(f"{path.name}*") if part.is_file())

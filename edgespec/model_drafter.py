@@ -1,0 +1,74 @@
+"""A drafter on a model: a draft folder of ours, a checkpoint exported now, or a graph of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from edgespec.config import DraftSection
+from edgespec.core.device.kv_type import KvType
+from edgespec.models.draft_sources import find_draft, resolve_texts
+from edgespec.models.folders import DRAFT_MANIFEST, model_info
+from edgespec.ports import Drafter
+from edgespec.setup_error import SetupError, needs
+
+Say = Callable[[str], None]
+
+
+def model_drafter(draft: DraftSection, tokenizer: str, width: int, say: Say) -> Drafter:
+    """What ``draft.model`` leads to, loaded. ``tokenizer`` names the one that is used with it, for
+    a graph that has none of its own; empty: the draft's. ``width`` is the most guesses that are
+    wanted of a step; a memory budget may grant fewer. ``say`` hears what takes long. Raises
+    ``SetupError``, or ``ValueError`` naming the file."""
+    source = find_draft(draft.model, draft.variant)
+    if source.graphs:
+        _refuse_for_graphs(draft)
+        from edgespec.foreign_drafts import foreign_drafter
+
+        texts = resolve_texts(tokenizer) if tokenizer else None
+        with needs("onnxruntime", "edgespec[cpu]"):
+            return foreign_drafter(
+                source,
+                say,
+                tokenizer=texts,
+                threads=draft.threads,
+                context_length=draft.context_length,
+            )
+    if draft.memory_budget:
+        from edgespec.draft_memory import planned_drafter
+
+        return planned_drafter(draft, width, say)
+    folder = _draft_folder(source.folder, draft, say)
+    with needs("onnxruntime", "edgespec[cpu]"):
+        from edgespec.drafters.onnx_drafter import OnnxDrafter
+    return OnnxDrafter(
+        folder,
+        threads=draft.threads,
+        context_length=draft.context_length,
+        window=draft.window,
+    )
+
+
+def _refuse_for_graphs(draft: DraftSection) -> None:
+    """What is planned for exports of our own only. Raises ``SetupError``."""
+    asked = {
+        "memory_budget": draft.memory_budget,
+        "kv_type": draft.kv_type,
+        "window": draft.window,
+    }
+    for name, value in asked.items():
+        if value:
+            raise SetupError(
+                f"draft.{name} is {value}, but {draft.model} is a graph that others exported:"
+                " only drafts that `edgespec export` writes can be bounded"
+            )
+
+
+def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
+    if (folder / DRAFT_MANIFEST).is_file():
+        model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
+        return folder
+    from edgespec.export_cache import exported
+
+    with needs("onnx", "edgespec[export]"):
+        return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)

@@ -1,0 +1,194 @@
+"""What a draft reference leads to: a draft folder of ours, a checkpoint to export, or the ONNX
+graphs that somebody else exported.
+
+A reference is as in ``folders``, or an ``.onnx`` file. Graphs of others lie in the folder itself or
+in its ``onnx/``, one file a *variant*: ``model_q4.onnx`` is ``q4``, ``model.onnx`` is ``fp32``, and
+the one that a ``genai_config.json`` names is ``genai``. Where a folder holds both safetensors and
+graphs, the checkpoint is exported, whose graph is faster (see docs/decisions.md), unless a variant
+is asked for.
+
+Of a repository on the Hub only what is used is fetched: the list of files first, tokenizer and
+configuration to compare vocabularies, then one variant with its external data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edgespec.models.folders import (
+    DRAFT_MANIFEST,
+    DRAFT_MODEL_TYPES,
+    HUB_ID,
+    ModelFolderError,
+    Role,
+    fetch,
+    read_json,
+    resolve_model,
+)
+
+AUTO = "auto"
+VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
+"""In the order of preference where nothing is measured: small first, bnb4 behind what is faster on
+CPUs (docs/measurements.md)."""
+GENAI_CONFIG = "genai_config.json"
+TEXT_PATTERNS = ("*.json", "*.jinja")
+_CHECKPOINT_PATTERNS = (*TEXT_PATTERNS, "*.safetensors")
+_OWN_PATTERNS = (*TEXT_PATTERNS, "model.onnx", "model.onnx.data")
+_GRAPH = re.compile(r"(?:onnx/)?(?:decoder_)?model(?:_merged)?(?:_(?P<variant>[a-z0-9]+))?\.onnx")
+_SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(?!_merged)(_[a-z0-9]+)?\.onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """``graphs`` is empty for a draft folder of ours and for a checkpoint."""
+
+    folder: Path
+    """Where tokenizer and configuration lie."""
+    graphs: Mapping[str, Path] = field(default_factory=dict)
+    """ONNX files by variant."""
+    name: str = ""
+
+
+def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
+    """Downloads what is missing. ``variant`` other than ``auto`` asks for a graph of others. Raises
+    ``ModelFolderError`` naming the reference or file, and the variants that there are."""
+    path = Path(reference).expanduser()
+    if reference.endswith(".onnx"):
+        return _one_file(path)
+    if HUB_ID.fullmatch(reference) and not path.is_dir():
+        return _on_the_hub(reference, variant)
+    folder = resolve_model(reference, Role.DRAFT)
+    return _chosen(reference, folder, _files(folder), variant, folder.resolve().name)
+
+
+def resolve_texts(reference: str) -> Path:
+    """The folder of a reference's tokenizer and configuration; of a Hub id nothing else is fetched.
+    Raises ``ModelFolderError``."""
+    path = Path(reference).expanduser()
+    if reference.endswith(".onnx"):
+        return _one_file(path).folder
+    if HUB_ID.fullmatch(reference) and not path.is_dir():
+        return fetch(reference, TEXT_PATTERNS)
+    return resolve_model(reference, Role.DRAFT)
+
+
+def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
+    """Of the paths of a repository or folder the decoder graphs, by variant, in order of
+    ``VARIANTS``; merged decoders win over plain ones, ``onnx/`` over the top."""
+    found: dict[str, str] = {}
+    listed = sorted(files, key=lambda name: (name.startswith("onnx/"), "merged" in name))
+    for name in listed:
+        match = _GRAPH.fullmatch(name)
+        if name == genai_file:
+            found["genai"] = name
+        elif match and not _SPLIT.fullmatch(name):
+            found[match["variant"] or "fp32"] = name
+    ranks = {variant: rank for rank, variant in enumerate(VARIANTS)}
+    return dict(sorted(found.items(), key=lambda item: (ranks.get(item[0], 99), item[0])))
+
+
+def _one_file(path: Path) -> DraftSource:
+    if not path.is_file():
+        raise ModelFolderError(f"{path}: no such file")
+    around = (path.parent, path.parent.parent)
+    for name in ("tokenizer.json", "config.json", GENAI_CONFIG):
+        for folder in around:
+            if (folder / name).is_file():
+                return DraftSource(folder, {path.stem: path}, folder.resolve().name)
+    raise ModelFolderError(
+        f"{path}: there is neither tokenizer.json nor config.json nor {GENAI_CONFIG} beside it or"
+        " in the folder above"
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    names = [*folder.glob("*"), *folder.glob("onnx/*.onnx")]
+    return sorted(path.relative_to(folder).as_posix() for path in names if path.is_file())
+
+
+def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: str) -> DraftSource:
+    if DRAFT_MANIFEST in files and variant == AUTO:
+        return DraftSource(folder, name=name)
+    graphs = variants_of(files, genai_graph(folder))
+    exportable = any(file.endswith(".safetensors") for file in files) and _exportable(folder)
+    if variant == AUTO and (exportable or not graphs):
+        _refuse_split(reference, files, exportable)
+        return DraftSource(folder, name=name)
+    if variant != AUTO:
+        graphs = {variant: _variant(reference, graphs, variant)}
+    return DraftSource(folder, {key: folder / file for key, file in graphs.items()}, name)
+
+
+def _variant(reference: str, graphs: Mapping[str, str], variant: str) -> str:
+    if variant not in graphs:
+        there = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
+        raise ModelFolderError(
+            f"draft {reference!r} has no variant {variant!r}; there are: {there}"
+        )
+    return graphs[variant]
+
+
+def _refuse_split(reference: str, files: list[str], exportable: bool) -> None:
+    split = [file for file in files if _SPLIT.fullmatch(file)]
+    if split and not exportable:
+        raise ModelFolderError(
+            f"draft {reference!r}: {split[0]} is one half of a decoder in two files; one graph is"
+            " needed that takes an empty cache too, such as decoder_model_merged.onnx or"
+            " Optimum's model.onnx (--task text-generation-with-past)"
+        )
+
+
+def _exportable(folder: Path) -> bool:
+    path = folder / "config.json"
+    return path.is_file() and read_json(path).get("model_type") in DRAFT_MODEL_TYPES
+
+
+def genai_graph(folder: Path) -> str:
+    """The file that ``genai_config.json`` names as decoder; empty without one."""
+    decoder = genai_model(folder).get("decoder")
+    name = decoder.get("filename", "") if isinstance(decoder, dict) else ""
+    return name if isinstance(name, str) else ""
+
+
+def genai_model(folder: Path) -> dict[str, Any]:
+    """The ``model`` section of ``genai_config.json``, empty without one."""
+    path = folder / GENAI_CONFIG
+    if not path.is_file():
+        return {}
+    model = read_json(path).get("model")
+    return model if isinstance(model, dict) else {}
+
+
+def _on_the_hub(reference: str, variant: str) -> DraftSource:
+    from edgespec.models.hub import cached_snapshot, hub_files
+
+    name = reference.partition("@")[0].rpartition("/")[2]
+    try:
+        files = hub_files(reference)
+    except ModelFolderError as error:
+        folder = cached_snapshot(reference, error)
+        source = _chosen(reference, folder, _files(folder), variant, name)
+        if not source.graphs and not any(folder.glob("*.safetensors")):
+            _own_graph_or(error, folder)
+        return source
+    folder = fetch(reference, TEXT_PATTERNS)
+    source = _chosen(reference, folder, files, variant, name)
+    if not source.graphs:
+        own = DRAFT_MANIFEST in files
+        return DraftSource(
+            fetch(reference, _OWN_PATTERNS if own else _CHECKPOINT_PATTERNS), {}, name
+        )
+    key, path = next(iter(source.graphs.items()))
+    file = PurePosixPath(path.relative_to(folder).as_posix())
+    folder = fetch(reference, (*TEXT_PATTERNS, f"{file}", f"{file}_data*", f"{file}.data*"))
+    return DraftSource(folder, {key: folder / file}, name)
+
+
+def _own_graph_or(error: ModelFolderError, folder: Path) -> None:
+    """A snapshot that holds texts alone was fetched to compare vocabularies, and no more."""
+    if not (folder / "model.onnx").is_file():
+        raise error

@@ -1,0 +1,431 @@
+"""Drafts on graphs that others exported. Oracles: our own exporter's graph of the same weights,
+whose greedy tokens must come out; a cache filled anew, from which no history of rollbacks may
+differ; onnx's own reader.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.export import export_draft
+from edgespec.drafters.foreign_cache import ReslicedCache
+from edgespec.drafters.foreign_check import Behaviour, check_behaviour
+from edgespec.drafters.foreign_drafter import ForeignDrafter
+from edgespec.drafters.foreign_graph import CacheTensor
+from edgespec.drafters.manifest import DraftModelError
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.onnx_nodes import read_nodes
+from edgespec.foreign_drafts import foreign_drafter
+from edgespec.models.draft_sources import find_draft
+from edgespec.models.folders import model_info
+from edgespec.ports import Drafter, StepCancelledError
+from tests.shell.foreign_graphs import (
+    Style,
+    attending_graph,
+    concatenating_graph,
+    write_folder,
+)
+from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, VOCABULARY_SIZE, CONTEXT_LENGTH)]
+STYLES = {
+    "optimum": Style(),
+    "float16": Style(half=True),
+    "merged": Style(merged=True),
+    "merged-early": Style(merged=True, causal_behind_cache=False),
+    "last-row": Style(last_row=True),
+    "tokens-first": Style(
+        tokens_first=True, past="past_{part}_{layer}", present="present_{part}_{layer}"
+    ),
+    "no-positions": Style(positions=False),
+}
+ATTENDING = ("genai", "genai-open", "genai-float16", "own")
+KINDS = (*STYLES, *ATTENDING)
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("own")
+    source = write_checkpoint(root / "source")
+    export_draft(source, root / "draft", model_info(source), bits=32)
+    return root / "draft"
+
+
+@pytest.fixture(scope="module")
+def folder_of(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("foreign")
+
+    def make(kind: str) -> Path:
+        folder: Path = root / kind
+        if folder.exists():
+            return folder
+        if kind in STYLES:
+            graph = concatenating_graph(style=STYLES[kind])
+        else:
+            graph = onnx.load(own_folder / "model.onnx")
+            if kind == "genai-float16":
+                half_cache(graph)
+            if kind != "own":
+                graph = attending_graph(graph, open_head_size=kind == "genai-open")
+        path = "onnx/model.onnx" if kind in STYLES else "model.onnx"
+        external = [path] if kind in ("optimum", "genai") else []
+        return write_folder(folder, {path: graph}, external=external)
+
+    return make
+
+
+def half_cache(model: onnx.ModelProto) -> None:
+    """Make keys and values float16, and with them the attention that reads and writes them."""
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.startswith(("past", "present")):
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    for node in nodes:
+        if node.op_type != "GroupQueryAttention":
+            model.graph.node.append(node)
+            continue
+        for index in (0, 7, 8):  # packed query, cosines, sines
+            wide, half = node.input[index], f"{node.name}.half{index}"
+            model.graph.node.append(
+                helper.make_node("Cast", [wide], [half], to=TensorProto.FLOAT16)
+            )
+            node.input[index] = half
+        wide, node.output[0] = node.output[0], f"{node.name}.half"
+        cast = helper.make_node("Cast", [node.output[0]], [wide], to=TensorProto.FLOAT)
+        model.graph.node.extend([node, cast])
+
+
+def load(folder: Path, context_length: int = 0) -> ForeignDrafter:
+    source = find_draft(str(folder))
+    return foreign_drafter(source, lambda text: None, context_length=context_length)
+
+
+def greedy(drafter: Drafter, count: int = 80) -> list[int]:
+    drafter.begin(5, SamplingParams())
+    feed, keep, drafted = TOKENS[:5], 0, []
+    for _ in range(count):
+        token = drafter.step(keep, feed, 3)[0].token
+        keep, feed = keep + len(feed), [token]
+        drafted.append(token)
+    return drafted
+
+
+def row(drafter: ForeignDrafter) -> NDArray[np.float32]:
+    return drafter.logits.copy()
+
+
+# --- it drafts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_weights_draft_the_same_tokens(
+    kind: str, folder_of: Callable[[str], Path], own_folder: Path
+) -> None:
+    drafter = load(folder_of(kind))
+    assert greedy(drafter) == greedy(OnnxDrafter(own_folder))
+    assert drafter.behaviour.in_place == (kind in ATTENDING)
+    assert drafter.behaviour.chunks == (kind != "merged-early")
+    assert drafter.graph.layers == 2
+    halved = "float16" in kind
+    assert drafter.graph.cache_bytes_per_token == 2 * 2 * 2 * 16 * (2 if halved else 4)
+    drafter.close()
+    drafter.close()
+    with pytest.raises(ValueError, match="closed"):
+        drafter.step(0, [1], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_history_of_rollbacks_shows(kind: str, folder_of: Callable[[str], Path]) -> None:
+    """Random commits and rollbacks against a second drafter that only ever holds the right tokens,
+    fed in the same pieces: equal to the bit. A rollback that has to copy says how much."""
+    dice = np.random.default_rng(11)
+    drafter, fresh = load(folder_of(kind)), load(folder_of(kind))
+    drafter.begin(10, SamplingParams())
+    cached: list[int] = []
+    pieces: list[int] = []  # the lengths at which the tokens held now were fed
+    rolled_back_bytes = 0
+    for _ in range(40):
+        keep = int(dice.integers(max(0, len(cached) - 9), len(cached) + 1))
+        keep = max((end for end in [0, *pieces] if end <= keep), default=0)
+        feed = [int(t) for t in dice.integers(0, VOCABULARY_SIZE, int(dice.integers(1, 6)))]
+        if keep < len(cached):
+            rolled_back_bytes += keep * drafter.graph.cache_bytes_per_token
+        drafter.step(keep, feed, 1)
+        cached = [*cached[:keep], *feed]
+        pieces = [*(end for end in pieces if end <= keep), len(cached)]
+    fresh.begin(10, SamplingParams())
+    for start, end in itertools.pairwise([0, *pieces]):
+        fresh.step(start, cached[start:end], 1)
+    np.testing.assert_array_equal(row(drafter), row(fresh))
+    copies = not drafter.behaviour.in_place and kind != "tokens-first"
+    assert drafter.copied_bytes == (rolled_back_bytes if copies else 0)
+    assert fresh.copied_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["optimum", "merged-early", "genai", "last-row"])
+def test_long_feeds_come_in_pieces_that_can_be_cancelled(
+    kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    drafter = load(folder_of(kind))
+    drafter.begin(200, SamplingParams())
+    drafter.step(0, TOKENS[:200], 1)
+    whole = row(drafter)
+    asked = itertools.count()
+    with pytest.raises(StepCancelledError, match="64 of 150 tokens fed"):
+        drafter.step(50, TOKENS[50:200], 1, lambda: next(asked) >= (64 if "merged" in kind else 1))
+    drafter.step(50, TOKENS[50:200], 1)  # what was cached behind 50 tokens is lost, no more
+    np.testing.assert_allclose(row(drafter), whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["optimum", "genai", "no-positions"])
+def test_the_context_ends_where_the_config_says(
+    kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    drafter = load(folder_of(kind))
+    assert drafter.info.context_length == CONTEXT_LENGTH
+    drafter.begin(CONTEXT_LENGTH, SamplingParams())
+    assert drafter.step(0, TOKENS, 4)
+    with pytest.raises(ValueError, match=f"context length of {CONTEXT_LENGTH}"):
+        drafter.step(CONTEXT_LENGTH, [1], 1)
+    assert drafter.step(CONTEXT_LENGTH - 1, [1], 1)
+    for length in (1, 3, 20):
+        short = load(folder_of(kind), context_length=length)
+        short.begin(1, SamplingParams())
+        short.step(0, TOKENS[:length], 1)
+        with pytest.raises(ValueError, match=f"context length of {length}"):
+            short.step(length, [1], 1)
+    with pytest.raises(ValueError, match=f"context_length is 257.*{CONTEXT_LENGTH}"):
+        load(folder_of(kind), context_length=257)
+
+
+def test_siblings_are_the_best_of_one_row_and_padding_is_never_one(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    drafter = load(folder_of("optimum"))
+    drafter.begin(5, SamplingParams())
+    guesses = drafter.step(0, TOKENS[:5], 4)
+    best = np.argsort(-row(drafter), kind="stable")[:4]
+    assert [guess.token for guess in guesses] == best.tolist()
+    folder = shutil.copytree(folder_of("optimum"), tmp_path / "few")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["model"]["vocab"] = {t: i for t, i in data["model"]["vocab"].items() if i < 100}
+    data["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    known = load(folder)
+    known.begin(5, SamplingParams())
+    assert all(guess.token < 100 for guess in known.step(0, TOKENS[:5], 64))
+
+
+def test_memory_is_what_is_cached(folder_of: Callable[[str], Path]) -> None:
+    for kind, buffers in (("optimum", 2), ("genai", 1)):
+        drafter = load(folder_of(kind))
+        empty = drafter.memory_bytes()
+        drafter.begin(50, SamplingParams())
+        drafter.step(0, TOKENS[:50], 1)
+        rows = 50 * drafter.graph.cache_bytes_per_token
+        assert drafter.memory_bytes() - empty == buffers * rows
+        assert drafter.memory_bytes(0) == empty
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+def damaged(change: Callable[[onnx.GraphProto], None]) -> onnx.ModelProto:
+    model = concatenating_graph()
+    change(model.graph)
+    return model
+
+
+def rename_input(old: str, new: str) -> Callable[[onnx.GraphProto], None]:
+    def change(graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+        next(value for value in graph.input if value.name == old).name = new
+
+    return change
+
+
+def add_input(name: str, *sizes: int) -> Callable[[onnx.GraphProto], None]:
+    def change(graph: onnx.GraphProto) -> None:
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, list(sizes)))
+
+    return change
+
+
+def drop_output(name: str) -> Callable[[onnx.GraphProto], None]:
+    def change(graph: onnx.GraphProto) -> None:
+        graph.output.remove(next(value for value in graph.output if value.name == name))
+
+    return change
+
+
+def fix_length(graph: onnx.GraphProto) -> None:
+    for value in graph.input:
+        if value.name.startswith("past"):
+            value.type.tensor_type.shape.dim[2].dim_value = 128
+
+
+def distort_the_past(graph: onnx.GraphProto) -> None:
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(-5.0, np.float32), "factor"))
+    past, present = "past_key_values.0.key", "present.0.key"
+    for node in graph.node:
+        if present in node.output:
+            node.input[:] = ["distorted" if name == past else name for name in node.input]
+    graph.node.insert(0, helper.make_node("Mul", [past, "factor"], ["distorted"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rename_input("input_ids", "tokens"), r"input 'tokens' \(int64 .* is not known"),
+        (rename_input("position_ids", "input_embeds"), "Expected are input_ids, attention_mask"),
+        (add_input("past_conv.0", 1, 64, 3), "'past_conv.0'.*cannot be rolled back"),
+        (add_input("inputs_embeds", 1, 4, 64), "'inputs_embeds'.*several files"),
+        (add_input("encoder_hidden_states", 1, 4, 64), "'encoder_hidden_states'"),
+        (add_input("past_key_values.7.key", 1, 2, 3, 16), "inputs are missing: past value of lay"),
+        (drop_output("present.1.value"), "outputs are missing: present value of layer 1"),
+        (drop_output("logits"), "output 'logits' is missing"),
+        (fix_length, "a cache of a fixed length of 128"),
+        (distort_the_past, "differs from decoding at once by"),
+    ],
+)
+def test_a_graph_that_cannot_draft_is_refused_by_name(
+    change: Callable[[onnx.GraphProto], None], message: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "bad", {"model.onnx": damaged(change)})
+    with pytest.raises(DraftModelError, match=message) as caught:
+        load(folder)
+    assert str(folder / "model.onnx") in str(caught.value)
+
+
+def test_a_graph_without_a_cache_is_refused(tmp_path: Path) -> None:
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["b", "s"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["b", "s", 320])
+    table = onnx.numpy_helper.from_array(np.zeros((320, 320), np.float32), "table")
+    node = helper.make_node("Gather", ["table", "input_ids"], ["logits"])
+    graph = helper.make_graph([node], "g", [ids], [logits], [table])
+    opsets = [helper.make_opsetid("", 18)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    folder = write_folder(tmp_path / "bad", {"model.onnx": model})
+    with pytest.raises(DraftModelError, match="keeps nothing between steps"):
+        load(folder)
+
+
+def test_a_window_of_keys_is_refused(own_folder: Path, tmp_path: Path) -> None:
+    graph = attending_graph(onnx.load(own_folder / "model.onnx"))
+    for node in graph.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.attribute.append(helper.make_attribute("sliding_window_cache", 1))
+    folder = write_folder(tmp_path / "window", {"model.onnx": graph})
+    path = folder / "model.onnx"
+    with pytest.raises(DraftModelError, match=r"sliding_window_cache|cannot load it"):
+        load(folder)
+    nodes = [node for node in read_nodes(path) if node.kind == "GroupQueryAttention"]
+    assert [node.integers["sliding_window_cache"] for node in nodes] == [1, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00nonsense", b"version https://git-lfs.github.com"])
+def test_a_file_that_is_no_graph_is_named(content: bytes, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "bad", {})
+    (folder / "model.onnx").write_bytes(content)
+    with pytest.raises(DraftModelError, match=r"model\.onnx: "):
+        load(folder)
+    with pytest.raises(DraftModelError, match=r"model\.onnx: not a readable ONNX file"):
+        read_nodes(folder / "model.onnx")
+
+
+def test_the_links_of_the_hub_s_cache_are_followed(
+    folder_of: Callable[[str], Path], own_folder: Path, tmp_path: Path
+) -> None:
+    """A snapshot holds links to blobs, external data among them."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    blobs.mkdir()
+    source = folder_of("optimum")
+    for number, path in enumerate(path for path in source.rglob("*") if path.is_file()):
+        shutil.copy(path, blobs / str(number))
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blobs / str(number))
+    assert greedy(load(snapshot), 10) == greedy(OnnxDrafter(own_folder), 10)
+
+
+class NoMoreMemory(ReslicedCache):
+    """Fails to grow past 40 tokens."""
+
+    def _with_room(
+        self, tensor: CacheTensor, buffer: NDArray[np.generic], needed: int
+    ) -> NDArray[np.generic]:
+        if needed > 40:
+            raise MemoryError("no more")
+        return super()._with_room(tensor, buffer, needed)
+
+
+def test_without_memory_a_step_fails_and_what_is_kept_stays(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.drafters.foreign_drafter.ReslicedCache", NoMoreMemory)
+    drafter = load(folder_of("optimum"))
+    drafter.begin(30, SamplingParams())
+    drafter.step(0, TOKENS[:30], 1)
+    before = row(drafter)
+    with pytest.raises(MemoryError):
+        drafter.step(30, TOKENS[30:60], 1)
+    drafter.step(25, TOKENS[25:30], 1)
+    np.testing.assert_allclose(row(drafter), before, atol=1e-4)
+
+
+def test_missing_external_data_is_named(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("optimum"), tmp_path / "halved")
+    (folder / "onnx" / "model.onnx_data").unlink()
+    with pytest.raises(DraftModelError, match=r"model\.onnx: onnxruntime cannot load it.*onnx_dat"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["merged", "genai"])
+def test_nodes_are_those_that_the_onnx_library_reads(
+    kind: str, folder_of: Callable[[str], Path]
+) -> None:
+    (path,) = find_draft(str(folder_of(kind))).graphs.values()
+    expected = onnx.load(path, load_external_data=False).graph.node
+    found = [node for node in read_nodes(path) if not node.nested]
+    assert [node.kind for node in found] == [node.op_type for node in expected]
+    assert [node.inputs for node in found] == [tuple(node.input) for node in expected]
+    assert [node.outputs for node in found] == [tuple(node.output) for node in expected]
+    integer = onnx.AttributeProto.INT
+    assert [node.integers for node in found] == [
+        {one.name: one.i for one in node.attribute if one.type == integer} for node in expected
+    ]
+    nested = [node.kind for node in read_nodes(path) if node.nested]
+    assert nested.count("Slice") == (4 if kind == "merged" else 0)
+    windows = [node.integers.get("local_window_size") for node in found]
+    assert windows.count(-1) == (2 if kind == "genai" else 0)  # negative numbers, too
+
+
+def test_what_is_not_finite_is_refused_and_what_is_noisy_is_used() -> None:
+    dice = np.random.default_rng(0)
+    rows = {t: dice.standard_normal(50).astype(np.float32) for t in range(60)}
+
+    def decode(noise: float) -> Callable[[int, object], NDArray[np.float32]]:
+        def rows_of(keep: int, tokens: object) -> NDArray[np.float32]:
+            assert isinstance(tokens, tuple)
+            exact = np.stack([rows[token] for token in tokens])
+            return (exact + noise * dice.standard_normal(exact.shape)).astype(np.float32)
+
+        return rows_of
+
+    assert check_behaviour(decode(0.0), 50) == Behaviour(True, True)
+    assert check_behaviour(decode(0.1), 50).chunks
+    assert not check_behaviour(decode(1.0), 50).works
+    assert check_behaviour(decode(float("nan")), 50).reason == "its logits are not all finite"
