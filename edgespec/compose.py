@@ -41,6 +41,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.weights import text_fingerprint, weights_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
@@ -183,6 +184,7 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         TOY_MODEL,
         name=model_name(config),
         vocabulary=_toy_info().vocabulary,
+        fingerprint=text_fingerprint(repr(TOY_MODEL)),
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
         cache=CacheShape(
@@ -204,6 +206,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
             str(folder),
             name=model_name(config),
             vocabulary=info.vocabulary,
+            weights=weights_fingerprint(folder, info.vocabulary),
             dtype=config.dtype,
             device=config.device,
             max_cached_tokens=config.limits.max_cached_tokens,
