@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, assert_never
 
@@ -38,6 +39,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.many_verifiers import verifiers_of
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -265,11 +267,15 @@ def vocabulary_of(reference: str) -> str:
 
 
 def connect(
-    address: str, link: LinkSection | None = None, access: DeviceAccess | None = None
+    address: str,
+    link: LinkSection | None = None,
+    access: DeviceAccess | None = None,
+    server_name: str = "",
 ) -> Transport:
     """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
 
-    Nothing is sent before the first use. A missing port means the default one. Raises
+    Nothing is sent before the first use. A missing port means the default one. ``server_name`` is
+    what its certificate has to name if ``access`` does not say, and not the host. Raises
     ``ConfigError`` when ``access`` holds a key that others could read on its way there.
     """
     with needs("grpc", "edgespec"):
@@ -283,7 +289,7 @@ def connect(
         limits=wire,
         credentials=access.credentials,
         shows_certificate=access.shows_certificate,
-        server_name=access.server_name,
+        server_name=access.server_name or server_name,
         api_key=access.key_for(with_port(address)),
         trace_parent=current_trace_parent,
     )
@@ -327,15 +333,15 @@ def build_policy(
 def build_agent(
     config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
 ) -> Agent:
-    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does, and
-    ``ValueError`` when ``config`` still names several verifiers."""
-    if len(config.verifiers) > 1:
-        raise ValueError(
-            f"verifier names {len(config.verifiers)} addresses, but an agent uses one: choose first"
-        )
+    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
     reference = tokenizer_reference(config)
     tokenizer = load_tokenizer(reference)
-    transport = connect(config.verifiers[0], config.link, device_access(config))
+    access = device_access(config)
+    addresses = dict.fromkeys(with_port(one) for one in config.verifiers)
+    for address in addresses:
+        access.key_for(address)  # raises where the key could be read on its way
+    dial = partial(connect, link=config.link, access=access)
+    transport = verifiers_of(config, tuple(addresses), dial)
     policy = config.policy
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),

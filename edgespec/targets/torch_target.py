@@ -38,7 +38,8 @@ class TorchTarget:
     """``ports.TargetModel`` for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
-    are passed on in ``info``, and with ``weights`` (a fingerprint of the folder) one of the model. ``max_cached_tokens`` bounds the key-value pool over all sessions.
+    are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
+    ``max_cached_tokens`` bounds the key-value pool over all sessions.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
