@@ -164,7 +164,7 @@ class Failover:
 
     def _on_quiet(self, route: Route, now: float) -> Actions:
         candidate = self._of(route)
-        if candidate is None or len(self.candidates.listed) == 1:
+        if candidate is None or len(self.candidates.listed) == 1 or candidate.breaker.held(now):
             return []
         route.suspects = True
         return [] if candidate.probing else [probe(candidate)]
