@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
@@ -96,7 +97,7 @@ class World:
         self.told_not_before: dict[str, float] = {}
         self.handle(ev.Known(tuple(names)))
         for session in self.sessions.values():
-            self.after(self.dice.uniform(0, 2), lambda one=session: self.want(one))
+            self.after(self.dice.uniform(0, 2), partial(self.want, session))
 
     def _verifier(self, name: str, index: int) -> Verifier:
         possible = list(Mood)
