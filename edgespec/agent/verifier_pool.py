@@ -269,6 +269,11 @@ class RoutedTransport:
         return tuple(self._route.served)
 
     @property
+    def last(self) -> str:
+        """The address that brought the last token; empty before the first."""
+        return self._route.last or ""
+
+    @property
     def failovers(self) -> int:
         """How often a token came from another address than the one before."""
         return self._route.failovers

@@ -301,13 +301,9 @@ def test_addresses_are_checked(given: dict[str, object], message: str) -> None:
 async def test_the_others_are_ranked_and_those_that_did_not_answer_come_last() -> None:
     refusing = LoopbackTransport(echo, told)
     refusing.refuse("nobody home")
-    infos = {
-        "slow": told(pass_us=90_000),
-        "fast": told(pass_us=10_000),
-        "mid": told(pass_us=50_000),
-    }
+    pass_us = {"slow": 90_000, "fast": 10_000, "mid": 50_000}
     links: dict[str, Transport] = {"refusing": refusing}
-    links |= {name: transport(info) for name, info in infos.items()}
+    links |= {name: transport(told(pass_us=one)) for name, one in pass_us.items()}
     async with closing(links):
         choice = await choose_verifier(links, MostCompute(), DEVICE)
     assert (choice.chosen.address, choice.others) == ("fast", ("mid", "slow", "refusing"))
@@ -333,10 +329,9 @@ def test_the_summary_says_who_served(address: str, dead: str) -> None:
 
 
 async def test_an_agent_of_several_chooses_by_itself(address: str, dead: str) -> None:
+    params = SamplingParams(max_tokens=16)
     async with edgespec_connect([dead, address], draft="toy") as agent:
-        ids = [
-            i async for c in agent.generate(PROMPT, SamplingParams(max_tokens=16)) for i in c.tokens
-        ]
+        ids = [one async for chunk in agent.generate(PROMPT, params) for one in chunk.tokens]
         assert agent.stats is not None
         assert agent.stats.verifiers == (address,)
     assert ids == toy_text(ToyTokenizer().encode(PROMPT), params)
