@@ -144,6 +144,18 @@ def test_a_quiet_verifier_is_asked_and_left_if_it_does_not_answer() -> None:
     assert found.handle(ev.Wanted(1), 7.5) == (ev.Dial(1, "b"),)
 
 
+def test_a_quiet_verifier_is_kept_while_there_is_no_other() -> None:
+    """It may only be slow, and a stream that is given up costs the prompt."""
+    found = streaming()
+    found.handle(ev.ProbeFailed("b", "refused"), 1.0)
+    found.handle(ev.Quiet(1), 2.0)
+    assert found.handle(ev.ProbeFailed("a", "no answer"), 3.5) == ()
+    assert found.routes[1].using == "a"
+    found.handle(answer("b", 0.1), 4.0)
+    found.handle(ev.Quiet(1), 5.0)
+    assert found.handle(ev.ProbeFailed("a", "no answer"), 6.5) == (ev.Leave(1, "no answer", 0.0),)
+
+
 def test_another_model_is_never_used_and_named() -> None:
     found = streaming()
     found.handle(ev.Refused(1, MOVED, "resume elsewhere", 1.0), 1.0)

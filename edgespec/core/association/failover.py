@@ -215,8 +215,8 @@ class Failover:
                 actions += self._asked(number, route, answered, now)
             elif route.suspects and route.using == event.address:
                 route.suspects = False
-                if not alive:
-                    route.tried.add(event.address)
+                if not alive and self._has_other(route, now):
+                    route.tried = {event.address}
                     actions.append(self._leave(number, route, candidate.error, now))
         return actions
 
@@ -228,6 +228,13 @@ class Failover:
         if answered:
             route.asking_until = min(route.asking_until, now + self.policy.settle_s)
         return []
+
+    def _has_other(self, route: Route, now: float) -> bool:
+        """Whether it is worth while to give up a stream that may only be slow. What was tried
+        before counts again: finding out took longer than any pause."""
+        avoid = {*route.unfit, str(route.using)}
+        found = self.candidates.choose(now, avoid, None, route.began, closed_only=True)
+        return found is not None
 
     def _of(self, route: Route) -> Candidate | None:
         """The verifier of the stream in use."""
