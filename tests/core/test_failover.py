@@ -277,14 +277,14 @@ def test_a_breaker_does_not_ask_before_it_was_told_to() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+@pytest.mark.parametrize("first_seed", range(0, 30, 10))
 def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
     count: int, first_seed: int
 ) -> None:
     """The world's own assertions say what must never happen; here is what must. The first verifier
     is there in the end, and a text goes on unless it was found to be of no use for it before."""
     went_on = 0
-    for seed in range(first_seed, first_seed + 20):
+    for seed in range(first_seed, first_seed + 10):
         world = World(seed, count)
         world.run(CALM_AFTER_S + 20.0)
         for session in world.sessions.values():
@@ -295,7 +295,7 @@ def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
             elif "v0" not in world.machine.routes[session.route].unfit:
                 assert session.last_token_at > CALM_AFTER_S + 19.0, (seed, session)
                 went_on += 1
-    assert went_on >= 10
+    assert went_on >= 5
 
 
 def _all_refused(why: str, count: int) -> bool:
