@@ -77,6 +77,22 @@ async def test_it_waits_for_the_one_that_began_rather_than_take_another_model() 
             assert one.stats.verifiers == (gate.address,)
 
 
+async def test_a_new_text_may_be_of_another_model_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gates(2, [None, stranger()]) as ((gate, _), (other, _)):
+        async with agent(gate.address, other.address) as one:
+            assert await collect(one) == EXPECTED
+            assert not caplog.records
+            gate.kill()
+            assert len(await collect(one)) == len(EXPECTED)
+            assert one.stats is not None
+            assert one.stats.verifiers == (other.address,)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith(f"{other.address} serves the model 'toy' (stranger); the text before")
+
+
 async def test_one_of_another_vocabulary_is_passed_over_and_named() -> None:
     async with gates(2, [stranger(vocabulary="other-words")]) as ((wrong, _), (gate, _)):
         async with agent(wrong.address, gate.address, reconnect=HASTY) as one:
