@@ -18,7 +18,6 @@ from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
-    DEFAULT_PORT,
     AgentConfig,
     DraftSection,
     LinkSection,
@@ -40,6 +39,7 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.many_verifiers import verifiers_of
+from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
@@ -337,11 +337,8 @@ def build_agent(
     reference = tokenizer_reference(config)
     tokenizer = load_tokenizer(reference)
     access = device_access(config)
-    addresses = dict.fromkeys(with_port(one) for one in config.verifiers)
-    for address in addresses:
-        access.key_for(address)  # raises where the key could be read on its way
     dial = partial(connect, link=config.link, access=access)
-    transport = verifiers_of(config, tuple(addresses), dial)
+    transport = verifiers_of(config, access, dial)
     policy = config.policy
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
@@ -352,13 +349,6 @@ def build_agent(
     )
     drafter = load_drafter(config, say=say)
     return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)
-
-
-def with_port(address: str) -> str:
-    """``address`` with the default port where it names none."""
-    address = address.strip()
-    last = address.rpartition("]")[2]
-    return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
+from edgespec.access import DeviceAccess
 from edgespec.agent.verifier_pool import VerifierPool
-from edgespec.config import LEARNED, AgentConfig
+from edgespec.config import DEFAULT_PORT, LEARNED, AgentConfig
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.network import LearnedAssociation
 from edgespec.core.association.policies import (
@@ -25,10 +25,13 @@ _USUAL_STEP_S = 0.01
 
 
 def verifiers_of(
-    config: AgentConfig, addresses: Sequence[str], dial: MakeTransport
+    config: AgentConfig, access: DeviceAccess, dial: MakeTransport
 ) -> Transport | VerifierPool:
-    """What an agent needs for ``addresses``, all with a port: the transport to the only one, or a
-    pool of several. A name counts as several: it may stand for them."""
+    """The transport to the only verifier of ``config``, or a pool of several. A name counts as
+    several: it may stand for them. Raises ``ConfigError`` where others could read the key."""
+    addresses = tuple(dict.fromkeys(with_port(one) for one in config.verifiers))
+    for address in addresses:
+        access.key_for(address)
     if len(addresses) == 1 and not is_name(addresses[0]):
         return dial(addresses[0])
     policy = association(config.association)
@@ -40,6 +43,13 @@ def verifiers_of(
         ask_first=policy.name != ListedOrder.name,
     )
     return VerifierPool(VerifierDirectory(addresses, dial), failover)
+
+
+def with_port(address: str) -> str:
+    """``address`` with the default port where it names none."""
+    address = address.strip()
+    last = address.rpartition("]")[2]
+    return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
 
 
 def device_view(config: AgentConfig) -> DeviceView:

@@ -130,7 +130,7 @@ FLOORS = (
     # Several verifiers behind one agent.
     Floor(
         "edgespec.many_verifiers",
-        (CORE, PORTS, CONFIG, "edgespec.agent", "edgespec.transport"),
+        (CORE, PORTS, CONFIG, "edgespec.access", "edgespec.agent", "edgespec.transport"),
         HEAVY,
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
