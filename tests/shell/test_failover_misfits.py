@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from edgespec.access import ServerAccess
-from edgespec.agent.agent import GenerationError
-from edgespec.compose import TOY_MODEL
+from edgespec.access import ServerAccess, device_access
+from edgespec.agent.agent import Agent, AgentOptions, GenerationError
+from edgespec.agent.verifier_pool import VerifierPool
+from edgespec.compose import TOY_MODEL, connect
+from edgespec.core.association.failover import Failover
+from edgespec.core.association.policies import DeviceView, ListedOrder
+from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.toy_model import ToyModel
 from edgespec.targets.toy import ToyTarget
+from edgespec.transport.directory import VerifierDirectory
 from tests.shell.failing_verifiers import (
     EXPECTED,
     HASTY,
     PACED,
     PARAMS,
+    PATIENT,
     PROMPT,
+    TEXT,
     WARY,
     agent,
     collect,
     gates,
 )
-from tests.shell.guarded import keys_in
+from tests.shell.guarded import device_config, keys_in
+from tests.shell.live_verifier import serving
+from tests.shell.pki import Pki
 
 # --- those who are of no use ------------------------------------------------------------------
 
@@ -178,3 +189,27 @@ async def test_leaving_a_text_early_leaves_nothing_behind() -> None:
         left = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
         ours = ("VerifierPool", "PooledStream", "Link.", "SessionDriver")
         assert not [one for one in left if any(name in one for name in ours)]
+
+
+async def test_each_address_of_a_name_shows_the_certificate_of_the_name(tmp_path: Path) -> None:
+    """Nobody listens at the first address of the name; the second shows the name's certificate,
+    which says nothing of addresses."""
+    pki = Pki(tmp_path)
+    pki.renew_server("gpu-box")
+    config = device_config("gpu-box:1", pki.device())
+    async with serving(config=replace(PACED, tls=pki.server())) as (address, _):
+        port = address.rpartition(":")[2]
+        dial = partial(connect, access=device_access(config))
+
+        async def look_up(host: str, port: int) -> Sequence[str]:
+            return ["127.0.0.2", "127.0.0.1"]
+
+        directory = VerifierDirectory((f"gpu-box:{port}",), dial, look_up=look_up)
+        device = DeviceView("d", 0.01)
+        failover = Failover(FailoverPolicy(), ListedOrder(), device, ask_first=False)
+        options = AgentOptions(reconnect=PATIENT)
+        pool = VerifierPool(directory, failover)
+        async with Agent(pool, None, TEXT.encode, TEXT.stream, options) as one:
+            assert await collect(one) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers == (f"gpu-box:{port} (127.0.0.1)",)
