@@ -42,6 +42,21 @@ async def line_of(process: Process) -> str:
     return line
 
 
+async def ready_verifier(*options: str, stderr: Any = DEVNULL) -> tuple[Process, int]:
+    """A verifier process with these options, once it serves, and its port."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "edgespec", "verifier", *options),
+        stdout=PIPE,
+        stderr=stderr,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    line = await line_of(process)
+    if "ready on" not in line:
+        raise RuntimeError(f"the verifier did not start: {line}")
+    return process, int(line.split(": ")[0].rpartition(":")[2])
+
+
 async def tell(process: Process, word: str) -> None:
     assert process.stdin is not None
     process.stdin.write(f"{word}\n".encode())

@@ -11,8 +11,10 @@ connection for each text. While they stream, one drill follows the other:
     revocation    a key is revoked: its own devices end, within a second, and nobody else's
     wrong-keys    forty clients try keys in a loop
     flood         one key floods the verifier with streams, drafts, prompts and questions
-    drain         SIGTERM; what has not ended in two seconds resumes at the next verifier, which
-                  starts on the same port when the first one has ended
+    restart       SIGTERM; what has not ended in two seconds resumes when the verifier is back: it
+                  starts on the same port when it has ended
+    two           a second verifier has started and the devices know of it, and nothing happens
+    drain         SIGTERM for the first one; what has not ended in two seconds resumes at the second
 
 Every text of an honest device is compared with the target's own. Printed per drill: texts, tokens,
 texts lost and wrong, and the longest time for which a device that wanted a token had none.
@@ -24,22 +26,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
-import itertools
 import json
 import os
 import random
 import signal
-import ssl
 import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from asyncio.subprocess import PIPE
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drill_service import FLEETS, FLOODER, LEAVER, Service, make_certificate, make_files, until
 from honest_devices import PATIENT, Request, make_requests, toy_text
 from load_processes import HERE, ROOT, START_WITHIN_S, line_of
 
@@ -47,90 +46,11 @@ from edgespec.agent.agent import Agent, GenerationError
 from edgespec.benchmark.report import machine, versions
 from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
-from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.protocol.messages import FaultCode
-from edgespec.transport.certificates import make_ca, make_server
 
-FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
-LEAVER, FLOODER = "leaver", "flooder"
 LEAVERS = 6
-DRAIN_S = 2.0
 REVOKED_WITHIN_S = 1.0
-
-
-async def until(true: Callable[[], bool], within_s: float) -> None:
-    """Look again and again, for no longer than that."""
-    ends_s = time.perf_counter() + within_s
-    for _ in itertools.takewhile(lambda _: time.perf_counter() < ends_s, itertools.count()):
-        if true():
-            return
-        await asyncio.sleep(0.02)
-
-
-# --- the verifier ------------------------------------------------------------------------------
-
-
-class Service:
-    """The verifier process with its files."""
-
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder, self.port = options, folder, 0
-        self.log, self.keys_path = folder / "verifier.log", folder / "keys.yaml"
-        self.process: Process | None = None
-        make_ca(folder, "drill", 30)
-        self.rotate()
-        made = {name: new_key() for name in (*FLEETS, LEAVER, FLOODER)}
-        limits = {FLOODER: 4}
-        entries = {
-            name: KeyEntry(sha256, max_sessions=limits.get(name, 0))
-            for name, (_, sha256) in made.items()
-        }
-        save_keys(self.keys_path, KeyFile(entries))
-        for name, (key, _) in made.items():
-            (folder / f"{name}.key").write_text(key)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        certificate, key = str(self.folder / "server.pem"), str(self.folder / "server.key")
-        paths = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
-        sessions = str(2 * self.options.devices + 32)
-        with self.log.open("a") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "edgespec", "verifier", "--model", "toy"),
-                *("--port", str(self.port), "--pass-ms", str(self.options.pass_ms)),
-                *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
-                *("--max-sessions", sessions, "--drain-s", str(DRAIN_S)),
-                stdout=PIPE,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
-        line = await line_of(self.process)
-        if "ready on" not in line:
-            raise RuntimeError(f"the verifier did not start: {line}{self.log.read_text()}")
-        self.port = int(line.split(": ")[0].rpartition(":")[2])
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    async def end(self) -> int:
-        assert self.process is not None
-        return await asyncio.wait_for(self.process.wait(), START_WITHIN_S)
-
-    def rotate(self) -> None:
-        make_server(self.folder, ["127.0.0.1"], 7, force=True)
-
-    async def shows(self) -> str:
-        """The certificate that a new connection is shown."""
-        ask = functools.partial(ssl.get_server_certificate, ("127.0.0.1", self.port))
-        return (await asyncio.to_thread(ask)).strip()
-
-    async def reloaded(self, count: int) -> None:
-        """Wait until the log tells of so many reloads."""
-        await until(lambda: self.log.read_text().count("reload: ") >= count, START_WITHIN_S)
 
 
 # --- the devices -------------------------------------------------------------------------------
@@ -159,20 +79,27 @@ class Streamer:
         self.drafting, self.reuses = number % 8 == 0, number % 2 == 0
         self.since_s = time.perf_counter()
         self.refused_at: float | None = None
+        self.knows: tuple[str, ...] = ()
+        self.failovers = 0
 
     async def live(self) -> None:
         await asyncio.sleep(self.dice.random())
         while self.refused_at is None:
             async with self._agent() as agent:
                 await self._text(agent)
-                while self.reuses and self.refused_at is None:
+                while self.reuses and self.refused_at is None and not self._has_news:
                     await self._text(agent)
 
+    @property
+    def _has_news(self) -> bool:
+        return self.knows != self.drills.addresses
+
     def _agent(self) -> Agent:
-        folder, service = self.drills.service.folder, self.drills.service
+        folder, self.knows = self.drills.service.folder, self.drills.addresses
         return build_agent(
             AgentConfig(
-                verifier=service.address,
+                verifier=self.knows,
+                association="listed",
                 tokenizer="toy",
                 draft=DraftSection(model="toy" if self.drafting else "none"),
                 tls=DeviceTlsSection(ca=str(folder / "ca.pem")),
@@ -198,6 +125,7 @@ class Streamer:
         self.drills.now.texts += 1
         if agent.stats is not None:
             self.drills.now.reconnects += agent.stats.counters.reconnects
+            self.failovers += agent.stats.failovers
         if tuple(tokens) != request.expected:
             self.drills.now.wrong.append(f"{tokens} is not {list(request.expected)}")
 
@@ -214,7 +142,11 @@ class Streamer:
 
 class Drills:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        make_files(folder)
         self.options, self.service = options, Service(options, folder)
+        self.second = Service(options, folder, "second")
+        self.addresses: tuple[str, ...] = ()
+        """Of the verifiers that devices may use."""
         self.now = Outcome("warm-up")
         self.outcomes: list[Outcome] = []
         self.findings: list[str] = []
@@ -227,6 +159,7 @@ class Drills:
             for one in make_requests(12, self.options.seed, 160)
         ]
         await self.service.start()
+        self.addresses = (self.service.address,)
         keys = [FLEETS[number % len(FLEETS)] for number in range(self.options.devices)]
         keys += [LEAVER] * LEAVERS
         self.devices = [Streamer(self, n, key, requests) for n, key in enumerate(keys)]
@@ -240,6 +173,12 @@ class Drills:
                 ("revocation", self._revocation()),
                 ("wrong-keys", self._hostile("wrong-keys")),
                 ("flood", self._hostile("flood")),
+                ("restart", self._restart()),
+            ):
+                await self._drill(name, work)
+            await self._second_verifier()
+            for name, work in (
+                ("two", asyncio.sleep(self.options.seconds)),
                 ("drain", self._drain()),
             ):
                 await self._drill(name, work)
@@ -248,11 +187,12 @@ class Drills:
                 task.cancel()
             ended = await asyncio.gather(*living, return_exceptions=True)
         self.findings += [f"a device failed: {e!r}" for e in ended if isinstance(e, Exception)]
-        self.service.signal(signal.SIGTERM)
-        if status := await self.service.end():
-            self.findings.append(f"the verifier's exit status is {status}")
-        if "Traceback" in (log := self.service.log.read_text()):
-            self.findings.append(f"a traceback: {log[log.index('Traceback') :][:3000]}")
+        self.second.signal(signal.SIGTERM)
+        if status := await self.second.end():
+            self.findings.append(f"the second verifier's exit status is {status}")
+        for service in (self.service, self.second):
+            if "Traceback" in (log := service.log.read_text()):
+                self.findings.append(f"a traceback: {log[log.index('Traceback') :][:3000]}")
 
     async def _drill(self, name: str, work: Any) -> None:
         for device in self.devices:
@@ -279,7 +219,7 @@ class Drills:
     async def _rotation(self) -> None:
         certificate = self.service.folder / "server.pem"
         for _ in range(3):
-            self.service.rotate()
+            make_certificate(self.service.folder)
             await self._reload()
             if await self.service.shows() != certificate.read_text().strip():
                 self.findings.append("rotation: the new certificate is not shown")
@@ -322,11 +262,11 @@ class Drills:
         if what == "wrong-keys" and (tally.get("let in") or not tally.get("UNAUTHENTICATED")):
             self.findings.append(f"wrong-keys: {tally}")
 
-    async def _drain(self) -> None:
+    async def _restart(self) -> None:
         asked_s = time.perf_counter()
         self.service.signal(signal.SIGTERM)
         if status := await self.service.end():
-            self.findings.append(f"drain: the exit status is {status}")
+            self.findings.append(f"restart: the exit status is {status}")
         ended_s = time.perf_counter()
         await self.service.start()
         ready_s = time.perf_counter()
@@ -335,6 +275,26 @@ class Drills:
             "next_ready_after_s": round(ready_s - asked_s, 2),
         }
         await asyncio.sleep(max(3.0, self.options.seconds))
+
+    async def _second_verifier(self) -> None:
+        """It starts, and every device hears of it before its next text."""
+        await self.second.start()
+        self.addresses = (self.service.address, self.second.address)
+        honest = [one for one in self.devices if one.refused_at is None]
+        await until(lambda: all(one.knows == self.addresses for one in honest), START_WITHIN_S)
+
+    async def _drain(self) -> None:
+        """The first verifier goes for good."""
+        asked_s, moved = time.perf_counter(), sum(one.failovers for one in self.devices)
+        self.service.signal(signal.SIGTERM)
+        if status := await self.service.end():
+            self.findings.append(f"drain: the exit status is {status}")
+        self.now.notes["ended_after_s"] = round(time.perf_counter() - asked_s, 2)
+        await asyncio.sleep(max(3.0, self.options.seconds))
+        moved = sum(one.failovers for one in self.devices) - moved
+        self.now.notes["texts_that_moved"] = moved
+        if not moved:
+            self.findings.append("drain: no text went on at the second verifier")
 
 
 def line(outcome: Outcome) -> str:
@@ -359,10 +319,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> Drills:
     try:
         await drills.run()
     finally:
-        process = drills.service.process
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
+        await drills.service.kill()
+        await drills.second.kill()
     return drills
 
 

@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 def connect(
-    address: str = DEFAULT_ADDRESS,
+    address: str | Sequence[str] = DEFAULT_ADDRESS,
     *,
     draft: str = DraftSection().model,
     tokenizer: str = "",
@@ -78,7 +78,8 @@ def connect(
     api_key_file: str = "",
     insecure: bool = False,
 ) -> Agent:
-    """An agent for the verifier at ``address`` ("host:port" or "unix:path").
+    """An agent for the verifier at ``address`` ("host:port" or "unix:path"), or for several: the
+    best one is used, and when it fails in the middle of a text, the text goes on at another.
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
     Hub id, or ``none`` to only stream; ``model`` asks for a target by name; ``rtt_ms`` and
@@ -92,7 +93,7 @@ def connect(
     file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
     """
     settings = {
-        "verifier": address,
+        "verifier": address if isinstance(address, str) else list(address),
         "model": model,
         "tokenizer": tokenizer,
         "draft.model": draft,
@@ -121,7 +122,7 @@ class SyncAgent:
     object may be used from several threads.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, **settings: Any) -> None:
+    def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **settings: Any) -> None:
         self._start(connect(address, **settings))
 
     @classmethod

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, assert_never
 
@@ -17,7 +18,6 @@ from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
-    DEFAULT_PORT,
     AgentConfig,
     LinkSection,
     PolicyName,
@@ -39,10 +39,13 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.many_verifiers import verifiers_of
+from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.weights import text_fingerprint, weights_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
@@ -190,6 +193,7 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         TOY_MODEL,
         name=model_name(config),
         vocabulary=_toy_info().vocabulary,
+        fingerprint=text_fingerprint(repr(TOY_MODEL)),
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
         cache=CacheShape(
@@ -211,6 +215,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
             str(folder),
             name=model_name(config),
             vocabulary=info.vocabulary,
+            weights=weights_fingerprint(folder, info.vocabulary),
             dtype=config.dtype,
             device=config.device,
             max_cached_tokens=config.limits.max_cached_tokens,
@@ -269,11 +274,15 @@ def vocabulary_of(reference: str) -> str:
 
 
 def connect(
-    address: str, link: LinkSection | None = None, access: DeviceAccess | None = None
+    address: str,
+    link: LinkSection | None = None,
+    access: DeviceAccess | None = None,
+    server_name: str = "",
 ) -> Transport:
     """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
 
-    Nothing is sent before the first use. A missing port means the default one. Raises
+    Nothing is sent before the first use. A missing port means the default one. ``server_name`` is
+    what its certificate has to name if ``access`` does not say, and not the host. Raises
     ``ConfigError`` when ``access`` holds a key that others could read on its way there.
     """
     with needs("grpc", "edgespec"):
@@ -287,7 +296,7 @@ def connect(
         limits=wire,
         credentials=access.credentials,
         shows_certificate=access.shows_certificate,
-        server_name=access.server_name,
+        server_name=access.server_name or server_name,
         api_key=access.key_for(with_port(address)),
         trace_parent=current_trace_parent,
     )
@@ -331,15 +340,12 @@ def build_policy(
 def build_agent(
     config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
 ) -> Agent:
-    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does, and
-    ``ValueError`` when ``config`` still names several verifiers."""
-    if len(config.verifiers) > 1:
-        raise ValueError(
-            f"verifier names {len(config.verifiers)} addresses, but an agent uses one: choose first"
-        )
+    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
     reference = tokenizer_reference(config)
     tokenizer = load_tokenizer(reference)
-    transport = connect(config.verifiers[0], config.link, device_access(config))
+    access = device_access(config)
+    dial = partial(connect, link=config.link, access=access)
+    transport = verifiers_of(config, access, dial)
     policy = config.policy
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
@@ -350,13 +356,6 @@ def build_agent(
     )
     drafter = load_drafter(config, say=say)
     return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)
-
-
-def with_port(address: str) -> str:
-    """``address`` with the default port where it names none."""
-    address = address.strip()
-    last = address.rpartition("]")[2]
-    return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -147,11 +147,21 @@ class ModelOutputError(ValueError):
 
 
 class LinkError(ConnectionError):
-    """The link is gone or was refused; the message says which peer and why."""
+    """The link is gone or was refused; the message says which peer and why.
 
-    def __init__(self, message: str, *, retryable: bool = True) -> None:
+    ``again_s`` is what ``core.device.events.LinkDown`` says of it; ``alive``: the peer itself said
+    no, so it is there."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retryable: bool = True,
+        again_s: float | None = None,
+        alive: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.retryable = retryable
+        self.retryable, self.again_s, self.alive = retryable, again_s, alive
 
 
 class UntrustedPeerError(LinkError):

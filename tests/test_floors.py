@@ -74,7 +74,8 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache draft_memory foreign_drafts model_drafter access setup_error".split()
+    "export_cache draft_memory foreign_drafts model_drafter access setup_error "
+    "many_verifiers".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -165,6 +166,12 @@ FLOORS = (
         "edgespec.access",
         (CORE, PORTS, CONFIG, "edgespec.transport", "edgespec.setup_error"),
         HEAVY - {"grpc"},
+    ),
+    # Several verifiers behind one agent.
+    Floor(
+        "edgespec.many_verifiers",
+        (CORE, PORTS, CONFIG, "edgespec.access", "edgespec.agent", "edgespec.transport"),
+        HEAVY,
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
     # The composition root, and the Python API on top of it.

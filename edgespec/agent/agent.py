@@ -20,6 +20,7 @@ from typing import Final
 
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
+from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
@@ -92,6 +93,18 @@ class GenerationStats:
 
     counters: DraftCounters
     estimates: DraftEstimates
+    route: RoutedTransport | None = None
+    """None where the agent knows one verifier only."""
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The addresses that brought tokens, in order, each once; empty where only one is known."""
+        return () if self.route is None else self.route.served
+
+    @property
+    def failovers(self) -> int:
+        """How often the text went on at another verifier."""
+        return 0 if self.route is None else self.route.failovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ class AgentOptions:
 
 
 class Agent:
-    """Drives generations against one verifier. ``drafter`` None only streams.
+    """Drives generations against one verifier, or several. ``drafter`` None only streams.
 
     ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
     the given ids. Use as an async context manager, or call ``close``.
@@ -114,7 +127,7 @@ class Agent:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Transport | VerifierPool,
         drafter: Drafter | None,
         encode: Callable[[str], Sequence[int]],
         decoder: Callable[[Sequence[int]], TextDecoder],
@@ -160,15 +173,18 @@ class Agent:
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         self._drafter_taken = self._drafter_taken or drafter is not None
+        route, link = None, self._transport
+        if isinstance(link, VerifierPool):
+            link = route = link.route(len(tokens) + sampling.max_tokens)
         driver = SessionDriver(
             self._session(tokens, sampling, drafter, logprobs),
-            self._transport,
+            link,
             drafter,
             self._thread,
             tracer=self._tracer,
         )
         self._drivers = {one for one in self._drivers if one.running} | {driver}
-        self.stats = GenerationStats(driver.session.counters, driver.session.estimates)
+        self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
         try:
             async for chunk in self._chunks(driver, sampling, tokens):
                 yield chunk
@@ -177,6 +193,8 @@ class Agent:
             # A step that still runs ends soon, and what comes next waits behind it in its thread.
             self._drafter_taken = self._drafter_taken and drafter is None
             await driver.close()
+            if route is not None:
+                await route.close()
 
     async def close(self) -> None:
         """End what runs, and free the model."""

@@ -39,6 +39,9 @@ class Choice:
 
     chosen: Answer
     left_out: tuple[tuple[str, str], ...]
+    others: tuple[str, ...] = ()
+    """What is left if that one goes: those that fit, the best first, then those that did not
+    answer and may come back."""
 
 
 class NoneFitsError(ValueError):
@@ -64,17 +67,23 @@ async def choose_verifier(
     probes = [_probe(address, link, timeout_s, clock) for address, link in transports.items()]
     answers: list[Answer] = []
     left_out: list[tuple[str, str]] = []
+    silent: list[str] = []
     for address, found in zip(transports, await asyncio.gather(*probes), strict=True):
         why = found if isinstance(found, str) else misfit(found.info.model)
         if isinstance(found, Answer) and why is None:
             answers.append(found)
         else:
             left_out.append((address, str(why)))
+            silent += [address] if isinstance(found, str) else []
     if not answers:
         raise NoneFitsError(tuple(left_out))
-    links = [LinkView(answer.rtt_s) for answer in answers]
-    (best,) = policy.assign([device], _views(answers), [links])
-    return Choice(answers[best], tuple(left_out))
+    ranked: list[Answer] = []
+    while answers:
+        links = [LinkView(answer.rtt_s) for answer in answers]
+        (best,) = policy.assign([device], _views(answers), [links])
+        ranked.append(answers.pop(best))
+    others = [answer.address for answer in ranked[1:]]
+    return Choice(ranked[0], tuple(left_out), (*others, *silent))
 
 
 async def _probe(

@@ -57,7 +57,7 @@ class Link:
             self._tell(LinkDown("the link's task was cancelled"))
             raise
         except Exception as error:
-            self._tell(_link_down(error))
+            self._tell(link_down(error))
 
     async def _connect(self) -> DeviceStream | None:
         """The stream; None when ``close`` came first."""
@@ -92,16 +92,16 @@ class Link:
 
     def _reading_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()) is not None:
-            self._tell(_link_down(error))
+            self._tell(link_down(error))
             self._outgoing.put_nowait(None)
 
 
-def _link_down(error: BaseException) -> LinkDown:
+def link_down(error: BaseException) -> LinkDown:
     """What the session hears of it. An error of the operating system may pass; no retry makes a
     message fit the wire's bounds (``ValueError``), or mends a bug."""
     match error:
-        case LinkError(retryable=retryable):
-            return LinkDown(str(error), retryable)
+        case LinkError(retryable=retryable, again_s=again_s):
+            return LinkDown(str(error), retryable, again_s)
         case OSError():
             return LinkDown(f"{type(error).__name__}: {error}")
         case ValueError():

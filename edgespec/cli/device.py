@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import platform
-import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 from edgespec.access import device_access
 from edgespec.agent.agent import Agent
@@ -22,20 +19,17 @@ from edgespec.compose import (
     vocabulary_of,
     with_port,
 )
-from edgespec.config import DEFAULT_PORT, LEARNED, AgentConfig
-from edgespec.core.association.network import LearnedAssociation
-from edgespec.core.association.policies import AssociationPolicy, DeviceView, association_policy
+from edgespec.config import DEFAULT_PORT, AgentConfig
+from edgespec.core.association.policies import ListedOrder
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.many_verifiers import association, device_view
 from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
-
-# Of a device that was not told how fast it drafts; no simple policy looks at it.
-_USUAL_STEP_S = 0.01
 
 
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    """What the verifier serves, if it is there and fits ``config``, and ``config`` with that
-    verifier alone: of several, one is chosen and named. Raises ``SetupError`` saying what to run;
-    without this a wrong address is only noticed after the attempts to reconnect."""
+    """What the verifier serves, if it is there and fits ``config``, and ``config`` with those that
+    do: of several, the one chosen is named and comes first. Raises ``SetupError`` saying what to
+    run; without this a wrong address is only noticed after the attempts to reconnect."""
     if len(config.verifiers) > 1:
         return await _choose(config)
     (address,) = config.verifiers
@@ -52,8 +46,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    policy = association(config.association)
-    device = DeviceView(platform.node(), config.draft.draft_ms / 1e3 or _USUAL_STEP_S)
+    policy, device = association(config.association), device_view(config)
     access = device_access(config)
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
@@ -73,19 +66,8 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         f"using {chosen.address} ({policy.name}): round trip {chosen.rtt_s * 1e3:.1f} ms{passes},"
         f" {info.sessions} of {info.max_sessions} sessions"
     )
-    return replace(config, verifier=chosen.address), info.model
-
-
-def association(name: str) -> AssociationPolicy:
-    """The policy of that name, or of the file in ``learned:FILE``. Raises ``ValueError``,
-    ``OSError``."""
-    if not name.startswith(LEARNED):
-        return association_policy(name, secrets.randbits(32))
-    path = Path(name.removeprefix(LEARNED))
-    try:
-        return LearnedAssociation.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    ranked = (chosen.address, *found.others)
+    return replace(config, verifier=ranked, association=ListedOrder.name), info.model
 
 
 def _misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:

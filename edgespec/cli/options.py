@@ -66,7 +66,8 @@ VerifierAddress = Annotated[
         "--verifier",
         envvar="EDGESPEC_VERIFIER",
         metavar="HOST:PORT",
-        help="Where the verifier is (default: 127.0.0.1:7420); repeatable: one of them is chosen",
+        help="Where the verifier is (default: 127.0.0.1:7420); repeatable: one is chosen, and the "
+        "text goes on at another when it fails",
         rich_help_panel=_WHERE,
     ),
 ]
@@ -76,7 +77,7 @@ Association = Annotated[
         "--association",
         metavar="NAME",
         help="How to choose among several: lowest-delay (default), most-compute, "
-        "strongest-signal, random, learned:FILE",
+        "strongest-signal, random, listed (the first that answers), learned:FILE",
         rich_help_panel=_WHERE,
     ),
 ]

@@ -171,7 +171,8 @@ def legend() -> Text:
 
 
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
-    """The numbers of one generation, in two lines, and a third if drafting failed."""
+    """The numbers of one generation, in two lines; of several verifiers, who served in
+    a third; another one if drafting failed."""
     count = len(progress.tokens)
     lines = [f"{count} tokens in {progress.last_s:.2f} s"]
     if progress.first_s is not None:
@@ -189,6 +190,9 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             f" acceptance {c.acceptance:.0%}; sent {c.sent} nodes, wasted {c.wasted};"
             f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
         )
+        if stats.verifiers:
+            moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
+            lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from enum import Enum
 
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
+from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
@@ -253,7 +254,7 @@ class AgentConfig:
     """The device: where the verifier is, what drafts, what the text shall be like."""
 
     verifier: str | tuple[str, ...] = DEFAULT_ADDRESS
-    """An address, or several, of which ``association`` chooses one."""
+    """An address, or several: ``association`` chooses one, the others are for when it fails."""
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
     tokenizer: str = ""
@@ -263,6 +264,8 @@ class AgentConfig:
     policy: PolicySection = field(default_factory=PolicySection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
+    failover: FailoverPolicy = field(default_factory=FailoverPolicy)
+    """How to get from one of several verifiers to another."""
     association: str = LowestDelay.name
     """By what to choose among several verifiers (``core/association/policies.py``), or
     ``learned:FILE``."""

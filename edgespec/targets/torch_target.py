@@ -38,7 +38,8 @@ class TorchTarget:
     """``ports.TargetModel`` for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
-    are passed on in ``info``. ``max_cached_tokens`` bounds the key-value pool over all sessions.
+    are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
+    ``max_cached_tokens`` bounds the key-value pool over all sessions.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
@@ -55,6 +56,7 @@ class TorchTarget:
         *,
         name: str,
         vocabulary: str,
+        weights: str = "",
         dtype: str = "auto",
         device: str = "auto",
         max_cached_tokens: int = 65_536,
@@ -68,8 +70,14 @@ class TorchTarget:
         loaded = load_model(path, dtype=dtype, device=device, context_length=context_length)
         self._model = loaded.model
         self._max_sessions = max_sessions
+        number_format = str(loaded.dtype).removeprefix("torch.")
         self._info = ModelInfo(
-            name, vocabulary, loaded.vocabulary_size, loaded.context_length, loaded.eos_token_ids
+            name,
+            vocabulary,
+            loaded.vocabulary_size,
+            loaded.context_length,
+            loaded.eos_token_ids,
+            f"{weights}-{number_format}" if weights else "",
         )
         self._pool = _pool(loaded, max_cached_tokens)
         self._counts = TokenCountsCache(max_sessions)

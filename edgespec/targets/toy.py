@@ -54,6 +54,7 @@ class ToyTarget:
         *,
         name: str = "toy",
         vocabulary: str = "toy",
+        fingerprint: str = "",
         context_length: int = 4096,
         max_sessions: int = 1024,
         max_cached_tokens: int = 1 << 20,
@@ -64,7 +65,8 @@ class ToyTarget:
         """Passes so far, and the rows they had."""
         self.rows = 0
         eos = () if self.model.eos_token is None else (self.model.eos_token,)
-        self._info = ModelInfo(name, vocabulary, self.model.vocabulary_size, context_length, eos)
+        size = self.model.vocabulary_size
+        self._info = ModelInfo(name, vocabulary, size, context_length, eos, fingerprint)
         self._max_sessions = max_sessions
         self._max_cached_tokens = max_cached_tokens
         self._cache = cache

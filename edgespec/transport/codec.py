@@ -235,6 +235,7 @@ def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
         limits=_encode_limits(opened.limits),
         model=check_text("Opened.model", opened.model, limits.max_name_bytes),
         position=check_number("Opened.position", opened.position, 0, MAX_UINT32),
+        fingerprint=check_text("Opened.fingerprint", opened.fingerprint, limits.max_name_bytes),
     )
 
 
@@ -243,6 +244,7 @@ def _decode_opened(wire: pb.Opened, limits: WireLimits) -> Opened:
         limits=_decode_limits(wire.limits),
         model=check_text("Opened.model", wire.model, limits.max_name_bytes),
         position=wire.position,
+        fingerprint=check_text("Opened.fingerprint", wire.fingerprint, limits.max_name_bytes),
     )
 
 
@@ -299,6 +301,7 @@ def _encode_model(model: ModelInfo, limits: WireLimits) -> pb.ModelInfo:
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
         eos_token_ids=model.eos_token_ids,
+        fingerprint=model.fingerprint,
     )
 
 
@@ -310,12 +313,14 @@ def _decode_model(wire: pb.ModelInfo, limits: WireLimits) -> ModelInfo:
         vocabulary_size=wire.vocabulary_size,
         context_length=wire.context_length,
         eos_token_ids=tuple(wire.eos_token_ids),
+        fingerprint=wire.fingerprint,
     )
 
 
 def _check_model(model: ModelInfo | pb.ModelInfo, limits: WireLimits) -> None:
     check_text("ModelInfo.name", model.name, limits.max_name_bytes)
     check_text("ModelInfo.vocabulary", model.vocabulary, limits.max_name_bytes)
+    check_text("ModelInfo.fingerprint", model.fingerprint, limits.max_name_bytes)
     check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
     check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
     check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)

@@ -288,4 +288,5 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
     text = f"verifier at {address}: {code.name}: {details or 'no details'}"
     # The library's own refusal of a message has the status of a verifier that is merely busy.
     too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (details or "")
-    return LinkError(text, retryable=code not in _FINAL and not too_large)
+    alive = code in _FINAL or code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return LinkError(text, retryable=code not in _FINAL and not too_large, alive=alive)

@@ -299,3 +299,17 @@ def test_the_session_never_waits_without_a_deadline() -> None:
         assert session.deadline is not None
     session.handle(Stop(), 2.0)
     assert session.deadline is None
+
+
+def test_a_link_that_knows_of_another_verifier_is_opened_again_at_once() -> None:
+    session = streaming()
+    session.handle(LinkDown("drained", again_s=0.0), 2.0)
+    assert (session.state, session.deadline) == (LinkState.BACKING_OFF, 2.0)
+    assert Connect() in session.handle(Tick(), 2.0)
+
+
+def test_a_link_that_knows_when_somebody_is_there_again_waits_so_long() -> None:
+    session = streaming()
+    session.handle(LinkDown("all are full", again_s=7.0), 2.0)
+    assert session.deadline is not None
+    assert 9.0 <= session.deadline <= 9.5

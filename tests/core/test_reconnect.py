@@ -100,3 +100,13 @@ def test_a_time_that_cannot_be_is_named(field: str, value: float) -> None:
 def test_times_are_in_order(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(POLICY, **change)  # type: ignore[arg-type] # as above
+
+
+def test_another_verifier_is_tried_at_once_and_makes_no_later_wait_longer() -> None:
+    reconnect = Reconnect(POLICY, 1)
+    first = Reconnect(POLICY, 1).failed(3.0)
+    assert first is not None
+    for now in (0.0, 1.0, 2.0):
+        assert reconnect.failed(now, at_once=True) == now
+    assert reconnect.failed(3.0) == pytest.approx(first)
+    assert reconnect.failed(5.1, at_once=True) is None  # patience ends all the same

@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.api import connect as edgespec_connect
+from edgespec.cli.device import greet
 from edgespec.cli.main import app
 from edgespec.compose import build_agent, connect
 from edgespec.config import (
@@ -296,6 +298,58 @@ def test_addresses_are_checked(given: dict[str, object], message: str) -> None:
         load_config(AgentConfig, None, given)
 
 
-def test_an_agent_is_not_built_before_one_is_chosen() -> None:
-    with pytest.raises(ValueError, match="verifier names 2 addresses, but an agent uses one"):
-        build_agent(AgentConfig(("a:1", "b:2")))
+async def test_the_others_are_ranked_and_those_that_did_not_answer_come_last() -> None:
+    refusing = LoopbackTransport(echo, told)
+    refusing.refuse("nobody home")
+    pass_us = {"slow": 90_000, "fast": 10_000, "mid": 50_000}
+    links: dict[str, Transport] = {"refusing": refusing}
+    links |= {name: transport(told(pass_us=one)) for name, one in pass_us.items()}
+    async with closing(links):
+        choice = await choose_verifier(links, MostCompute(), DEVICE)
+    assert (choice.chosen.address, choice.others) == ("fast", ("mid", "slow", "refusing"))
+
+
+async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> None:
+    other = VerifierConfig(model="toy", name="other", port=0)
+    async with serving() as (one, _), serving() as (two, _), serving(config=other) as (wrong, _):
+        dead = "127.0.0.1:1"
+        given = AgentConfig((dead, wrong, one, two), model="toy", draft=DraftSection("toy"))
+        config, info = await greet(given)
+    assert (info.name, config.association) == ("toy", "listed")
+    assert set(config.verifiers[:2]) == {one, two}
+    assert config.verifiers[2:] == (dead,)
+
+
+def test_the_summary_says_who_served(address: str, dead: str) -> None:
+    result = generate("--verifier", dead, "--verifier", address, "--stats")
+    assert result.exit_code == 0
+    assert f"served by {address}; 0 failovers" in result.stderr
+    alone = generate("--verifier", address, "--stats")
+    assert "served by" not in alone.stderr
+
+
+async def test_an_agent_of_several_chooses_by_itself(address: str, dead: str) -> None:
+    params = SamplingParams(max_tokens=16)
+    async with edgespec_connect([dead, address], draft="toy") as agent:
+        ids = [one async for chunk in agent.generate(PROMPT, params) for one in chunk.tokens]
+        assert agent.stats is not None
+        assert agent.stats.verifiers == (address,)
+    assert ids == toy_text(ToyTokenizer().encode(PROMPT), params)
+
+
+def test_the_key_goes_to_none_of_several_that_others_could_listen_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EDGESPEC_API_KEY", "word")
+    with pytest.raises(ConfigError, match="the key for gpu-box:7420 would be sent without TLS"):
+        build_agent(AgentConfig(("127.0.0.1", "gpu-box"), draft=DraftSection("toy")))
+
+
+def test_failover_is_configured_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text("failover: {hedge_s: 0.5, breaker: {failures: 3}}\n")
+    config = load_config(AgentConfig, path)
+    assert (config.failover.hedge_s, config.failover.breaker.failures) == (0.5, 3)
+    path.write_text("failover: {hedge_s: 0}\n")
+    with pytest.raises(ConfigError, match=r"hedge_s is 0.0, but must be in \[0.001, 3600.0\]"):
+        load_config(AgentConfig, path)

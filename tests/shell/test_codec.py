@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,6 +175,17 @@ def test_a_verifier_that_tells_only_its_model_is_understood() -> None:
     payload = pb.InfoReply(model=model, protocol_version=1).SerializeToString()
     nothing_told = Limits(0, 0, 0, 0, 0.0)
     assert decode_info(payload) == VerifierInfo(ModelInfo("m", "v", 9, 8), nothing_told, 0, 0)
+
+
+def test_the_fingerprint_of_a_model_travels_and_costs_nothing_where_there_is_none() -> None:
+    told = Opened(Limits(), "m", 3, "fp")
+    assert decode_downlink(encode_downlink(told)) == told
+    silent = replace(told, fingerprint="")
+    assert len(encode_downlink(told)) - len(encode_downlink(silent)) == 2 + len("fp")
+    info = VerifierInfo(ModelInfo("m", "v", 9, 8, (), "fp"), Limits(), 0, 0)
+    assert decode_info(encode_info(info)) == info
+    with pytest.raises(ProtocolViolation, match=r"Opened.fingerprint has 257 bytes"):
+        encode_downlink(replace(told, fingerprint="x" * 257))
 
 
 def test_stop_strings_stay_on_the_device() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
-DRILLS = ["calm", "rotation", "revocation", "wrong-keys", "flood", "drain"]
+DRILLS = ["calm", "rotation", "revocation", "wrong-keys", "flood", "restart", "two", "drain"]
 
 
 @pytest.mark.slow
@@ -38,3 +38,4 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     assert rows["revocation"]["notes"]["ended"] == 6
     assert rows["wrong-keys"]["notes"]["UNAUTHENTICATED"] > 0
     assert rows["flood"]["notes"]["streams"] > 0
+    assert rows["drain"]["notes"]["texts_that_moved"] > 0

@@ -10,6 +10,7 @@ the simulator is the very object that an agent runs.
     strongest-signal   the best radio link (max-SINR in the literature)
     most-compute       the shortest pass, counting who is there already (max-compute)
     lowest-delay       the shortest expected time per round: link, queue and pass
+    listed             the first one of the list
 """
 
 from __future__ import annotations
@@ -151,11 +152,23 @@ class LowestDelay:
         return tuple(chosen)
 
 
+class ListedOrder:
+    """The first one of the list with room: the others are for when it is gone."""
+
+    name = "listed"
+
+    def assign(
+        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
+    ) -> tuple[int, ...]:
+        return _one_by_one(devices, verifiers, lambda device, verifier, placed: verifier)
+
+
 POLICIES: Mapping[str, Callable[[int], AssociationPolicy]] = {
     RandomAssociation.name: RandomAssociation,
     StrongestSignal.name: lambda seed: StrongestSignal(),
     MostCompute.name: lambda seed: MostCompute(),
     LowestDelay.name: lambda seed: LowestDelay(),
+    ListedOrder.name: lambda seed: ListedOrder(),
 }
 """By name; each takes a seed, which only ``random`` looks at."""
 

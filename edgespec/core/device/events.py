@@ -51,10 +51,14 @@ class Connected:
 
 @statically_frozen
 class LinkDown:
-    """The stream ended or could not be had. ``retryable`` False: no other one would fare better."""
+    """The stream ended or could not be had. ``retryable`` False: no other one would fare better.
+
+    ``again_s`` 0: try at once, there is another verifier; more: not before so many seconds; None:
+    after the usual wait."""
 
     why: str
     retryable: bool = True
+    again_s: float | None = None
 
 
 @statically_frozen

@@ -89,7 +89,10 @@ class LinkKeeper:
     def down(self, event: ev.LinkDown, now: float) -> list[ev.DraftAction]:
         """The stream ended or could not be had."""
         why = one_line(event.why)
-        return self._again(why, now) if event.retryable else self.end(ev.Fail(why))
+        if not event.retryable:
+            return self.end(ev.Fail(why))
+        at_once = event.again_s is not None and event.again_s <= 0.0
+        return self._again(why, now, retry_after_s=event.again_s or 0.0, at_once=at_once)
 
     def refused(self, fault: Fault, now: float) -> list[ev.DraftAction]:
         """The verifier ended the stream, and said why."""
@@ -115,12 +118,14 @@ class LinkKeeper:
         now: float,
         code: FaultCode = FaultCode.OVERLOADED,
         retry_after_s: float = 0.0,
+        *,
+        at_once: bool = False,
     ) -> list[ev.DraftAction]:
         if self._greeted:
             self._waited_s += now - self._waiting_since
             if not self._brought_token:
                 self._attempts.brought_nothing()
-        again_at = self._attempts.failed(now, retry_after_s)
+        again_at = self._attempts.failed(now, retry_after_s, at_once=at_once)
         if count := self._attempts.out_of_patience():
             return self.end(ev.Fail(f"gave up on the verifier {count}: {why}", code))
         if again_at is None:

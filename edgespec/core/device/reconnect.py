@@ -88,11 +88,17 @@ class Reconnect:
             return None
         return f"after {count} streams without a new token"
 
-    def failed(self, now: float, retry_after_s: float = 0.0) -> float | None:
-        """When to try again, or None when the time to give up after is over."""
+    def failed(
+        self, now: float, retry_after_s: float = 0.0, *, at_once: bool = False
+    ) -> float | None:
+        """When to try again, or None when the time to give up after is over. ``at_once``: another
+        verifier is there to be tried, so there is no wait, and none of the later ones grows."""
         policy = self._policy
         if self._failing_since is None:
             self._failing_since = now
+        allowed_s = policy.give_up_s if self._ever_greeted else policy.give_up_first_s
+        if at_once:
+            return now if now - self._failing_since <= allowed_s else None
         self._attempts += 1
         doublings = min(self._attempts - 1, _MAX_DOUBLINGS)
         wait_s = min(policy.first_s * 2**doublings, policy.longest_s)
@@ -100,7 +106,6 @@ class Reconnect:
         at = now + wait_s * (1 - jitter / 2)
         if now + retry_after_s > at:
             at = now + retry_after_s + policy.longest_s * jitter / 2
-        allowed_s = policy.give_up_s if self._ever_greeted else policy.give_up_first_s
         return at if at - self._failing_since <= allowed_s else None
 
 

@@ -150,6 +150,8 @@ class Opened:
     model: str
     position: int
     """Committed length at which the stream goes on (that of the device's own tokens)."""
+    fingerprint: str = ""
+    """As ``ModelInfo.fingerprint``."""
 
 
 @statically_frozen

@@ -48,8 +48,9 @@ def message_bytes(message: Message) -> int:
             secret_bytes = 2 + len(secret) if secret else 0
             rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
             return _wrapped(rest + text_bytes + secret_bytes + tokens)
-        case Opened(_, model, position):
-            return _wrapped(_LIMITS_BYTES + 2 + len(model.encode()) + _number(position))
+        case Opened(_, model, position, fingerprint):
+            text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
+            return _wrapped(_LIMITS_BYTES + text_bytes + _number(position))
         case Fault(_, text):
             return _wrapped(14 + len(text.encode()))
 

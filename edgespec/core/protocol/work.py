@@ -18,6 +18,9 @@ class ModelInfo:
     context_length: int
     """Prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    """Equal for two verifiers exactly when they serve the same model: weights, number format and
+    vocabulary. Empty: not told."""
 
 
 @statically_frozen

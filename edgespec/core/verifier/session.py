@@ -153,7 +153,8 @@ class VerifySession:
         if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
         self._note_unread(now)
-        greeting = self._say(Opened(self._limits, self._model.name, held), now)
+        model = self._model
+        greeting = self._say(Opened(self._limits, model.name, held, model.fingerprint), now)
         missed = missed_commits(self.prefix, held, self.finish, self._scores)
         return greeting, *(self._say(commit, now) for commit in missed)
 

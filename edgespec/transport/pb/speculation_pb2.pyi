@@ -164,14 +164,16 @@ class VerifierMessage(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("limits", "model", "position")
+    __slots__ = ("limits", "model", "position", "fingerprint")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     limits: Limits
     model: str
     position: int
-    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("context_length", "max_nodes_outstanding", "max_nodes_per_pass", "max_unreceived", "lease_s")
@@ -260,15 +262,17 @@ class InfoReply(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., pass_us: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids")
+    __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocabulary: str
     vocabulary_size: int
     context_length: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,304 @@
+"""The failover machine. Oracles: answers written down by hand, and laws of random worlds."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from edgespec.core.association import failover_events as ev
+from edgespec.core.association.circuit_breaker import (
+    CLOSED,
+    HALF_OPEN,
+    OPEN,
+    BreakerPolicy,
+    CircuitBreaker,
+)
+from edgespec.core.association.failover import Failover
+from edgespec.core.association.model_identity import ModelIdentity, why_not
+from edgespec.core.association.policies import LowestDelay
+from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.protocol.messages import FaultCode, Limits, VerifierInfo
+from tests.core.failover_world import CALM_AFTER_S, DEVICE, DIAL_S, MODEL, Mood, World
+
+SERVED = ModelIdentity("big", "fp-1", 4096)
+MOVED = FaultCode.SHUTTING_DOWN
+
+
+def machine(*addresses: str, ask_first: bool = False) -> Failover:
+    found = Failover(FailoverPolicy(), LowestDelay(), DEVICE, 1, ask_first=ask_first)
+    found.handle(ev.Known(addresses or ("a", "b")), 0.0)
+    return found
+
+
+def streaming(*addresses: str) -> Failover:
+    """Generation 1 has got a token from ``a``."""
+    found = machine(*addresses)
+    assert found.handle(ev.Wanted(1, 100), 0.0) == (ev.Dial(1, "a"),)
+    assert found.handle(ev.Dialed(1, "a"), 0.01) == (ev.Use(1, "a"),)
+    assert found.handle(ev.Greeted(1, SERVED), 0.02) == ()
+    assert found.handle(ev.Progressed(1), 0.03) == ()
+    return found
+
+
+def answer(address: str, rtt_s: float, model: object = MODEL) -> ev.ProbeAnswered:
+    info = VerifierInfo(model, Limits(), 0, 8, 20_000)  # type: ignore[arg-type] # a ModelInfo
+    return ev.ProbeAnswered(address, info, rtt_s)
+
+
+# --- getting a stream -------------------------------------------------------------------------
+
+
+def test_before_the_first_stream_all_are_asked_and_the_nearest_is_dialed() -> None:
+    found = machine("a", "b", "c", ask_first=True)
+    assert found.handle(ev.Wanted(1), 0.0) == (ev.Probe("a"), ev.Probe("b"), ev.Probe("c"))
+    assert found.handle(answer("a", 0.2), 0.2) == ()
+    assert found.deadline == pytest.approx(0.3)
+    assert found.handle(answer("b", 0.1), 0.25) == ()
+    assert found.handle(ev.Tick(), 0.31) == (ev.Dial(1, "b"),)
+
+
+def test_when_all_have_answered_nobody_is_waited_for() -> None:
+    found = machine(ask_first=True)
+    found.handle(ev.Wanted(1), 0.0)
+    found.handle(ev.ProbeFailed("a", "refused"), 0.001)
+    assert found.handle(answer("b", 0.1), 0.1) == (ev.Dial(1, "b"),)
+
+
+def test_a_second_one_is_dialed_when_the_first_has_not_answered_soon() -> None:
+    found = machine()
+    assert found.handle(ev.Wanted(1), 0.0) == (ev.Dial(1, "a"),)
+    assert found.deadline == 0.25
+    assert found.handle(ev.Tick(), 0.25) == (ev.Dial(1, "b"),)
+    assert found.handle(ev.Dialed(1, "b"), 0.3) == (ev.Use(1, "b"), ev.Drop(1, "a"))
+    assert found.handle(ev.Dialed(1, "a"), 0.31) == (ev.Drop(1, "a"),)
+
+
+def test_one_that_refuses_is_passed_over_at_once() -> None:
+    found = machine()
+    found.handle(ev.Wanted(1), 0.0)
+    assert found.handle(ev.DialFailed(1, "a", "refused"), 0.01) == (ev.Dial(1, "b"),)
+    (leave,) = found.handle(ev.DialFailed(1, "b", "no route"), 0.02)
+    assert leave == ev.Leave(1, "a: refused; b: no route", None)
+
+
+def test_a_link_that_is_known_to_be_long_is_given_its_time() -> None:
+    found = machine(ask_first=True)
+    found.handle(ev.Wanted(1), 0.0)
+    found.handle(answer("a", 0.3), 0.6)
+    assert found.handle(answer("b", 0.4), 0.65) == (ev.Dial(1, "a"),)
+    assert found.deadline == pytest.approx(0.65 + 4 * 0.3)
+
+
+# --- losing one -------------------------------------------------------------------------------
+
+
+def test_a_stream_that_broke_is_looked_for_where_its_cache_is_first() -> None:
+    found = streaming()
+    assert found.handle(ev.Broke(1, "reset"), 1.0) == (ev.Leave(1, "reset", 0.0),)
+    assert found.handle(ev.Wanted(1), 1.0) == (ev.Dial(1, "a"),)
+    assert found.handle(ev.DialFailed(1, "a", "refused"), 1.01) == (ev.Dial(1, "b"),)
+    found.handle(ev.Dialed(1, "b"), 1.02)
+    found.handle(ev.Greeted(1, SERVED), 1.03)
+    found.handle(ev.Progressed(1), 1.04)
+    route = found.routes[1]
+    assert (route.served, route.failovers) == (["a", "b"], 1)
+
+
+def test_one_that_drains_is_left_at_once_and_not_asked_before_its_time() -> None:
+    found = streaming()
+    refused = ev.Refused(1, MOVED, "resume elsewhere", 2.0)
+    assert found.handle(refused, 1.0) == (ev.Leave(1, "resume elsewhere", 0.0),)
+    assert found.handle(ev.Wanted(1), 1.0) == (ev.Dial(1, "b"),)
+    assert found.handle(ev.DialFailed(1, "b", "refused"), 1.01) == (
+        ev.Leave(1, "a: resume elsewhere; b: refused", None),
+    )
+    assert found.deadline is not None
+    assert found.deadline >= 3.0
+    assert found.handle(ev.Tick(), found.deadline) == (ev.Probe("a"),)
+
+
+def test_retry_after_holds_for_that_address_alone() -> None:
+    found = streaming()
+    found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full", 30.0), 1.0)
+    found.handle(ev.Wanted(1), 1.0)
+    found.handle(ev.Dialed(1, "b"), 1.1)
+    (leave,) = found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full", 5.0), 1.2)
+    assert isinstance(leave, ev.Leave)
+    assert leave.again_s == pytest.approx(5.0)
+    assert leave.why == "a: full; b: full"
+    (again,) = found.handle(ev.Wanted(1), 3.0)
+    assert isinstance(again, ev.Leave)
+    assert again.again_s == pytest.approx(3.2)
+    assert found.handle(ev.Wanted(1), 6.2) == (ev.Dial(1, "b"),)
+
+
+def test_a_quiet_verifier_is_asked_and_left_if_it_does_not_answer() -> None:
+    found = streaming()
+    assert found.handle(ev.Quiet(1), 2.0) == (ev.Probe("a"),)
+    assert found.handle(answer("a", 0.1), 2.1) == ()
+    assert found.handle(ev.Quiet(1), 4.0) == (ev.Probe("a"),)
+    assert found.handle(ev.ProbeFailed("a", "busy", alive=True), 4.1) == ()
+    assert found.handle(ev.Quiet(1), 6.0) == (ev.Probe("a"),)
+    assert found.handle(ev.ProbeFailed("a", "no answer"), 7.5) == (ev.Leave(1, "no answer", 0.0),)
+    assert found.handle(ev.Wanted(1), 7.5) == (ev.Dial(1, "b"),)
+
+
+def test_a_quiet_verifier_is_kept_while_there_is_no_other() -> None:
+    """It may only be slow, and a stream that is given up costs the prompt."""
+    found = streaming()
+    found.handle(ev.ProbeFailed("b", "refused"), 1.0)
+    found.handle(ev.Quiet(1), 2.0)
+    assert found.handle(ev.ProbeFailed("a", "no answer"), 3.5) == ()
+    assert found.routes[1].using == "a"
+    found.handle(answer("b", 0.1), 4.0)
+    found.handle(ev.Quiet(1), 5.0)
+    assert found.handle(ev.ProbeFailed("a", "no answer"), 6.5) == (ev.Leave(1, "no answer", 0.0),)
+
+
+def test_another_model_is_never_used_and_named() -> None:
+    found = streaming()
+    found.handle(ev.Refused(1, MOVED, "resume elsewhere", 1.0), 1.0)
+    found.handle(ev.Wanted(1), 1.0)
+    found.handle(ev.Dialed(1, "b"), 1.1)
+    (leave,) = found.handle(ev.Greeted(1, ModelIdentity("big", "fp-2", 4096)), 1.2)
+    assert isinstance(leave, ev.Leave)
+    assert "'big' (fp-2), but the text was begun by 'big' (fp-1)" in leave.why
+    assert leave.retryable
+    assert leave.again_s == pytest.approx(0.8)
+
+
+def test_when_no_verifier_will_ever_do_the_generation_is_told_why() -> None:
+    found = machine()
+    found.handle(ev.Wanted(1), 0.0)
+    found.handle(ev.Dialed(1, "a"), 0.1)
+    (leave,) = found.handle(ev.Refused(1, FaultCode.UNAUTHENTICATED, "no key"), 0.2)
+    assert leave == ev.Leave(1, "no key", 0.0)
+    found.handle(ev.Wanted(1), 0.2)
+    (last,) = found.handle(ev.DialFailed(1, "b", "wrong name", retryable=False), 0.3)
+    assert last == ev.Leave(1, "a: no key; b: wrong name", None, retryable=False)
+
+
+def test_one_that_breaks_again_and_again_is_not_tried_at_once_each_time() -> None:
+    found = streaming("a")
+    assert found.handle(ev.Broke(1, "reset"), 1.0) == (ev.Leave(1, "reset", 0.0),)
+    found.handle(ev.Wanted(1), 1.0)
+    found.handle(ev.Dialed(1, "a"), 1.01)
+    found.handle(ev.Progressed(1), 1.02)
+    assert found.handle(ev.Broke(1, "reset"), 1.1) == (ev.Leave(1, "reset", None),)
+
+
+def test_one_that_greets_and_breaks_is_left_for_the_other() -> None:
+    found = streaming()
+    found.handle(ev.Broke(1, "reset"), 1.0)
+    found.handle(ev.Wanted(1), 1.0)
+    found.handle(ev.Dialed(1, "a"), 1.01)
+    assert found.handle(ev.Broke(1, "reset"), 1.1) == (ev.Leave(1, "reset", 0.0),)
+    assert found.handle(ev.Wanted(1), 1.1) == (ev.Dial(1, "b"),)
+
+
+def test_what_is_late_or_of_another_generation_is_ignored() -> None:
+    found = streaming()
+    assert found.handle(ev.Over(1), 1.0) == ()
+    assert found.handle(ev.Broke(1, "reset"), 1.0) == ()
+    assert found.handle(ev.Dialed(1, "b"), 1.0) == (ev.Drop(1, "b"),)
+    assert found.handle(answer("gone", 0.1), 1.0) == ()
+    assert found.deadline is None
+
+
+def test_a_generation_that_ends_while_it_dials_drops_the_dials() -> None:
+    found = machine()
+    found.handle(ev.Wanted(1), 0.0)
+    found.handle(ev.Tick(), 0.25)
+    assert found.handle(ev.Over(1), 0.3) == (ev.Drop(1, "a"), ev.Drop(1, "b"))
+
+
+# --- who may continue a text ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "reason"),
+    [
+        (ModelIdentity("renamed", "fp-1", 4096), None),
+        (ModelIdentity("big", "fp-2", 4096), "but the text was begun by 'big' (fp-1)"),
+        (ModelIdentity("big", "", 4096), "the model 'big' (no fingerprint)"),
+        (ModelIdentity("big", "fp-1", 200), None),
+        (ModelIdentity("big", "fp-1", 199), "its context is 199 tokens"),
+    ],
+)
+def test_who_may_continue(here: ModelIdentity, reason: str | None) -> None:
+    why = why_not(SERVED, here, 200)
+    assert why is None if reason is None else re.search(re.escape(reason), str(why))
+
+
+def test_verifiers_that_tell_no_fingerprint_are_told_apart_by_name() -> None:
+    old = ModelIdentity("big", "", 0)
+    assert why_not(old, old, 200) is None
+    assert why_not(old, ModelIdentity("small", "", 0), 200) is not None
+
+
+# --- the breaker ------------------------------------------------------------------------------
+
+
+def test_a_breaker_opens_asks_and_closes() -> None:
+    breaker = CircuitBreaker(BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
+    breaker.failed(0.0)
+    assert breaker.state is CLOSED
+    lengths = []
+    for now in (0.0, 10.0, 20.0, 30.0, 40.0):
+        breaker.failed(now)
+        assert breaker.state is OPEN
+        assert breaker.probe_at is not None
+        lengths.append(breaker.probe_at - now)
+        breaker.probing()
+        assert breaker.state is HALF_OPEN
+    for length_s, longest_s in zip(lengths, (1.0, 2.0, 4.0, 4.0, 4.0), strict=True):
+        assert longest_s / 2 <= length_s <= longest_s
+    breaker.answered()
+    assert breaker.state is CLOSED
+    breaker.failed(50.0)
+    assert breaker.state is OPEN  # it answers questions and breaks streams
+    breaker.succeeded()
+    breaker.failed(60.0)
+    assert breaker.state is CLOSED
+
+
+def test_a_breaker_does_not_ask_before_it_was_told_to() -> None:
+    breaker = CircuitBreaker(BreakerPolicy(), 7)
+    breaker.open(0.0)
+    breaker.hold(0.0, 20.0)
+    assert breaker.held(19.9)
+    assert breaker.probe_at == 20.0
+    breaker.hold(0.0, float("nan"))
+    assert breaker.held_until == 20.0
+
+
+# --- random worlds ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("first_seed", range(0, 30, 10))
+def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
+    count: int, first_seed: int
+) -> None:
+    """The world's own assertions say what must never happen; here is what must. The first verifier
+    is there in the end, and a text goes on unless it was found to be of no use for it before."""
+    went_on = 0
+    for seed in range(first_seed, first_seed + 10):
+        world = World(seed, count)
+        world.run(CALM_AFTER_S + 20.0)
+        for session in world.sessions.values():
+            limit_s = FailoverPolicy().ask_s + DIAL_S + 2.0 * count
+            assert session.longest_wait_s <= limit_s, seed
+            if session.failed is not None:
+                assert _all_refused(session.failed.why, count), (seed, session.failed)
+            elif "v0" not in world.machine.routes[session.route].unfit:
+                assert session.last_token_at > CALM_AFTER_S + 19.0, (seed, session)
+                went_on += 1
+    assert went_on >= 5
+
+
+def _all_refused(why: str, count: int) -> bool:
+    """A generation fails only when each of the verifiers has refused it for good."""
+    final = f"{Mood.KEYLESS.value}|it serves the model"
+    return len(re.findall(final, why)) == count

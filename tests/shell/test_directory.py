@@ -1,0 +1,120 @@
+"""What names stand for. Oracle: answers of a made-up resolver, and addresses of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.ports import DeviceStream, LinkError, Transport
+from edgespec.transport.directory import (
+    FRESH_S,
+    KEEP_S,
+    MAX_ADDRESSES,
+    VerifierDirectory,
+    is_name,
+    look_up,
+)
+
+
+class Made:
+    """A transport that only remembers how it was made."""
+
+    def __init__(self, address: str, server_name: str) -> None:
+        self.made_with, self.closed = (address, server_name), False
+
+    async def connect(self) -> DeviceStream:
+        raise LinkError("only made")
+
+    async def info(self) -> VerifierInfo:
+        raise LinkError("only made")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Resolver:
+    def __init__(self, **names: Sequence[str]) -> None:
+        self.names, self.asked, self.now = dict(names), 0, 0.0
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked += 1
+        if host not in self.names:
+            raise OSError(f"no such name: {host}")
+        return self.names[host]
+
+    def directory(self, *verifiers: str) -> VerifierDirectory:
+        def make(address: str, *, server_name: str = "") -> Transport:
+            return Made(address, server_name)
+
+        return VerifierDirectory(verifiers, make, look_up=self, clock=lambda: self.now)
+
+
+def made(found: object) -> dict[str, tuple[str, str]]:
+    assert isinstance(found, dict)
+    return {label: one.made_with for label, one in found.items()}
+
+
+async def test_each_address_of_a_name_is_a_verifier_and_shows_the_names_certificate() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2", "10.0.0.1", "fd00::7"], box=["10.0.0.9"])
+    found = await resolver.directory("pool:7420", "10.1.1.1:1", "box:7420").find()
+    assert made(found) == {
+        "pool:7420 (10.0.0.1)": ("10.0.0.1:7420", "pool"),
+        "pool:7420 (10.0.0.2)": ("10.0.0.2:7420", "pool"),
+        "pool:7420 ([fd00::7])": ("[fd00::7]:7420", "pool"),
+        "10.1.1.1:1": ("10.1.1.1:1", ""),
+        "box:7420": ("box:7420", ""),
+    }
+
+
+async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
+    directory = resolver.directory("pool:1")
+    first = await directory.find()
+    await directory.find()
+    assert resolver.asked == 1
+    resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], FRESH_S + 0.1
+    assert made(await directory.find()) == made(first)
+    found = await directory.find(fresh=True)
+    assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
+    assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]
+    resolver.now += KEEP_S + 1.0
+    del resolver.names["pool"]  # the resolver fails: what was found before stands
+    assert list(await directory.find()) == list(found)
+    assert resolver.asked == 3
+    await directory.close()
+    assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
+
+
+async def test_a_name_that_nobody_knows_stands_for_itself() -> None:
+    found = await Resolver().directory("nowhere:7420").find()
+    assert made(found) == {"nowhere:7420": ("nowhere:7420", "")}
+
+
+async def test_a_name_with_many_addresses_is_cut() -> None:
+    resolver = Resolver(pool=[f"10.0.0.{n}" for n in range(100)])
+    assert len(await resolver.directory("pool:1").find()) == MAX_ADDRESSES
+
+
+@pytest.mark.parametrize(
+    ("verifier", "asked"),
+    [
+        ("gpu-box:7420", True),
+        ("gpu.example.com:1", True),
+        ("127.0.0.1:7420", False),
+        ("[::1]:7420", False),
+        ("localhost:7420", False),
+        ("unix:/run/edgespec.sock", False),
+        ("dns:///gpu-box:1", False),
+        ("gpu-box", False),
+    ],
+)
+def test_only_names_are_looked_up(verifier: str, asked: bool) -> None:
+    assert is_name(verifier) is asked
+
+
+async def test_the_systems_resolver_is_asked() -> None:
+    found = await asyncio.wait_for(look_up("127.0.0.1", 80), 10.0)
+    assert list(found) == ["127.0.0.1"]

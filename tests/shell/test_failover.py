@@ -1,0 +1,221 @@
+"""A text that outlives its verifier. Oracle: the toy's own text, token for token.
+
+Verifiers are real ones over gRPC: in this process behind gates that can be killed in no time, or
+processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.verifier_pool import VerifierPool
+from edgespec.core.association.circuit_breaker import BreakerPolicy
+from edgespec.core.association.failover import Failover
+from edgespec.core.association.policies import DeviceView, ListedOrder
+from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.protocol.messages import Commit, Limits, Open, Opened
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import LinkError, ServeStream, Transport, VerifierStream
+from edgespec.transport.directory import VerifierDirectory
+from edgespec.transport.loopback import LoopbackTransport
+from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
+from tests.shell.live_verifier import daemon, serving
+from tests.shell.scripted_verifier import loopback, streaming
+
+# --- kills ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("draft", "most"), [("toy", 21), ("none", 6)])
+async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, most: int) -> None:
+    """Three times in each text, the verifier that serves dies and the other one comes back."""
+    dice, kills = random.Random(draft), 0
+    async with gates(2) as found, agent(*(gate.address for gate, _ in found), draft=draft) as one:
+
+        def swap() -> None:
+            nonlocal kills
+            assert one.stats is not None
+            assert one.stats.route is not None
+            for gate, port in found:
+                if gate.address == one.stats.route.last:
+                    gate.kill()
+                    kills += 1
+                else:
+                    gate.port = port
+
+        while kills < most:
+            moments = sorted(dice.sample(range(1, len(EXPECTED) - 20), 3))
+            assert await collect(one, dict.fromkeys(moments, swap)) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.failovers >= 1
+
+
+async def test_a_text_goes_on_at_the_other_one_and_says_so() -> None:
+    async with gates(2) as ((gate, _), (other, _)):
+        async with agent(gate.address, other.address) as one:
+            assert await collect(one, {30: gate.kill}) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers == (gate.address, other.address)
+            assert one.stats.failovers == 1
+
+
+async def test_it_comes_back_to_the_first_with_the_next_text() -> None:
+    async with gates(2) as ((gate, port), (other, _)):
+        soon = FailoverPolicy(breaker=BreakerPolicy(open_s=0.05, longest_open_s=0.05))
+        async with agent(gate.address, other.address, failover=soon) as one:
+            assert await collect(one, {30: gate.kill}) == EXPECTED
+            gate.port = port
+            served: tuple[str, ...] = ()
+            async with asyncio.timeout(WITHIN_S):
+                while gate.address not in served:
+                    assert await collect(one) == EXPECTED
+                    assert one.stats is not None
+                    served = one.stats.verifiers
+
+
+async def test_a_session_that_was_left_behind_is_taken_up_again() -> None:
+    """The first verifier still holds the beginning when the text comes back from the second."""
+    async with gates(2) as ((first, port), (second, _)):
+
+        def back() -> None:
+            first.port = port
+            second.kill()
+
+        async with agent(first.address, second.address) as one:
+            assert await collect(one, {20: first.kill, 60: back}) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.failovers == 2
+
+
+@pytest.mark.slow
+async def test_verifier_processes_are_killed_and_started_again() -> None:
+    with daemon("--pass-ms", "10") as (a, one_process), daemon("--pass-ms", "10") as (b, _):
+        async with agent(a, b) as one:
+            assert await collect(one, {40: one_process.kill}) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers == (a, b)
+        one_process.wait()
+        port = a.rpartition(":")[2]
+        with daemon("--pass-ms", "10", "--port", port) as (again, _):
+            assert again == a
+            async with agent(a, b) as one:
+                assert await collect(one) == EXPECTED
+                assert one.stats is not None
+                assert one.stats.verifiers == (a,)
+
+
+# --- drains -----------------------------------------------------------------------------------
+
+
+async def test_what_is_told_to_resume_elsewhere_does() -> None:
+    async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as drained:
+        address, verifier = await drained.enter_async_context(serving(config=PACED))
+        stopping: list[asyncio.Task[None]] = []
+
+        def stop() -> None:
+            stopping.append(asyncio.create_task(verifier.stop()))
+
+        async with agent(address, other.address) as one, agent(address, other.address) as two:
+            texts = await asyncio.gather(collect(one, {30: stop}), collect(two))
+            assert list(texts) == [EXPECTED, EXPECTED]
+            for each in (one, two):
+                assert each.stats is not None
+                assert each.stats.verifiers == (address, other.address)
+        await stopping[0]
+
+
+@pytest.mark.slow
+async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> None:
+    """Oracle: every text is exact; the drain ends with streams left, or nothing was tested."""
+    slow = ("--pass-ms", "20", "--drain-s", "0.3")
+    with daemon(*slow) as (address, process):
+        async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as stack:
+            agents = [
+                await stack.enter_async_context(
+                    agent(address, other.address, draft="toy" if number % 4 == 0 else "none")
+                )
+                for number in range(8)
+            ]
+            stop = {25: lambda: process.send_signal(signal.SIGTERM)}
+            texts = [collect(one, stop if one is agents[0] else None) for one in agents]
+            assert await asyncio.gather(*texts) == [EXPECTED] * 8
+            served = [one.stats.verifiers for one in agents if one.stats is not None]
+        assert served.count((address, other.address)) >= 4
+        assert await asyncio.to_thread(process.wait) == 0
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def pooled(*links: LoopbackTransport) -> VerifierPool:
+    transports: dict[str, Transport] = {f"v{n}:1": link for n, link in enumerate(links)}
+
+    def make(address: str, *, server_name: str = "") -> Transport:
+        return transports[address]
+
+    async def nowhere(host: str, port: int) -> Sequence[str]:
+        raise OSError
+
+    failover = Failover(FailoverPolicy(), ListedOrder(), DeviceView("d", 0.01), ask_first=False)
+    return VerifierPool(VerifierDirectory(tuple(transports), make, look_up=nowhere), failover)
+
+
+class Bytes:
+    """One token a byte of UTF-8: most characters here take several."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        self._held += bytes(tokens)
+        for cut in range(len(self._held), -1, -1):
+            with contextlib.suppress(UnicodeDecodeError):
+                text, self._held = self._held[:cut].decode(), self._held[cut:]
+                return text
+        return ""
+
+    def flush(self) -> str:
+        return self._held.decode(errors="replace")
+
+
+@pytest.mark.parametrize(("stop", "ends"), [((), None), (("🙂 b",), "🙂 b"), (("zz",), None)])
+async def test_characters_and_stop_strings_that_straddle_the_move(
+    stop: tuple[str, ...], ends: str | None
+) -> None:
+    """Wherever the first verifier dies, also within a character or a stop string."""
+    whole = "naïve 🙂 bär — ça va"
+    tokens = list(whole.encode())
+    wanted = whole if ends is None else whole.partition(ends)[0]
+    for cut in range(1, len(tokens)):
+        first, second = loopback(_dies_after(tokens, cut)), loopback(streaming(tokens, (3, 1)))
+        options = AgentOptions(reconnect=PATIENT)
+        encode = lambda text: list(text.encode())  # noqa: E731
+        one = Agent(pooled(first, second), None, encode, lambda ids: Bytes(), options)
+        params = SamplingParams(max_tokens=len(tokens), stop=stop)
+        async with asyncio.timeout(WITHIN_S), one:
+            chunks = [chunk async for chunk in one.generate("x", params)]
+        assert "".join(chunk.text for chunk in chunks) == wanted, cut
+
+
+def _dies_after(tokens: list[int], cut: int) -> ServeStream:
+    """Greets, commits the first ``cut`` tokens one by one, and is dead from then on."""
+    died = False
+
+    async def serve(stream: VerifierStream) -> None:
+        nonlocal died
+        opening = await stream.receive()
+        if died or not isinstance(opening, Open):
+            raise LinkError("killed")
+        died, position = True, len(opening.prompt)
+        await stream.send(Opened(Limits(), "scripted", position))
+        for index in range(cut):
+            await stream.send(Commit(position + index, (tokens[index],)))
+        raise LinkError("killed")
+
+    return serve
