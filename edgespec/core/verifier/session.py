@@ -193,7 +193,9 @@ class VerifySession:
         last = self._ending.end - 1  # there a draft cannot help, so none is waited for
         decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
         if decoding and not self.inbox.verifiable(1, self._ending.end):
-            view = self.inbox.view(now, self._idle_since, offer.pass_s)
+            view = self.inbox.view(
+                now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
+            )
             start_at = self._run_ahead.start_at(view)
             if start_at > now:
                 self.deadline = start_at

@@ -33,6 +33,8 @@ class Offer:
     """How long the pass is expected to take."""
     least_chance: float = 0.0
     """Draft nodes less likely to be right do not pay for their row."""
+    runs_anyway: bool = False
+    """Others take part in it: it starts now, whoever declines."""
 
 
 @statically_frozen
