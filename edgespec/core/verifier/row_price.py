@@ -14,14 +14,23 @@ prompts come in that time too. So a node pays when its chance of being right is 
     least chance = r * (N + W) * g / ((1 - q) * T) = r * tokens * (1 + W / N) / decode_s
 
 with ``tokens`` = N * g of a pass, and ``decode_s`` = (1 - q) * T, the pass without its prompt rows
-(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). It asks ``MARGIN`` times that.
+(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). That is what makes the *mean*
+best. Those whose drafts miss have only the longer passes of it: a wrong row lengthens all of them
+by cost / (1 - cost), the more the fuller the verifier is, while a right one replaces a row of a
+later pass. So that they are no slower than without anybody's drafts, it asks
+
+    least chance = cost * (1 + cost)
 
 Worked example, an office floor: rows of 0.15 ms in passes of 34 ms, 9 ms of them for prompts, that
-commit 48 tokens: 0.15 * 48 / 25 = 0.29. A first choice that is right with 0.8 brings 2.8 times its
-cost, the third behind it (0.51) 1.8 times. When 20 prompts wait beside 60 sessions in passes of
-37 ms that commit 60 tokens and feed prompts for 20 ms, with rows of 0.2 ms, it is 0.2 * 60 * 1.33 /
-17 = 0.94: next to nothing pays, for nearly all of a pass's time is rows by then, and a row that may
-be wrong takes the place of one that is not.
+commit 48 tokens: cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first choice that is right with
+0.8 is worth it, and so are the second and the third behind it (0.64, 0.51). When 20 prompts wait
+beside 60 sessions in passes of 37 ms that commit 60 tokens and feed prompts for 20 ms, with rows of
+0.2 ms, the cost is 0.2 * 60 * 1.33 / 17 = 0.94: nothing pays, for nearly all of a pass's time is
+rows by then, and a row that may be wrong takes the place of one that is not.
+
+What is not known. Until ``_LEAST_PASSES`` passes were timed, nobody drafts in company. When rows
+vary no more, what was last measured fades by ``_FADES`` a pass, so that drafts are tried again one
+day; from 0.5 it takes 35 passes to 0.25.
 """
 
 from __future__ import annotations
@@ -30,9 +39,12 @@ from typing import Final
 
 from edgespec.core.protocol.estimators import MovingAverage, SlopeEstimator
 
-MARGIN: Final = 1.5
+UNPRICED_GUESS: Final = 0.5
+"""What a guess of the verifier's own needs while the time of a row is not known."""
 # Prompt rows are taken for no more than the rest of a pass: their price is that of all rows.
 _LEAST_DECODING: Final = 0.25
+_LEAST_PASSES: Final = 8
+_FADES: Final = 0.98
 
 
 class RowPriceKeeper:
@@ -40,7 +52,8 @@ class RowPriceKeeper:
 
     def __init__(self) -> None:
         self._pass_s = MovingAverage()
-        self._row_s = SlopeEstimator()
+        self._slope_s = SlopeEstimator()
+        self._row_s: float | None = None
         self._tokens = MovingAverage()
         self._prompt_rows = MovingAverage()
         self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
@@ -53,7 +66,7 @@ class RowPriceKeeper:
     @property
     def row_s(self) -> float:
         """What one more row adds to a pass; 0 while it is not known, or nothing."""
-        return max(0.0, self._row_s.get() or 0.0)
+        return self._row_s or 0.0
 
     @property
     def pace(self) -> float:
@@ -68,8 +81,13 @@ class RowPriceKeeper:
     def note_pass(self, rows: int, prompt_rows: int, took_s: float) -> None:
         """A pass that sampled is over."""
         self._pass_s.add(took_s)
-        self._row_s.add(rows, took_s)
+        self._slope_s.add(rows, took_s)
         self._prompt_rows.add(prompt_rows)
+        slope_s = self._slope_s.get()
+        if slope_s is not None:
+            self._row_s = max(0.0, slope_s)
+        elif self._row_s is not None:
+            self._row_s *= _FADES
 
     def note_tokens(self, tokens: int) -> None:
         """It committed so many, of all its sessions."""
@@ -78,10 +96,21 @@ class RowPriceKeeper:
     @property
     def least_chance(self) -> float:
         """A draft node less likely to be right than this does not pay for its row; 0 while the time
-        of a row is not known."""
+        of a row is not known to a session that is alone."""
+        if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
+            company = self._decoding.get(0.0) + self._prompts_waiting.get(0.0) > 1.0
+            return 1.0 if company else 0.0
         row_s, pass_s = self.row_s, self._pass_s.get(0.0)
         if row_s <= 0.0 or pass_s <= 0.0:
             return 0.0
         decode_s = max(pass_s - row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
         held_up = 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
-        return MARGIN * row_s * self._tokens.get(0.0) * held_up / decode_s
+        cost = row_s * self._tokens.get(0.0) * held_up / decode_s
+        return cost * (1.0 + cost)
+
+    @property
+    def least_guess(self) -> float:
+        """The same for guesses of the verifier's own, which are made at any time: what has no price
+        is taken to be dear."""
+        least = self.least_chance
+        return max(least, UNPRICED_GUESS) if self._row_s is None else least

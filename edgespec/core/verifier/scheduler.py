@@ -157,6 +157,7 @@ class PassScheduler:
             GUESSED_PASS_S if pass_s is None else pass_s,
             self.least_chance,
             runs_anyway=bool(parts),
+            least_guess=self._price.least_guess,
         )
         request = self._ask(key, offer, now)
         if request is None:
