@@ -16,16 +16,15 @@ sake of others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
-from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
+from edgespec.core.verifier.forming import Batch, Forming, decodes, missing_rows
 from edgespec.core.verifier.prompt_line import PromptLine
 from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.session import VerifySession
@@ -36,23 +35,6 @@ _PROMPT_PART = 8
 
 AskSession = Callable[[str, Offer, float], PassRequest | None]
 """Make a session an offer; None when it declines."""
-
-
-@statically_frozen
-class Batch:
-    """A pass that is running: each session with its part."""
-
-    started_at: float
-    parts: tuple[tuple[VerifySession, PassRequest], ...]
-
-
-@dataclass(slots=True)
-class _Forming:
-    """The pass that is being formed: rows that are left, who takes part, who was asked."""
-
-    room: int
-    parts: dict[str, tuple[VerifySession, PassRequest]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
 
 
 class PassScheduler:
@@ -99,7 +81,7 @@ class PassScheduler:
         """Offer room in a pass that starts now: its requests, none if no session wants one, and
         the keys that were asked."""
         assert self.running is None
-        forming = _Forming(self._limits.max_rows_per_pass)
+        forming = Forming(self._limits.max_rows_per_pass)
         line, first_prompt, prompt_room = self._line(sessions, now)
         room = forming.room
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
@@ -139,7 +121,7 @@ class PassScheduler:
         key: str,
         free: int,
         others: int,
-        forming: _Forming,
+        forming: Forming,
         now: float,
     ) -> PassRequest | None:
         """Offer a session ``free`` rows; None when it declines or the cache has no room for it.
@@ -171,13 +153,13 @@ class PassScheduler:
         return request
 
     def _take_along(
-        self, sessions: Mapping[str, VerifySession], forming: _Forming, now: float
+        self, sessions: Mapping[str, VerifySession], forming: Forming, now: float
     ) -> None:
         """Ask those again who would rather have waited for a draft: a pass runs now in which they
         can have a token, and before the next one begins no draft is of use."""
         for key in tuple(self._declined):
             session = sessions.get(key)
-            if session is None or not _decodes(session):
+            if session is None or not decodes(session):
                 del self._declined[key]
             elif forming.room > 0 and self.fairness.admits(key, now, prompt=False):
                 request = self._offer(session, key, 1, 0, forming, now)
@@ -189,7 +171,7 @@ class PassScheduler:
     ) -> tuple[list[str], int, int]:
         """Who is asked in what order; from which place on they have a prompt to feed; and how many
         rows those may have together."""
-        missing = {key: _missing(sessions[key]) for key in self._waiting}
+        missing = {key: missing_rows(sessions[key]) for key in self._waiting}
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
         most = self._limits.max_rows_per_pass
@@ -205,7 +187,7 @@ class PassScheduler:
         if prompts:
             in_order = self._prompts.order(prompts, now)
             line = line + self.fairness.prompts_in_turn(in_order, left_out)
-            if any(map(_decodes, sessions.values())):
+            if any(map(decodes, sessions.values())):
                 most = self._prompts.rows
         return line, len(decoding), most
 
@@ -260,13 +242,3 @@ class PassScheduler:
     def run_with_others(self, key: str) -> None:
         """The session's last pass went well: it may share passes again."""
         self._alone.discard(key)
-
-
-def _missing(session: VerifySession) -> int:
-    """Committed tokens that a session which wants a pass has to feed; 0 if it wants none."""
-    return session.prefix.length - session.cache_length if session.wants_pass else 0
-
-
-def _decodes(session: VerifySession) -> bool:
-    """Whether the session's text moves on by the next pass."""
-    return _missing(session) == 1
