@@ -10,6 +10,7 @@ from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
@@ -85,3 +86,20 @@ def test_rows_that_cost_nothing_are_all_welcome() -> None:
 
 def test_nothing_is_left_out_before_rows_have_a_price() -> None:
     assert passes(ROW_S, count=5).least_chance == 0.0
+
+
+def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> None:
+    price = RowPriceKeeper()
+    assert (price.least_chance, price.least_guess) == (0.0, UNPRICED_GUESS)
+    price.note_line(1, 3)
+    assert price.least_chance == 1.0  # prompts wait, and nobody knows what a row costs them
+    for rows in (1, 40, 1, 40, 1, 40, 1, 40, 1):
+        price.note_pass(rows, 0, PASS_S + rows * ROW_S)
+        price.note_tokens(1)
+        price.note_line(1, 0)
+    known = price.row_s
+    assert known == pytest.approx(ROW_S, rel=0.01)
+    for _ in range(400):
+        price.note_pass(1, 0, PASS_S + ROW_S)
+    assert 0.0 < price.row_s < known / 4
+    assert price.least_guess == price.least_chance

@@ -48,7 +48,7 @@ class GuessChances:
 
     def __init__(self, everybodys: GuessChances | None = None) -> None:
         self._everybodys = everybodys
-        self.of = list(_FIRST if everybodys is None else everybodys.of)
+        self.of: list[float] = list(_FIRST if everybodys is None else everybodys.of)
         self._prior_hits = [prior * PRIOR_WEIGHT for prior in self.of]
         self._hits = [0.0] * len(self.of)
         self._trials = [0.0] * len(self.of)

@@ -28,9 +28,9 @@ beside 60 sessions in passes of 37 ms that commit 60 tokens and feed prompts for
 0.2 ms, the cost is 0.2 * 60 * 1.33 / 17 = 0.94: nothing pays, for nearly all of a pass's time is
 rows by then, and a row that may be wrong takes the place of one that is not.
 
-What is not known. Until ``_LEAST_PASSES`` passes were timed, nobody drafts in company. When rows
-vary no more, what was last measured fades by ``_FADES`` a pass, so that drafts are tried again one
-day; from 0.5 it takes 35 passes to 0.25.
+What is not known. Until ``_LEAST_PASSES`` passes were timed, nobody drafts while prompts wait. When
+rows vary no more, what was last measured fades by ``_FADES`` a pass, so that drafts are tried again
+one day; from 0.5 it takes 35 passes to 0.25.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ UNPRICED_GUESS: Final = 0.5
 _LEAST_DECODING: Final = 0.25
 _LEAST_PASSES: Final = 8
 _FADES: Final = 0.98
+# Prompts in line beside those who decode, in the mean.
+_FEW: Final = 1.0
 
 
 class RowPriceKeeper:
@@ -95,11 +97,10 @@ class RowPriceKeeper:
 
     @property
     def least_chance(self) -> float:
-        """A draft node less likely to be right than this does not pay for its row; 0 while the time
-        of a row is not known to a session that is alone."""
+        """A draft node less likely to be right than this does not pay for its row. While the time
+        of a row is not known, it is 0, and 1 where the first prompts wait."""
         if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
-            company = self._decoding.get(0.0) + self._prompts_waiting.get(0.0) > 1.0
-            return 1.0 if company else 0.0
+            return 1.0 if self._prompts_waiting.get(0.0) > _FEW else 0.0
         row_s, pass_s = self.row_s, self._pass_s.get(0.0)
         if row_s <= 0.0 or pass_s <= 0.0:
             return 0.0
