@@ -8,6 +8,9 @@ by a verifier with and without guesses of its own. All four run a prompt before 
 and take turns in going first. Tokens, passes and rows are real; pass time and link are emulated.
 Prints medians over the prompts, with the lowest and the highest. Exits 1 if a text differs between
 arms.
+
+``--virtual`` plays the same sessions and the same models in virtual time, without gRPC: then no
+other work on the machine can lengthen a pass, and times count too.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from virtual_station import VirtualDevice, VirtualVerifier
+
 from edgespec.agent.agent import Agent
 from edgespec.benchmark.measurement import Measurement, measure
 from edgespec.benchmark.report import machine, versions
-from edgespec.compose import build_agent, build_verifier, load_target, load_tokenizer
+from edgespec.compose import (
+    build_agent,
+    build_verifier,
+    load_drafter,
+    load_target,
+    load_tokenizer,
+)
 from edgespec.config import AgentConfig, DraftSection, LinkSection, PacingSection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.engine_events import KeepNodes, RunBatch
@@ -86,12 +97,15 @@ class Found:
 
 @dataclass(slots=True)
 class Station:
-    agent: Agent
+    device: Agent | VirtualDevice
     counts: ServedCounts
 
     async def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Found:
         before = self.counts.drafted, self.counts.accepted
-        measurement = await measure(self.agent, prompt, sampling, ())
+        if isinstance(self.device, VirtualDevice):
+            measurement = self.device.run(prompt, sampling)
+        else:
+            measurement = await measure(self.device, prompt, sampling, ())
         drafted, accepted = self.counts.drafted - before[0], self.counts.accepted - before[1]
         return Found(measurement, drafted, accepted)
 
@@ -125,25 +139,48 @@ async def verifier(
         await server.stop(0.0)
 
 
+async def real_stations(
+    stack: contextlib.AsyncExitStack, options: Any, model: str
+) -> tuple[dict[Arm, Station], int]:
+    """Agents and verifiers behind gRPC, and the target's context."""
+    stations: dict[Arm, Station] = {}
+    context_length = 0
+    for served in (False, True):
+        address, info, counts = await stack.enter_async_context(
+            verifier(options, model, served=served)
+        )
+        context_length = info.context_length
+        for drafts in (False, True):
+            draft = DraftSection(model if drafts else "none", threads=1, draft_ms=options.draft_ms)
+            link = LinkSection(rtt_ms=options.rtt_ms)
+            agent = build_agent(AgentConfig(address, tokenizer=model, draft=draft, link=link))
+            stations[Arm(drafts, served)] = Station(await stack.enter_async_context(agent), counts)
+    return stations, context_length
+
+
+def virtual_stations(options: Any, model: str) -> tuple[dict[Arm, Station], int]:
+    """The same in virtual time."""
+    stations: dict[Arm, Station] = {}
+    context_length = 0
+    for served in (False, True):
+        target, counts = load_target(VerifierConfig(model)), ServedCounts()
+        context_length = target.info.context_length
+        site = VirtualVerifier(target, options.pass_ms, options.row_ms, counts, served=served)
+        for drafts in (False, True):
+            drafter = load_drafter(AgentConfig("virtual", draft=DraftSection(model, threads=1)))
+            assert drafter is not None
+            device = VirtualDevice(site, drafter, options.rtt_ms, options.draft_ms, drafts=drafts)
+            stations[Arm(drafts, served)] = Station(device, counts)
+    return stations, context_length
+
+
 async def compare(options: Any, folder: Path, model: str) -> list[dict[str, Any]]:
     """All arms on all prompts of both kinds; one row a kind."""
     async with contextlib.AsyncExitStack() as stack:
-        stations: dict[Arm, Station] = {}
-        context_length = 0
-        for served in (False, True):
-            address, info, counts = await stack.enter_async_context(
-                verifier(options, model, served=served)
-            )
-            context_length = info.context_length
-            for drafts in (False, True):
-                draft = DraftSection(
-                    model if drafts else "none", threads=1, draft_ms=options.draft_ms
-                )
-                link = LinkSection(rtt_ms=options.rtt_ms)
-                agent = build_agent(AgentConfig(address, tokenizer=model, draft=draft, link=link))
-                stations[Arm(drafts, served)] = Station(
-                    await stack.enter_async_context(agent), counts
-                )
+        if options.virtual:
+            stations, context_length = virtual_stations(options, model)
+        else:
+            stations, context_length = await real_stations(stack, options, model)
         encode = load_tokenizer(model).encode
         room = context_length - options.max_tokens
         rows: list[dict[str, Any]] = []
@@ -241,6 +278,7 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--limit", type=int, default=4, help="prompts of each kind")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--virtual", action="store_true", help="in virtual time, without gRPC")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     data = os.environ.get("EDGESPEC_DATA", "")

@@ -72,6 +72,27 @@ def test_no_node_is_drafted_below_the_price() -> None:
     assert drafted(session, actions) == []
 
 
+def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
+    """A round trip of 200 ms, passes of 25 ms and steps of 8 ms: nine passes begin before a draft
+    arrives, (8 + 200) / 25 rounded up, so nine tokens are settled; behind them 0.7 ** 3 < 0.4."""
+    price = RowPrice(0.4)
+    session = DraftSession(
+        REQUEST, WindowedPolicy(1, least_chance=0.0), RECONNECT, 1000, 0, 0, price
+    )
+    estimates, actions = session.estimates, session.handle(Start(), 0.0)
+    estimates.rtt_s.add(0.2)
+    estimates.pass_s.add(0.025)
+    estimates.step_s.weight = 0.0
+    for _ in range(50):
+        estimates.commit_s.add(0.025)
+        estimates.step_s.add(0.008)
+    assert len(drafted(session, actions)) == 9 + 2
+    estimates.commit_s.add(
+        10.0
+    )  # the verifier waits for drafts, so none is settled before it comes
+    assert session._policy.extend(session._view(0, 0.0)) is None
+
+
 def test_a_price_is_heard_from_a_pass_and_counts_until_the_next() -> None:
     session = resting()
     actions = session.handle(commit(2, row_price=650), 1.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits, RunBatch, StreamOpened
 from edgespec.core.verifier.run_ahead import (
     AlwaysRunAhead,
     AutoRunAhead,
@@ -12,6 +14,8 @@ from edgespec.core.verifier.run_ahead import (
     RunAheadView,
     run_ahead_policy,
 )
+from tests.core.engine_scenes import batch, done, named
+from tests.core.fixed_text import LIMITS, MODEL, REQUEST
 
 
 def _view(
@@ -21,8 +25,12 @@ def _view(
     expected_at: float | None = None,
     no_draft_coming: bool = False,
     hit_rate: float = 1.0,
+    *,
+    runs_anyway: bool = False,
 ) -> RunAheadView:
-    return RunAheadView(now, idle_since, pass_s, expected_at, no_draft_coming, hit_rate)
+    return RunAheadView(
+        now, idle_since, pass_s, expected_at, no_draft_coming, hit_rate, runs_anyway
+    )
 
 
 def test_each_kind_has_its_policy() -> None:
@@ -83,3 +91,26 @@ def test_auto_never_waits_past_its_share_for_an_overdue_draft(
     view = _view(idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
     share = max(0.0, (hit_rate - 0.5) / 0.5)
     assert auto.start_at(view) <= 10.0 + share * view.pass_s
+
+
+def test_auto_takes_part_in_a_pass_that_runs_anyway_and_never_waits_on() -> None:
+    view = _view(idle_since=10.0, expected_at=10.01, runs_anyway=True)
+    assert AutoRunAhead().start_at(view) <= view.now
+    assert NeverRunAhead(2.0).start_at(view) == 12.0
+
+
+class WaitsAlone:
+    """A policy that shares the passes of others and waits for a draft otherwise."""
+
+    def start_at(self, view: RunAheadView) -> float:
+        return view.now if view.runs_anyway else view.now + 1.0
+
+
+def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
+    engine = VerifyEngine(MODEL, LIMITS, EngineLimits(), run_ahead=lambda kind: WaitsAlone())
+    first = batch(engine.handle(StreamOpened(1, named("a", REQUEST)), 0.0))
+    waiting = engine.handle(done(first), 0.1)
+    assert not any(isinstance(action, RunBatch) for action in waiting)
+    shared = batch(engine.handle(StreamOpened(2, named("b", REQUEST)), 0.2))
+    assert {request.key: len(request.feed) for request in shared} == {"b": 2, "a": 1}
+    assert not any(isinstance(a, RunBatch) for a in engine.handle(done(shared), 0.3))

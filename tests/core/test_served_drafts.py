@@ -170,3 +170,15 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
     steps = [after - before for before, after in zip([0, *known], known, strict=False)]
     assert max(steps) <= LOADED_PER_PASS
     assert len(known) == 3
+
+
+def test_a_new_session_begins_with_what_all_have_seen() -> None:
+    make = ServedDraftsMaker()
+    first, cell = make(REQUEST, ANYBODY), RECYCLED_CELL
+    assert first is not None
+    before = first.chances.of[cell]
+    for _ in range(20):
+        first.chances.note(cell, False)
+    second = make(REQUEST, Credential("other"))
+    assert second is not None
+    assert second.chances.of[cell] == first.chances.of[cell] < before / 5

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from edgespec.core.verifier.served_worth import (
+    EXPLORED,
+    FIRST_BALANCE,
     LONGEST_REST_PASSES,
+    MOST_BALANCE,
     SHORTEST_REST_PASSES,
     TRIAL_PASSES,
     ServedWorth,
@@ -63,3 +66,21 @@ def test_after_a_rest_more_is_asked_for_than_to_go_on() -> None:
     _rest(worth)
     _trial(worth, 52, 1, 0.01)
     assert worth.resting
+
+
+def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:
+    worth = ServedWorth()
+    assert worth.rows(0.0) is None
+    assert worth.rows(0.2) == 1 + int(FIRST_BALANCE / 0.2)
+    lost, passes = 0.0, 0
+    for _ in range(2_000):
+        if worth.asks() and (rows := worth.rows(0.2)):
+            worth.count(rows, 0, 0.2)
+            lost += 0.2 * rows
+        passes += 1
+    assert 0.0 < lost <= FIRST_BALANCE + EXPLORED * passes + 0.2
+    worth = ServedWorth()
+    worth.count(1, 1, 0.2)
+    assert worth.rows(0.2) == 1 + int((FIRST_BALANCE + 0.8) / 0.2)
+    worth.count(0, 100, 0.2)
+    assert worth.rows(0.2) == 1 + int(MOST_BALANCE / 0.2)

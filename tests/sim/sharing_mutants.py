@@ -37,12 +37,18 @@ from tests.core.test_fairness import (
     test_what_a_share_leaves_over_is_remembered as remembered,
 )
 from tests.core.test_row_price import (
+    test_a_node_is_priced_at_the_pass_that_it_comes_into as priced_then,
+)
+from tests.core.test_row_price import (
     test_a_price_is_heard_from_a_pass_and_counts_until_the_next as hears,
 )
 from tests.core.test_row_price import test_a_verifiers_full_price_is_told as tells_price
 from tests.core.test_row_price import test_no_node_is_drafted_below_the_price as pays
 from tests.core.test_row_price import (
     test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
+)
+from tests.core.test_run_ahead import (
+    test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others as taken_along,
 )
 from tests.sim.mutant import Mutant, patch
 
@@ -241,6 +247,13 @@ SHARING_MUTANTS = (
     Mutant("places of a key stay taken", patch(SessionSlots, "free", _places_stay_taken), 40),
     Mutant("price untold", patch(PassScheduler, "row_price", _NO_PRICE), 0, tells_price),
     Mutant("siblings free", patch(DraftView, "paying", _steps_stay_wide), 0, pays),
+    Mutant("priced at the root", patch(DraftView, "settled_position", 0), 0, priced_then),
+    Mutant(
+        "passes of others are missed",
+        patch(PassScheduler, "_take_along", lambda scheduler, sessions, forming, now: None),
+        0,
+        taken_along,
+    ),
     Mutant("credit ignored", patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
     Mutant("old prices stay", patch(RowPrice, "hear", _old_prices_stay), 0, hears),
 )

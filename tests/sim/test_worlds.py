@@ -92,7 +92,7 @@ GOLDEN: tuple[tuple[str, WorldOptions, tuple[int, int, int, int]], ...] = (
     (
         "three devices",
         replace(PLAIN, policies=(WindowedPolicy(), PearlPolicy(), FixedPolicy())),
-        (17, 345, 147, 59),
+        (16, 346, 153, 59),
     ),
     ("faults", FAULTY, (2, 148, 72, 58)),
     ("faults, no run-ahead", replace(FAULTY, run_ahead=RunAhead.NEVER), (28, 190, 54, 31)),

@@ -5,6 +5,8 @@ Everything here is read from the session at the moment of asking; nothing of it 
 
 from __future__ import annotations
 
+import math
+
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
@@ -12,6 +14,8 @@ from edgespec.core.statically_frozen import statically_frozen
 
 # What a draft step on a laptop and a regional link are taken for until they were measured.
 _GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
+# Commits that come further apart than so many passes take were waited for.
+_WAITS = 1.25
 
 
 @statically_frozen
@@ -55,14 +59,32 @@ class DraftView:
         estimates = self.estimates
         return max(estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0), 1e-6)
 
+    @property
+    def settled_position(self) -> int:
+        """Where the committed text ends at least when what is drafted now comes into a pass.
+
+        Formula: the root's position + (since_commit_s + step_s + rtt_s) / commit_s, rounded up. The
+        first pass after the last commit began when that left the verifier, and each one that begins
+        before the draft arrives commits a token. With a round trip of 14 ms, steps of 8 ms and
+        commits every 33 ms it is one token at first, and two from 11 ms after the commit on. Where
+        the verifier waits for drafts nothing is settled before they come.
+        """
+        estimates, length = self.estimates, self.tree.prefix.length
+        commit_s = estimates.commit_s.get(0.0)
+        if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
+            return length
+        since_s = self.since_commit_s or 0.0
+        leaves_s = since_s + self.step_s + estimates.rtt_s.get(_GUESSED_RTT_S)
+        return length + math.ceil(leaves_s / commit_s)
+
     def paying(self, parent: int, width: int) -> int:
         """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
-        price; at least one."""
+        price when they come into a pass; at least one."""
         price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
         if price <= 0.0 or width == 1:
             return width
-        chance, nodes = 1.0, self.tree.nodes
-        while (node := nodes.get(parent)) is not None:
+        chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position
+        while (node := nodes.get(parent)) is not None and node.position >= settled:
             chance *= rate(node.rank)
             parent = node.parent
         return max(1, sum(chance * rate(rank) >= price for rank in range(width)))

@@ -107,6 +107,12 @@ class WindowedPolicy:
     with rates 0.7 and 0.1, the second choice behind two first choices has 0.7 * 0.7 * 0.1 = 0.05.
     The next step runs behind the likeliest leaf (with width 1: at the chain's end), unless even
     that is less likely than a step there is worth.
+
+    A row in a pass is paid for at the pass, when the tokens that were committed meanwhile are known
+    to be right. So the verifier's price is compared with the chance that is left then: the product
+    from ``DraftView.settled_position`` on. With first choices right at 0.8 and two passes to begin
+    before a draft arrives, the fourth node of a chain has 0.8 * 0.8 = 0.64 in its pass, though it
+    has 0.41 now, and it pays where a row asks for 0.5.
     """
 
     width: int = 1
@@ -135,17 +141,20 @@ class WindowedPolicy:
         if not tree.roots and tree.prefix.length < view.end:
             return ROOT
         last_rank, last_position = self.width - 1, view.end - 2
-        best, best_chance = ROOT, max(priced, self._least_chance(view, step_s, sum(rates)))
-        pending = [(1.0, tree.roots)]
+        best, best_chance = ROOT, self._least_chance(view, step_s, sum(rates))
+        settled = view.settled_position if priced else 0
+        pending = [(1.0, 1.0, tree.roots)]
         while pending:
-            before, siblings = pending.pop()
+            before, in_pass, siblings = pending.pop()
             for node in siblings:
                 rank = node.rank
-                chance = before * rates[rank if rank < last_rank else last_rank]
-                if chance < best_chance:
+                rate = rates[rank if rank < last_rank else last_rank]
+                chance = before * rate
+                pays = in_pass if node.position < settled else in_pass * rate
+                if chance < best_chance or pays < priced:
                     continue  # nor is anything behind it likelier
                 if node.children:
-                    pending.append((chance, node.children))
+                    pending.append((chance, pays, node.children))
                 elif node.position <= last_position:
                     # The oldest of equals.
                     if chance > best_chance or node.id < best:

@@ -37,11 +37,18 @@ _PRIORS: Final = (
 )
 
 
-class GuessChances:
-    """``of[cell]`` is the estimated chance of a guess."""
+_FIRST: Final = tuple(
+    rate * share for rates, shares in _PRIORS for rate in rates for share in shares
+)
 
-    def __init__(self) -> None:
-        self.of = [rate * share for rates, shares in _PRIORS for rate in rates for share in shares]
+
+class GuessChances:
+    """``of[cell]`` is the estimated chance of a guess. It begins at that of ``everybodys``, where
+    what is noted here counts too; without them, at what the bundled target's texts gave."""
+
+    def __init__(self, everybodys: GuessChances | None = None) -> None:
+        self._everybodys = everybodys
+        self.of: list[float] = list(_FIRST if everybodys is None else everybodys.of)
         self._prior_hits = [prior * PRIOR_WEIGHT for prior in self.of]
         self._hits = [0.0] * len(self.of)
         self._trials = [0.0] * len(self.of)
@@ -51,3 +58,5 @@ class GuessChances:
         self._trials[cell] = trials = self._trials[cell] * MEMORY + 1.0
         self._hits[cell] = hits = self._hits[cell] * MEMORY + hit
         self.of[cell] = (hits + self._prior_hits[cell]) / (trials + PRIOR_WEIGHT)
+        if self._everybodys is not None:
+            self._everybodys.note(cell, hit)

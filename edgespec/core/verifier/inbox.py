@@ -112,7 +112,9 @@ class DraftInbox:
         stale, self._stale = self._stale, 0
         return stale
 
-    def view(self, now: float, idle_since: float, pass_s: float) -> RunAheadView:
+    def view(
+        self, now: float, idle_since: float, pass_s: float, *, runs_anyway: bool = False
+    ) -> RunAheadView:
         """What a run-ahead policy may know when no node is waiting."""
         return RunAheadView(
             now,
@@ -121,6 +123,7 @@ class DraftInbox:
             self.arrivals.expected_at(),
             self.no_draft_coming,
             self._hit_rate.get(0.0),
+            runs_anyway,
         )
 
     def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:

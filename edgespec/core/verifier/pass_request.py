@@ -50,7 +50,8 @@ class PassFormer:
         if self._served is None:
             return PassRequest(key, first, feed, logprobs=logprobs)
         depth = self._end - 1 - last  # a node can matter only before the last token
-        guesses = self._served.propose(self._prefix.tokens, room, depth, offer.least_chance)
+        least = offer.least_chance if offer.least_guess is None else offer.least_guess
+        guesses = self._served.propose(self._prefix.tokens, room, depth, least)
         tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
         served = len(tokens)
         return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)

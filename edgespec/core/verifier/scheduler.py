@@ -3,8 +3,8 @@
 Theory of operation. Sessions that might use a pass wait in line, longest waiting first. When no
 pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, and no more
 than the cache has room for (``cache_keeper.py``). Those that decline leave the line until something
-happens to them; those for whom there is no room keep their place. After a pass that failed, its
-sessions are tried one at a time.
+happens to them, or others have a pass that they can share; those for whom there is no room keep
+their place. After a pass that failed, its sessions are tried one at a time.
 
 Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
 row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
@@ -16,36 +16,26 @@ sake of others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from edgespec.core.protocol.estimators import GUESSED_PASS_S, MovingAverage, SlopeEstimator
-from edgespec.core.protocol.messages import MAX_PRICE
+from edgespec.core.protocol.estimators import GUESSED_PASS_S
+from edgespec.core.protocol.messages import MAX_PRICE, RunAhead
 from edgespec.core.protocol.work import PassRequest
-from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
+from edgespec.core.verifier.forming import Batch, Forming, decodes
 from edgespec.core.verifier.prompt_line import PromptLine
+from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer
 
-# Best of 1, 1.5, 2 and 3 on the floor of 200 laptops (docs/measurements.md).
-_MARGIN = 1.5
-# Prompt rows are taken for no more than the rest of a pass: their price is that of all rows.
-_LEAST_DECODING = 0.25
 # Of the rows of a pass, this part is kept for prompts where more sessions decode than it has rows.
 _PROMPT_PART = 8
 
 AskSession = Callable[[str, Offer, float], PassRequest | None]
 """Make a session an offer; None when it declines."""
-
-
-@statically_frozen
-class Batch:
-    """A pass that is running: each session with its part."""
-
-    started_at: float
-    parts: tuple[tuple[VerifySession, PassRequest], ...]
 
 
 class PassScheduler:
@@ -66,24 +56,23 @@ class PassScheduler:
         """The line, and at which pass each joined it."""
         self._alone: set[str] = set()
         """Sessions whose last pass failed in company."""
-        self._pass_s = MovingAverage()
-        self._row_s = SlopeEstimator()
-        self._tokens = MovingAverage()
-        self._prompt_rows = MovingAverage()
-        self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
-        """Sessions in line for a pass: those that decode, and those with a prompt."""
+        self._declined: dict[str, None] = {}
+        """Sessions that would rather wait for a draft than run a pass of their own."""
+        self._price = RowPriceKeeper()
         self._prompts = PromptLine(credential_of)
 
     @property
     def pass_s(self) -> float | None:
         """Moving average of the passes that sampled; None before the first."""
-        return self._pass_s.get(0.0) if self._pass_s.count else None
+        return self._price.pass_s
 
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key, self.passes)
+        self._declined.pop(key, None)
 
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
+        self._declined.pop(key, None)
         self._alone.discard(key)
         self._prompts.forget(key)
 
@@ -93,49 +82,95 @@ class PassScheduler:
         """Offer room in a pass that starts now: its requests, none if no session wants one, and
         the keys that were asked."""
         assert self.running is None
-        asked: list[str] = []
-        parts: dict[str, tuple[VerifySession, PassRequest]] = {}
-        pass_s, least_chance = self._pass_s.get(GUESSED_PASS_S), self.least_chance
+        forming = self._forming()
         line, first_prompt, prompt_room = self._line(sessions, now)
-        room, most_rows = self._limits.max_rows_per_pass, self._limits.max_rows_per_session
-        offer = Offer(most_rows, pass_s, least_chance)
+        room = forming.room
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
         for place, key in enumerate(line):
             alone, is_prompt = key in self._alone, place >= first_prompt
+            room = forming.room
             if is_prompt:
                 free = min(room, prompt_room)
             else:
                 decoders = first_prompt - place - 1
                 free = max(min(1, room - kept), room - kept - decoders)
-            if room <= 0 or (alone and parts):
+            if room <= 0 or (alone and forming.parts):
                 break
             if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):
                 continue
-            most = free if free < most_rows else most_rows
-            most = self._keeper.rows_for(key, most, parts, len(line) - place - 1, now)
-            if most == 0:
-                continue
-            asked.append(key)
-            del self._waiting[key]
-            if most != offer.max_rows:
-                offer = Offer(most, pass_s, least_chance)
-            request = self._ask(key, offer, now)
+            others = len(line) - place - 1
+            request = self._offer(sessions[key], key, free, others, forming, now)
             if request is not None:
-                request = self._with_blocks(request)
-                parts[key] = sessions[key], request
-                rows = len(request.feed) + len(request.tokens)
-                room -= rows
-                self.fairness.count(key, rows, prompt=is_prompt)
+                self.fairness.count(key, request.row_count, prompt=is_prompt)
                 if is_prompt:
                     prompt_room -= len(request.feed)
-            if alone and parts:
+            if alone and forming.parts:
                 break
+        if forming.parts and not self._alone:
+            self._take_along(sessions, forming, now)
         for key in self._keeper.evicted:
             self.enqueue(key)
         self._keeper.evicted.clear()
+        parts = tuple(forming.parts.values())
         if parts:
-            self.running = Batch(now, tuple(parts.values()))
-        return tuple(request for _, request in parts.values()), asked
+            self.running = Batch(now, parts)
+        return tuple(request for _, request in parts), forming.asked
+
+    def _offer(
+        self,
+        session: VerifySession,
+        key: str,
+        free: int,
+        others: int,
+        forming: Forming,
+        now: float,
+    ) -> PassRequest | None:
+        """Offer a session ``free`` rows; None when it declines or the cache has no room for it.
+        ``others`` stand behind it."""
+        parts, most = forming.parts, min(free, self._limits.max_rows_per_session)
+        if session.missing_rows:
+            most = self._keeper.rows_for(key, most, parts, others, now)
+            if most == 0:
+                return None
+        forming.asked.append(key)
+        self._waiting.pop(key, None)
+        offer = forming.offer
+        if most != offer.max_rows or bool(parts) != offer.runs_anyway:
+            offer = forming.offer = replace(offer, max_rows=most, runs_anyway=bool(parts))
+        request = self._ask(key, offer, now)
+        if request is None:
+            if session.request.run_ahead is RunAhead.AUTO:
+                self._declined[key] = None
+            return None
+        self._declined.pop(key, None)
+        request = self._with_blocks(request)
+        parts[key] = session, request
+        forming.room -= request.row_count
+        return request
+
+    def _forming(self) -> Forming:
+        pass_s, most = self._price.pass_s, self._limits.max_rows_per_session
+        offer = Offer(
+            most,
+            GUESSED_PASS_S if pass_s is None else pass_s,
+            self.least_chance,
+            least_guess=self._price.least_guess,
+        )
+        return Forming(self._limits.max_rows_per_pass, offer)
+
+    def _take_along(
+        self, sessions: Mapping[str, VerifySession], forming: Forming, now: float
+    ) -> None:
+        """Ask those again who would rather have waited for a draft: a pass runs now in which they
+        can have a token, and before the next one begins no draft is of use."""
+        for key in tuple(self._declined):
+            session = sessions.get(key)
+            if session is None or not decodes(session):
+                del self._declined[key]
+            elif forming.room > 0 and self.fairness.admits(key, now, prompt=False):
+                request = self._offer(session, key, 1, 0, forming, now)
+                if request is not None:
+                    self.fairness.count(key, request.row_count, prompt=False)
 
     def _line(
         self, sessions: Mapping[str, VerifySession], now: float
@@ -148,10 +183,9 @@ class PassScheduler:
         most = self._limits.max_rows_per_pass
         prompts = {key: rows for key, rows in missing.items() if rows > 1}
         decoding = [key for key, rows in missing.items() if rows == 1]
-        self.fairness.plan(decoding, prompts, now)
+        self.fairness.plan([*decoding, *self._declined], prompts, now)
         if decoding:
-            self._decoding.add(len(decoding))
-            self._prompts_waiting.add(len(prompts))
+            self._price.note_line(len(decoding) + len(self._declined), len(prompts))
         if self._alone:
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
@@ -159,7 +193,7 @@ class PassScheduler:
         if prompts:
             in_order = self._prompts.order(prompts, now)
             line = line + self.fairness.prompts_in_turn(in_order, left_out)
-            if any(map(_decodes, sessions.values())):
+            if any(map(decodes, sessions.values())):
                 most = self._prompts.rows
         return line, len(decoding), most
 
@@ -176,16 +210,14 @@ class PassScheduler:
         batch, self.running = self.running, None
         self.passes += 1
         if any(request.sample for _, request in batch.parts):
-            self._pass_s.add(now - batch.started_at)
-            rows = sum([len(one.feed) + len(one.tokens) for _, one in batch.parts])
-            self.fairness.note(len(batch.parts), rows, now - batch.started_at)
-            self._row_s.add(rows, now - batch.started_at)
+            took_s = now - batch.started_at
+            rows = sum([request.row_count for _, request in batch.parts])
+            self.fairness.note(len(batch.parts), rows, took_s)
             prompt_rows = sum([len(one.feed) - 1 for _, one in batch.parts if one.feed])
-            self._prompt_rows.add(prompt_rows)
+            self._price.note_pass(rows, prompt_rows, took_s)
             drafted = sum([len(request.tokens) for _, request in batch.parts])
-            drafts_s = drafted * max(0.0, self._row_s.get() or 0.0)
-            pace = max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
-            self._prompts.note(prompt_rows, now - batch.started_at, drafts_s, pace, now)
+            drafts_s = drafted * self._price.row_s
+            self._prompts.note(prompt_rows, took_s, drafts_s, self._price.pace, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(request.row_count)
@@ -196,7 +228,7 @@ class PassScheduler:
     def count(self, tokens: int) -> None:
         """The pass committed so many, of all its sessions; 0: it did not sample."""
         if tokens:
-            self._tokens.add(tokens)
+            self._price.note_tokens(tokens)
 
     @property
     def row_price(self) -> int:
@@ -205,23 +237,9 @@ class PassScheduler:
 
     @property
     def least_chance(self) -> float:
-        """A draft node less likely to be right than this does not pay for its row.
-
-        A row makes the pass ``row_s`` longer. In that time the verifier decodes ``row_s * tokens /
-        decode_s`` tokens otherwise (goodput as in SmartSpec, arXiv 2406.14066), where ``decode_s``
-        is the pass without its prompt rows: those have to be computed anyway. Sessions that wait
-        with their prompts are held up like those that decode, so the price rises by ``waiting /
-        decoding``. A node has to bring more than all that, by ``_MARGIN``, since what is left out
-        now is there for the next pass. Worked example: rows of 0.5 ms in passes of 20 ms that
-        commit 8 tokens give 1.5 * 0.5 * 8 / 20 = 0.3; with one prompt in line for four sessions
-        that decode 0.375. It is 0 while the time of a row is not known.
-        """
-        row_s, pass_s = self._row_s.get(), self._pass_s.get(0.0)
-        if row_s is None or row_s <= 0.0 or pass_s <= 0.0:
-            return 0.0
-        decode_s = max(pass_s - row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
-        held_up = 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
-        return _MARGIN * row_s * self._tokens.get(0.0) * held_up / decode_s
+        """A draft node less likely to be right than this does not pay for its row
+        (``row_price.py``)."""
+        return self._price.least_chance
 
     def run_alone(self, key: str) -> None:
         """The session gets its next pass to itself, so that a failure is its own."""
@@ -230,8 +248,3 @@ class PassScheduler:
     def run_with_others(self, key: str) -> None:
         """The session's last pass went well: it may share passes again."""
         self._alone.discard(key)
-
-
-def _decodes(session: VerifySession) -> bool:
-    """Whether the session's text moves on by the next pass."""
-    return session.missing_rows == 1

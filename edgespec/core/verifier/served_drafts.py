@@ -8,7 +8,9 @@ and has no node of the device.
 
 They are priced like a device's nodes: none is put into a pass whose chance of being right is below
 ``least_chance`` (what a row costs on the target), nor below ``LEAST_CHANCE`` where rows are free,
-since proposing costs time too. Where they do not pay, none are proposed (``served_worth.py``).
+since proposing costs time too. Where they do not pay, none are proposed, and what they may lose is
+bounded (``served_worth.py``). A session's chances begin where those of the verifier are: all its
+sessions count together how often guesses of a cell come true, which tells nobody what they said.
 
 The drafters learn when they are asked, never in between, and at most ``LOADED_PER_PASS`` tokens of
 a long text at a time: a session that needs no guesses spends nothing on them.
@@ -40,10 +42,10 @@ _ENTERED_PER_PASS: Final = 32
 class ServedDrafts:
     """The drafters of one session and what they learned."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, everybodys: GuessChances | None = None) -> None:
         self.worth = ServedWorth()
         self.lookup = PromptLookup()
-        self.chances = GuessChances()
+        self.chances = GuessChances(everybodys)
         self._tables = tables
         self._grower = ProposalGrower(self.lookup, tables, self.chances)
         self._last: Proposal | None = None
@@ -57,8 +59,9 @@ class ServedDrafts:
         if room <= 0 or depth <= 0 or not self.worth.asks() or not self._catch_up(text):
             return Proposal()
         self._asked, self._row_price = True, least_chance
-        least = max(least_chance, LEAST_CHANCE)
-        self._last = self._grower.grow(text, min(room, MOST_NODES), depth, least)
+        least, paid = max(least_chance, LEAST_CHANCE), self.worth.rows(least_chance)
+        room = min(room, MOST_NODES if paid is None else min(paid, MOST_NODES))
+        self._last = self._grower.grow(text, room, depth, least)
         return self._last
 
     def learn(
@@ -102,10 +105,11 @@ class ServedDraftsMaker:
 
     def __init__(self) -> None:
         self._tables = TablesByOwner()
+        self._chances = GuessChances()
 
     def __call__(self, request: Open, credential: Credential) -> ServedDrafts | None:
         """None where the device decides what is in the tree: under a relaxed rule, which may commit
         what it finds there, and where the device wants the verifier to wait for its drafts."""
         if request.rule != EXACT_RULE or request.run_ahead is RunAhead.NEVER:
             return None
-        return ServedDrafts(self._tables.of(credential))
+        return ServedDrafts(self._tables.of(credential), self._chances)

@@ -20,7 +20,6 @@ from typing import assert_never
 
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
-    MAX_PRICE,
     Cancel,
     Commit,
     Draft,
@@ -39,6 +38,7 @@ from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.acceptance import AcceptanceRule
 from edgespec.core.verifier.attachment import Attachment
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.pass_report import PassReport
 from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.resume import missed_commits
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
@@ -82,6 +82,7 @@ class VerifySession:
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
+        self._report = PassReport(request, self.inbox, self.device, self._scores, self.counters)
 
     @property
     def attached(self) -> bool:
@@ -203,7 +204,9 @@ class VerifySession:
         last = self._ending.end - 1  # there a draft cannot help, so none is waited for
         decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
         if decoding and not self.inbox.verifiable(1, self._ending.end):
-            view = self.inbox.view(now, self._idle_since, offer.pass_s)
+            view = self.inbox.view(
+                now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
+            )
             start_at = self._run_ahead.start_at(view)
             if start_at > now:
                 self.deadline = start_at
@@ -233,36 +236,12 @@ class VerifySession:
         if event.scores:
             self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
-        commit = self._tell(tokens, accepted, done, event.row_price, now)
+        position = self.prefix.length - len(tokens)
+        commit = self._report.commit(
+            position, tokens, accepted, self.finish, done, event.row_price, now
+        )
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
         self._note_unread(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
-
-    def _tell(
-        self, tokens: tuple[int, ...], hits: int, done: ev.RunningPass, row_price: int, now: float
-    ) -> Commit:
-        position, rows = self.prefix.length - len(tokens), done.request.drafted
-        price = credit = None
-        verify_us = round((now - done.started_at) * 1e6)
-        if row_price and verify_us and self.request.drafting and self.finish is None:
-            price = row_price
-            credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
-        stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
-        self.counters.count(rows, hits, stale)
-        return Commit(
-            position=position,
-            tokens=tokens,
-            accepted=hits,
-            stale=stale,
-            queue_us=round(done.queue_s * 1e6),
-            verify_us=verify_us,
-            rows=rows,
-            echo=echo,
-            held_us=held_us,
-            finish=self.finish,
-            row_price=price,
-            credit=credit,
-            logprobs=self._scores.of(position, len(tokens)) if self.request.logprobs else (),
-        )

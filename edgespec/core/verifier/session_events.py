@@ -33,6 +33,10 @@ class Offer:
     """How long the pass is expected to take."""
     least_chance: float = 0.0
     """Draft nodes less likely to be right do not pay for their row."""
+    runs_anyway: bool = False
+    """Others take part in it: it starts now, whoever declines."""
+    least_guess: float | None = None
+    """The same as ``least_chance`` for the verifier's own guesses; None: it is that."""
 
 
 @statically_frozen
