@@ -295,7 +295,7 @@ def test_in_random_worlds_every_text_goes_on_when_one_verifier_is_there(
             elif "v0" not in world.machine.routes[session.route].unfit:
                 assert session.last_token_at > CALM_AFTER_S + 19.0, (seed, session)
                 went_on += 1
-    assert went_on >= 5
+    assert went_on >= 3
 
 
 def _all_refused(why: str, count: int) -> bool:
