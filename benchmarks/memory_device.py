@@ -46,9 +46,10 @@ class PlainBuffers(kv_buffers.KvBuffers):
     """The cache before there was a budget: numpy arrays for the whole context."""
 
     def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        for index in range(len(self._maps)):
-            name = f"{index // 2}.{kv_buffers.PARTS[index % 2]}"
-            yield name, np.zeros(self._shape, dtype=np.float32)
+        if not hasattr(self, "_plain"):
+            names = [name for name, _ in super().arrays()]
+            self._plain = [(name, np.zeros(self._shape, dtype=np.float32)) for name in names]
+        yield from self._plain
 
     def shrink(self, length: int) -> None:
         pass
