@@ -142,7 +142,8 @@ class OnnxDrafter:
         try:
             for start in range(first, position, self._chunk):
                 if cancelled():
-                    raise StepCancelledError(f"cancelled with {position - start} tokens to feed")
+                    fed, of = start - first, position - first
+                    raise StepCancelledError(f"cancelled with {fed} of {of} tokens fed")
                 end = min(start + self._chunk, position)
                 self._forward(start - self._window.first, self._cache.tokens[start:end])
         except Exception:

@@ -179,16 +179,23 @@ def test_smaller_caches_are_worth_their_acceptance_only_where_they_pay() -> None
 
 
 def test_a_tight_budget_trades_and_says_so() -> None:
-    asked = question(smallest_budget(TYPES, question(1)) / MIB + 1)
-    plan, best = plan_memory(TYPES, asked), unbounded(TYPES, asked)
+    """Float32 has to give up most of its window; int8 fits with all of it into less."""
+    asked = question(smallest_budget([LARGE], question(1)) / MIB + 1)
+    plan, best = plan_memory([LARGE], asked), unbounded([LARGE], asked)
     words = " ".join(traded(plan, best))
-    assert plan.variant.kv_type is KvType.INT8
-    assert "instead of" in words
+    assert f"window {plan.settings.window} tokens instead of {best.settings.window}" in words
+    assert "expected speed" in words
+    told = next_step([LARGE], asked, plan)
+    needed = float(told.removeprefix("nothing yet: the next gain comes at a budget of ").split()[0])
+    assert needed > asked.budget_bytes / MIB + 100
+    nearly = replace(asked, budget_bytes=int((needed - 50) * MIB))
+    assert "more expected speed: window" in next_step([LARGE], nearly, plan_memory([LARGE], nearly))
     assert traded(best, best) == ()
-    assert next_step(TYPES, question(8192), plan_memory(TYPES, question(8192))).startswith(
-        "nothing"
-    )
-    assert "more expected speed" in next_step(TYPES, asked, plan)
+    rich = question(8192)
+    assert next_step([LARGE], rich, plan_memory([LARGE], rich)).startswith("nothing")
+    either = plan_memory(TYPES, asked)
+    assert either.variant.kv_type is KvType.INT8
+    assert either.settings.window > plan.settings.window
 
 
 def test_a_refusal_names_the_smallest_budget_and_a_draft_that_would_fit() -> None:

@@ -27,6 +27,8 @@ _WINDOW_TOKENS = 400.0
 _SECOND_THREAD, _TWO_THREADS_FROM_BYTES = 0.4, 6_000_000
 # How many times cheaper a prompt's token is than a step, by chunk.
 _PREFILL_GAIN = {64: 5.0, 32: 4.5, 16: 3.5}
+# The runtime reads int8 fast for one token and slowly for many.
+_PREFILL_ATTENTION = {KvType.FLOAT32: 1.0, KvType.FLOAT16: 1.0, KvType.INT8: 6.0}
 _MOST_GAMMA = 32
 
 
@@ -63,7 +65,9 @@ def draft_step_s(variant: DraftVariant, settings: DraftSettings, text_length: in
     """The time of one step, and the share of prefill that a sliding window costs a token.
 
     Formula: stored * 0.28 ns + rows * layers * heads * head_dim * 2 * t, t by type 0.56, 0.53,
-    0.27 ns, times 0.6 with more threads than one, + 0.3 ms. 375 MB and 1000 rows of 28 layers of 16
+    0.27 ns, times 0.6 with more threads than one, + 0.3 ms; a token of prefill costs 1/5 of that in
+    chunks of 64, but int8 attention six times its t, and each token brings 0.5 of one, or 1.5
+    where the window slides. 375 MB and 1000 rows of 28 layers of 16
     heads of 128 float32 numbers: 105 + 64 ms in one thread.
     """
     sliding = settings.window < text_length
@@ -72,7 +76,9 @@ def draft_step_s(variant: DraftVariant, settings: DraftSettings, text_length: in
     numbers = rows * variant.layers * variant.heads * variant.head_dim * 2
     two = settings.threads > 1 and variant.stored_bytes >= _TWO_THREADS_FROM_BYTES
     share = 1.0 - _SECOND_THREAD if two else 1.0
-    step_s = (weights_s + numbers * _ATTENTION_S[variant.kv_type]) * share + _STEP_S
-    prefill_s = step_s / _PREFILL_GAIN[settings.chunk]
+    attention_s = numbers * _ATTENTION_S[variant.kv_type]
+    step_s = (weights_s + attention_s) * share + _STEP_S
+    prefill_s = (weights_s + attention_s * _PREFILL_ATTENTION[variant.kv_type]) * share
+    prefill_s /= _PREFILL_GAIN[settings.chunk]
     # A prompt of half the text is prefilled in any case; a window feeds one more token a token.
     return step_s + prefill_s * (1.5 if sliding else 0.5)

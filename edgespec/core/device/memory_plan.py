@@ -109,8 +109,14 @@ def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) 
     """The least budget that any of ``variants`` fits into.
 
     Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
-    least = min(plan.predicted_bytes for plan in _plans(variants, question))
-    return max(least + LEAST_MARGIN_BYTES, int(least / (1.0 - MARGIN_SHARE)) + 1)
+    return budget_for(min(plan.predicted_bytes for plan in _plans(variants, question)))
+
+
+def budget_for(predicted_bytes: int) -> int:
+    """The least budget that leaves its margin free beside ``predicted_bytes``."""
+    return max(
+        predicted_bytes + LEAST_MARGIN_BYTES, int(predicted_bytes / (1.0 - MARGIN_SHARE)) + 1
+    )
 
 
 def traded(plan: MemoryPlan, best: MemoryPlan) -> tuple[str, ...]:
@@ -141,7 +147,11 @@ def next_step(variants: Sequence[DraftVariant], question: MemoryQuestion, plan: 
     gain = richer.tokens_per_s / plan.tokens_per_s - 1.0
     found = traded(richer, plan)
     if not found or gain <= 0.0:
-        return "nothing: the draft has all that it can use"
+        better = [p for p in _plans(variants, question) if p.tokens_per_s > plan.tokens_per_s]
+        if not better:
+            return "nothing: the draft has all that it can use"
+        needed = budget_for(min(one.predicted_bytes for one in better))
+        return f"nothing yet: the next gain comes at a budget of {in_mib(needed)}"
     changes = [one for one in found if not one.startswith("expected")]
     return f"{gain:.1%} more expected speed: {', '.join(changes)}"
 
