@@ -14,8 +14,8 @@ import typer
 
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.cli import options
-from edgespec.cli.device import check_prompt, greet, stream
-from edgespec.cli.running import reported, say, set_up_logging, trace_to
+from edgespec.cli.device import agent_settings, check_prompt, greet, stream
+from edgespec.cli.running import reported, say, trace_to
 from edgespec.cli.streaming import Progress, TextView, legend, summary, use_color
 from edgespec.compose import (
     PromptTokenizer,
@@ -78,8 +78,7 @@ def chat(
     reply; what has come of it stays in the conversation.
     """
     with reported():
-        settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
-        set_up_logging(settings.log_level, settings.log_format)
+        settings = agent_settings(context)
         reference = tokenizer_reference(settings)
         text = load_tokenizer(reference)
         if not text.has_chat_template:

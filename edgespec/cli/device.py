@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+import typer
+
 from edgespec.access import device_access
 from edgespec.agent.agent import Agent
 from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
-from edgespec.cli.running import say
+from edgespec.cli import options
+from edgespec.cli.running import say, set_up_logging
 from edgespec.cli.streaming import Progress, View
 from edgespec.compose import (
     SetupError,
@@ -24,6 +27,13 @@ from edgespec.core.association.policies import ListedOrder
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.many_verifiers import association, device_view
 from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
+
+
+def agent_settings(context: typer.Context) -> AgentConfig:
+    """The configuration of a command that has a device's options; logging follows it."""
+    settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
+    set_up_logging(settings.log_level, settings.log_format)
+    return settings
 
 
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:

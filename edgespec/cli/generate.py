@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.device import check_prompt, greet, stream
-from edgespec.cli.running import reported, run, say, set_up_logging, trace_to
+from edgespec.cli.device import agent_settings, check_prompt, greet, stream
+from edgespec.cli.running import reported, run, say, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError
@@ -97,10 +97,9 @@ def generate(
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
     with reported():
-        settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
-        set_up_logging(settings.log_level, settings.log_format)
+        settings, text = agent_settings(context), _prompt(prompt, file)
         view = _view(json_lines, use_color(color), logprobs)
-        run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
+        run(_generate(settings, text, view, stats, logprobs))
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
