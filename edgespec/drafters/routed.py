@@ -1,0 +1,200 @@
+"""A router: the text's own guesses where they are as good as the model's, else the model.
+
+Theory of operation. At each step the model-free guesses (``model_free.py``) are named first. Their
+*kind* is the cell of the best one: how long its match is, or which table named it. For each kind it
+is counted how often the model was right where such a guess stood (``ModelRates``). If the guesses'
+chance is at least the model's, the step is answered with them and the model does not run; its cache
+is behind then, and catches up with one longer feed when it is asked again (a feed of 5 tokens takes
+about 1.4 times as long as one of 1). Else the model answers, and the best guess takes the place
+of the model's last choice where it has been right there more often.
+
+Asked now and then all the same (every ``EXPLORE``-th time), the model's rates stay known: they are
+counted at the very places where it would not be asked. A kind that is new is put to the model
+``FIRST`` times before it is trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses
+from edgespec.drafters.settled_text import SettledText
+from edgespec.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
+
+FIRST = 3
+EXPLORE = 12
+NO_GUESS = -1
+_MEMORY, _PRIOR_WEIGHT = 0.98, 4.0
+# The model is taken to be so good until it was judged: its choices together, a second one alone.
+_MODEL_PRIOR, _SECOND_PRIOR = 0.8, 0.1
+
+
+class Rate:
+    """How often something was right of late.
+
+    Formula: (hits + prior * 4) / (trials + 4), where both lose a share of 0.02 at each trial. With
+    a prior of 0.8, 2 hits in 4 trials give about (2 + 3.2) / (4 + 4) = 0.65.
+    """
+
+    def __init__(self) -> None:
+        self._hits = self.trials = 0.0
+
+    def note(self, hit: bool) -> None:
+        self.trials = self.trials * _MEMORY + 1.0
+        self._hits = self._hits * _MEMORY + hit
+
+    def value(self, prior: float) -> float:
+        return (self._hits + prior * _PRIOR_WEIGHT) / (self.trials + _PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the model answered at a position, and the guess that stood beside it."""
+
+    kind: int
+    answers: tuple[int, ...]
+    guess: int | None
+
+
+class ModelRates:
+    """How good the model is beside guesses of each kind; it outlives a generation."""
+
+    def __init__(self) -> None:
+        self._overall = Rate()
+        self._of_kind: dict[int, Rate] = {}
+        self._last_choice: dict[int, Rate] = {}
+        self._sibling: dict[int, Rate] = {}
+        self._answered: dict[int, int] = {}
+        """By kind: steps in a row that the model was not asked."""
+
+    def prefers(self, kind: int, chance: float) -> bool:
+        """Whether guesses of this kind, with this chance of holding the target's token, answer the
+        step; asking counts."""
+        rate = self._of_kind.get(kind)
+        overall = self._overall.value(_MODEL_PRIOR)
+        if rate is None or rate.trials < FIRST or chance < rate.value(overall):
+            return False
+        answered = self._answered.get(kind, 0) + 1
+        self._answered[kind] = answered % EXPLORE
+        return answered < EXPLORE
+
+    def wants_sibling(self, kind: int) -> bool:
+        """Whether a guess of this kind is right more often than the model's last choice."""
+        sibling, last = self._sibling.get(kind), self._last_choice.get(kind)
+        if sibling is None or last is None:
+            return False
+        return sibling.value(0.0) > last.value(_SECOND_PRIOR)
+
+    def note(self, asked: _Asked, token: int) -> None:
+        """The target's token where the model was asked."""
+        hit = token in asked.answers
+        self._overall.note(hit)
+        if asked.kind == NO_GUESS:
+            return
+        self._of_kind.setdefault(asked.kind, Rate()).note(hit)
+        if asked.guess is not None and len(asked.answers) > 1 and asked.guess not in asked.answers:
+            self._sibling.setdefault(asked.kind, Rate()).note(asked.guess == token)
+            last = self._last_choice.setdefault(asked.kind, Rate())
+            last.note(asked.answers[-1] == token)
+
+
+class RoutedDrafter:
+    """``Drafter`` over a model's drafter and the text's own guesses; ``info`` is the model's.
+
+    ``fed`` is how many tokens the model was fed in the last step, 0 where it was not asked. Raises
+    what the model raises.
+    """
+
+    def __init__(self, model: Drafter, least_chance: float = LEAST_CHANCE) -> None:
+        self.fed = 0
+        self._model, self._least_chance = model, least_chance
+        self._text = SettledText(model.info)
+        self._guesses, self._rates = ModelFreeGuesses(), ModelRates()
+        self._asked: dict[int, _Asked] = {}
+        """By position: what is not judged yet."""
+        self._agreed = 0
+        """How many leading tokens of the text the model has in its cache."""
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._model.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._model.begin(prompt_length, sampling)
+        self._text.begin(prompt_length)
+        self._guesses.begin()
+        self._asked.clear()
+        self._agreed = 0
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if cancelled():
+            raise StepCancelledError("a routed step was cancelled before it began")
+        text = self._text
+        text.advance(keep_length, feed)
+        self._agreed = min(self._agreed, text.kept)
+        self._guesses.read(text)
+        self._judge()
+        named = self._guesses.named(text)
+        if self._answers_itself(named[:width]):
+            self.fed = 0
+            found = self._worth_it(named[:width])
+        else:
+            found = self._beside_model(named, keep_length, width, cancelled)
+        text.offer(candidate.token for candidate in found)
+        return found
+
+    def close(self) -> None:
+        self._text.forget(0)
+        self._model.close()
+
+    def _answers_itself(self, named: Sequence[Guess]) -> bool:
+        worth = [guess.chance for guess in named if guess.chance >= self._least_chance]
+        return bool(worth) and self._rates.prefers(named[0].cell, min(1.0, sum(worth)))
+
+    def _worth_it(self, named: Sequence[Guess]) -> tuple[Candidate, ...]:
+        return tuple(guess.candidate for guess in named if guess.chance >= self._least_chance)
+
+    def _beside_model(
+        self, named: Sequence[Guess], keep_length: int, width: int, cancelled: Cancelled
+    ) -> tuple[Candidate, ...]:
+        """The model's choices, and the best guess in place of the last one where that is better."""
+        tokens = self._text.tokens
+        length = len(tokens)
+        keep = min(self._agreed, length - 1)
+        self._agreed = keep
+        try:
+            answers = self._model.step(keep, tokens[keep:], width, cancelled)
+        except BaseException:
+            self._text.forget(keep_length)
+            self._agreed = min(keep, keep_length)
+            raise
+        self._agreed, self.fed = length, length - keep
+        best = named[0] if named and named[0].chance >= self._least_chance else None
+        kind, token = (NO_GUESS, None) if best is None else (best.cell, best.token)
+        ids = tuple(candidate.token for candidate in answers)
+        self._asked[length] = _Asked(kind, ids, token)
+        if best is None or len(ids) < 2 or token in ids or not self._rates.wants_sibling(kind):
+            return answers
+        return (answers[0], best.candidate, *answers[1:-1])
+
+    def _judge(self) -> None:
+        text, asked = self._text, self._asked
+        for position in [at for at in asked if at > text.kept]:
+            del asked[position]
+        for position in [at for at in asked if at < text.settled]:
+            self._rates.note(asked.pop(position), text.tokens[position])
