@@ -47,6 +47,7 @@ def chat(
     insecure: options.Insecure = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
+    draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,

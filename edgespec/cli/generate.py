@@ -56,6 +56,7 @@ def generate(
     insecure: options.Insecure = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
+    draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,

@@ -143,7 +143,16 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         envvar="EDGESPEC_DRAFT",
-        help="bundled, a folder, a Hub id; none: only stream; toy, random: for tests",
+        help="bundled, a folder, a Hub id; lookup: guess from the text, without a model; none: "
+        "only stream; toy, random: for tests",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftLookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--draft-lookup/--no-draft-lookup",
+        help="Answer from the text where that is as good as the model (default: off)",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -272,6 +281,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "log_level": "log_level",
     "log_format": "log_format",
     "draft": "draft.model",
+    "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,

@@ -155,7 +155,8 @@ class DraftSection:
 
     model: str = "bundled"
     """``bundled``, an exported folder, a Hugging Face folder or Hub id (exported once, into the
-    cache), ``none`` (only stream), ``toy``, or ``random`` (guesses at chance: a check)."""
+    cache), ``none`` (only stream), ``lookup`` (guesses from the text and earlier ones, without a
+    model), ``toy``, or ``random`` (guesses at chance: a check)."""
     threads: int = 0
     """0: chosen by the size of the model."""
     context_length: int = 0
@@ -164,9 +165,17 @@ class DraftSection:
     """Emulate a slower device: a step takes at least this long."""
     bits: int = 4
     """Of the weights when a Hugging Face folder is exported."""
+    lookup: bool = False
+    """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
+    has no others)."""
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
+        if self.lookup and self.model == "none":
+            raise ValueError(
+                "lookup is true, but model is 'none', which drafts nothing: say 'lookup' to draft"
+                " without a model"
+            )
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)

@@ -46,7 +46,7 @@ from edgespec.ports import (
 
 NAME = "lookup"
 MOST_LEADERS = 4096
-LEAST_CHANCE = 0.2
+LEAST_CHANCE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class ModelFreeDrafter:
         self._text.advance(keep_length, feed)
         self._guesses.read(self._text)
         named = self._guesses.named(self._text)[:width]
-        found = tuple(one.candidate for one in named if one.chance >= self._least_chance)
-        self._text.offer(candidate.token for candidate in found)
-        return found
+        worth = [one for one in named if one.chance >= self._least_chance]
+        self._text.offer((one.token, one.chance) for one in worth)
+        return tuple([one.candidate for one in worth])
 
     def close(self) -> None:
         self._text.forget(0)

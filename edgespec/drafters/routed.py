@@ -33,9 +33,11 @@ from edgespec.ports import (
 FIRST = 3
 EXPLORE = 12
 NO_GUESS = -1
+SURE = 0.8
+LEAST_WORTH = 0.2
 _MEMORY, _PRIOR_WEIGHT = 0.98, 4.0
-# The model is taken to be so good until it was judged: its choices together, a second one alone.
-_MODEL_PRIOR, _SECOND_PRIOR = 0.8, 0.1
+# The model is taken to be so good until it was judged: its choices together, first and second.
+_MODEL_PRIOR, _FIRST_PRIOR, _SECOND_PRIOR = 0.8, 0.7, 0.1
 
 
 class Rate:
@@ -69,23 +71,30 @@ class ModelRates:
     """How good the model is beside guesses of each kind; it outlives a generation."""
 
     def __init__(self) -> None:
-        self._overall = Rate()
+        self._overall, self._first = Rate(), Rate()
         self._of_kind: dict[int, Rate] = {}
         self._last_choice: dict[int, Rate] = {}
         self._sibling: dict[int, Rate] = {}
-        self._answered: dict[int, int] = {}
+        self._passed_over: dict[int, int] = {}
         """By kind: steps in a row that the model was not asked."""
 
-    def prefers(self, kind: int, chance: float) -> bool:
+    def prefers(self, kind: int, chance: float, reach: float) -> bool:
         """Whether guesses of this kind, with this chance of holding the target's token, answer the
-        step; asking counts."""
-        rate = self._of_kind.get(kind)
-        overall = self._overall.value(_MODEL_PRIOR)
-        if rate is None or rate.trials < FIRST or chance < rate.value(overall):
-            return False
-        answered = self._answered.get(kind, 0) + 1
-        self._answered[kind] = answered % EXPLORE
-        return answered < EXPLORE
+        step behind a text that is the target's with the chance ``reach``. Asking counts."""
+        rate = self._of_kind.setdefault(kind, Rate())
+        its = rate.value(self._overall.value(_MODEL_PRIOR))
+        if reach * its >= LEAST_WORTH and chance < SURE:
+            if rate.trials < FIRST or chance < its:
+                return False
+        passed_over = self._passed_over.get(kind, 0) + 1
+        self._passed_over[kind] = passed_over % EXPLORE
+        return passed_over < EXPLORE
+
+    def chances(self, count: int) -> tuple[float, ...]:
+        """Those of the model's choices."""
+        first = self._first.value(_FIRST_PRIOR)
+        rest = max(0.0, self._overall.value(_MODEL_PRIOR) - first)
+        return (first, *(rest,) * (count - 1))
 
     def wants_sibling(self, kind: int) -> bool:
         """Whether a guess of this kind is right more often than the model's last choice."""
@@ -98,8 +107,7 @@ class ModelRates:
         """The target's token where the model was asked."""
         hit = token in asked.answers
         self._overall.note(hit)
-        if asked.kind == NO_GUESS:
-            return
+        self._first.note(token in asked.answers[:1])
         self._of_kind.setdefault(asked.kind, Rate()).note(hit)
         if asked.guess is not None and len(asked.answers) > 1 and asked.guess not in asked.answers:
             self._sibling.setdefault(asked.kind, Rate()).note(asked.guess == token)
@@ -150,27 +158,21 @@ class RoutedDrafter:
         self._guesses.read(text)
         self._judge()
         named = self._guesses.named(text)
-        if self._answers_itself(named[:width]):
+        worth = [guess for guess in named[:width] if guess.chance >= self._least_chance]
+        kind = worth[0].cell if worth else NO_GUESS
+        chance = min(1.0, sum(guess.chance for guess in worth))
+        if self._rates.prefers(kind, chance, text.reach):
             self.fed = 0
-            found = self._worth_it(named[:width])
-        else:
-            found = self._beside_model(named, keep_length, width, cancelled)
-        text.offer(candidate.token for candidate in found)
-        return found
+            text.offer((guess.token, guess.chance) for guess in worth)
+            return tuple([guess.candidate for guess in worth])
+        return self._beside_model(worth[0] if worth else None, keep_length, width, cancelled)
 
     def close(self) -> None:
         self._text.forget(0)
         self._model.close()
 
-    def _answers_itself(self, named: Sequence[Guess]) -> bool:
-        worth = [guess.chance for guess in named if guess.chance >= self._least_chance]
-        return bool(worth) and self._rates.prefers(named[0].cell, min(1.0, sum(worth)))
-
-    def _worth_it(self, named: Sequence[Guess]) -> tuple[Candidate, ...]:
-        return tuple(guess.candidate for guess in named if guess.chance >= self._least_chance)
-
     def _beside_model(
-        self, named: Sequence[Guess], keep_length: int, width: int, cancelled: Cancelled
+        self, best: Guess | None, keep_length: int, width: int, cancelled: Cancelled
     ) -> tuple[Candidate, ...]:
         """The model's choices, and the best guess in place of the last one where that is better."""
         tokens = self._text.tokens
@@ -184,12 +186,13 @@ class RoutedDrafter:
             self._agreed = min(keep, keep_length)
             raise
         self._agreed, self.fed = length, length - keep
-        best = named[0] if named and named[0].chance >= self._least_chance else None
         kind, token = (NO_GUESS, None) if best is None else (best.cell, best.token)
-        ids = tuple(candidate.token for candidate in answers)
+        ids = tuple([candidate.token for candidate in answers])
         self._asked[length] = _Asked(kind, ids, token)
+        self._text.offer(zip(ids, self._rates.chances(len(ids)), strict=True))
         if best is None or len(ids) < 2 or token in ids or not self._rates.wants_sibling(kind):
             return answers
+        self._text.offer([(best.token, best.chance)])
         return (answers[0], best.candidate, *answers[1:-1])
 
     def _judge(self) -> None:

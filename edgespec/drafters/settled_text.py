@@ -28,7 +28,8 @@ class SettledText:
         self.settled = 0
         self.kept = 0
         """How many leading tokens the last ``advance`` left as they were."""
-        self._offered: dict[int, set[int]] = {}
+        self._offered: dict[int, dict[int, float]] = {}
+        """By position and token: the chance with which it was offered last."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -68,6 +69,15 @@ class SettledText:
         self.settled = min(self.settled, length)
         self.kept = min(self.kept, length)
 
-    def offer(self, tokens: Iterable[int]) -> None:
-        """These are the guesses for the next position."""
-        self._offered.setdefault(len(self.tokens), set()).update(tokens)
+    def offer(self, guesses: Iterable[tuple[int, float]]) -> None:
+        """These tokens are guessed for the next position, each with its chance."""
+        self._offered.setdefault(len(self.tokens), {}).update(guesses)
+
+    @property
+    def reach(self) -> float:
+        """The chance that all of the text is the target's: the product of those with which its
+        tokens behind the settled ones were offered."""
+        tokens, chance = self.tokens, 1.0
+        for position in range(self.settled, len(tokens)):
+            chance *= self._offered.get(position, {}).get(tokens[position], 1.0)
+        return chance
