@@ -14,6 +14,7 @@ is not the target's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -39,7 +40,14 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.model_free import ModelFreeDrafter
 from edgespec.drafters.routed import RoutedDrafter
-from edgespec.ports import Drafter, TargetModel
+from edgespec.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    TargetModel,
+    never_cancelled,
+)
 from edgespec.telemetry.match_tape import (
     MatchTape,
     TapedGeneration,
@@ -49,6 +57,7 @@ from edgespec.telemetry.match_tape import (
 )
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.script import ScriptError
 from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import FixedDelay, Stream
 from edgespec_sim.tape_source import TapeSource
@@ -179,13 +188,44 @@ def tapes(options: Any, folder: Path) -> Iterator[tuple[float, MatchTape]]:
 # --- playing them ---------------------------------------------------------------------------
 
 
+class TapedDraft:
+    """The tape's draft, which may be fed a prompt in parts: before its end it has no answer."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self._prompt_length = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._prompt_length = prompt_length
+        self._inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        partial = keep_length + len(feed) < self._prompt_length
+        with contextlib.suppress(*([ScriptError] if partial else [])):
+            return self._inner.step(keep_length, feed, width, cancelled)
+        return ()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class Device:
     """One device's drafter and what its last step took."""
 
     def __init__(self, arm: str, source: TapeSource, costs: Costs) -> None:
         self.model_steps = 0
         self._costs, self._arm = costs, arm
-        model = source.drafter()
+        model = TapedDraft(source.drafter())
         drafters: dict[str, Callable[[], Drafter]] = {
             "lookup": lambda: ModelFreeDrafter(model.info),
             "routed": lambda: RoutedDrafter(model),
@@ -259,7 +299,7 @@ def compare(
         requests = [source.request(number, 0, options.max_tokens) for number in range(len(own))]
         for rtt_ms in map(float, options.rtts.split(",")):
             alone: list[Played] = []
-            for served in (False, True):
+            for served in (False, True) if options.server_guesses else (False,):
                 for arm in ARMS:
                     device = Device(arm, source, costs)
                     found = [
@@ -327,6 +367,7 @@ def main() -> int:
     parser.add_argument("--pass-ms", type=float, default=25.0)
     parser.add_argument("--row-ms", type=float, default=0.0, help="of each row of a pass")
     parser.add_argument("--draft-ms", type=float, default=8.0)
+    parser.add_argument("--server-guesses", action="store_true", help="a verifier with them, too")
     parser.add_argument("--limit", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--tapes", type=Path, help="keep what was recorded in this folder")

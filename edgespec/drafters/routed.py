@@ -1,16 +1,21 @@
-"""A router: the text's own guesses where they are as good as the model's, else the model.
+"""A router: the text's own guesses where they are good enough, else the model.
 
 Theory of operation. At each step the model-free guesses (``model_free.py``) are named first. Their
 *kind* is the cell of the best one: how long its match is, or which table named it. For each kind it
-is counted how often the model was right where such a guess stood (``ModelRates``). If the guesses'
-chance is at least the model's, the step is answered with them and the model does not run; its cache
-is behind then, and catches up with one longer feed when it is asked again (a feed of 5 tokens takes
-about 1.4 times as long as one of 1). Else the model answers, and the best guess takes the place
-of the model's last choice where it has been right there more often.
+is counted how often the model was right where such a guess stood, and where none stood
+(``ModelRates``). A step is answered without the model
 
-Asked now and then all the same (every ``EXPLORE``-th time), the model's rates stay known: they are
-counted at the very places where it would not be asked. A kind that is new is put to the model
-``FIRST`` times before it is trusted.
+    where the guesses are as likely right as the model's, or as likely as not: what costs no time
+    is followed by another guess at once, while a model's step can make the drafts miss a pass
+    where the model is not worth its time: the chance that the text so far is the target's, times
+    that of the model being right, is below ``LEAST_WORTH``. Without guesses, the session rests
+
+Then the model's cache is behind, and it catches up with one longer feed when it is asked again (a
+feed of 5 tokens takes about 1.4 times as long as one of 1). A feed longer than ``PREFILL_CHUNK``
+is split: a chunk is fed, and guesses answer the step, so that a long prompt does not keep them
+waiting. Where the model answers, the best guess takes the place of its last choice if it has been
+right there more often. Passed over ``EXPLORE`` times, it is asked all the same, so that its rates
+stay known.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses
 from edgespec.drafters.settled_text import SettledText
 from edgespec.ports import (
+    PREFILL_CHUNK,
     Cancelled,
     Candidate,
     Drafter,
@@ -30,11 +36,10 @@ from edgespec.ports import (
     never_cancelled,
 )
 
-FIRST = 3
+TRUSTED = 0.5
+LEAST_WORTH = 0.025
 EXPLORE = 12
 NO_GUESS = -1
-SURE = 0.8
-LEAST_WORTH = 0.2
 _MEMORY, _PRIOR_WEIGHT = 0.98, 4.0
 # The model is taken to be so good until it was judged: its choices together, first and second.
 _MODEL_PRIOR, _FIRST_PRIOR, _SECOND_PRIOR = 0.8, 0.7, 0.1
@@ -78,14 +83,15 @@ class ModelRates:
         self._passed_over: dict[int, int] = {}
         """By kind: steps in a row that the model was not asked."""
 
-    def prefers(self, kind: int, chance: float, reach: float) -> bool:
+    def passes_over(self, kind: int, chance: float, reach: float) -> bool:
         """Whether guesses of this kind, with this chance of holding the target's token, answer the
         step behind a text that is the target's with the chance ``reach``. Asking counts."""
+        if chance >= TRUSTED:
+            return True
         rate = self._of_kind.setdefault(kind, Rate())
         its = rate.value(self._overall.value(_MODEL_PRIOR))
-        if reach * its >= LEAST_WORTH and chance < SURE:
-            if rate.trials < FIRST or chance < its:
-                return False
+        if chance < its and reach * its >= LEAST_WORTH:
+            return False
         passed_over = self._passed_over.get(kind, 0) + 1
         self._passed_over[kind] = passed_over % EXPLORE
         return passed_over < EXPLORE
@@ -161,11 +167,14 @@ class RoutedDrafter:
         worth = [guess for guess in named[:width] if guess.chance >= self._least_chance]
         kind = worth[0].cell if worth else NO_GUESS
         chance = min(1.0, sum(guess.chance for guess in worth))
-        if self._rates.prefers(kind, chance, text.reach):
-            self.fed = 0
-            text.offer((guess.token, guess.chance) for guess in worth)
-            return tuple([guess.candidate for guess in worth])
-        return self._beside_model(worth[0] if worth else None, keep_length, width, cancelled)
+        self.fed = 0
+        passed_over = self._rates.passes_over(kind, chance, text.reach)
+        if not passed_over and len(text.tokens) - self._agreed <= PREFILL_CHUNK:
+            return self._beside_model(worth[0] if worth else None, keep_length, width, cancelled)
+        if not passed_over:
+            self._ask(self._agreed + PREFILL_CHUNK, 1, keep_length, cancelled)
+        text.offer((guess.token, guess.chance) for guess in worth)
+        return tuple([guess.candidate for guess in worth])
 
     def close(self) -> None:
         self._text.forget(0)
@@ -175,25 +184,34 @@ class RoutedDrafter:
         self, best: Guess | None, keep_length: int, width: int, cancelled: Cancelled
     ) -> tuple[Candidate, ...]:
         """The model's choices, and the best guess in place of the last one where that is better."""
-        tokens = self._text.tokens
-        length = len(tokens)
+        length = len(self._text.tokens)
+        answers = self._ask(length, width, keep_length, cancelled)
+        kind, token = (NO_GUESS, None) if best is None else (best.cell, best.token)
+        ids = tuple([candidate.token for candidate in answers])
+        self._asked[length] = _Asked(kind, ids, token)
+        chances = dict(zip(ids, self._rates.chances(len(ids)), strict=True))
+        if best is not None and len(ids) > 1 and token not in ids:
+            if self._rates.wants_sibling(kind):
+                answers = (answers[0], best.candidate, *answers[1:-1])
+                del chances[ids[-1]]
+                chances[best.token] = best.chance
+        self._text.offer(chances.items())
+        return answers
+
+    def _ask(
+        self, length: int, width: int, keep_length: int, cancelled: Cancelled
+    ) -> tuple[Candidate, ...]:
+        """Feed the model what it lacks of the first ``length`` tokens; its answers."""
         keep = min(self._agreed, length - 1)
         self._agreed = keep
         try:
-            answers = self._model.step(keep, tokens[keep:], width, cancelled)
+            answers = self._model.step(keep, self._text.tokens[keep:length], width, cancelled)
         except BaseException:
             self._text.forget(keep_length)
             self._agreed = min(keep, keep_length)
             raise
         self._agreed, self.fed = length, length - keep
-        kind, token = (NO_GUESS, None) if best is None else (best.cell, best.token)
-        ids = tuple([candidate.token for candidate in answers])
-        self._asked[length] = _Asked(kind, ids, token)
-        self._text.offer(zip(ids, self._rates.chances(len(ids)), strict=True))
-        if best is None or len(ids) < 2 or token in ids or not self._rates.wants_sibling(kind):
-            return answers
-        self._text.offer([(best.token, best.chance)])
-        return (answers[0], best.candidate, *answers[1:-1])
+        return answers
 
     def _judge(self) -> None:
         text, asked = self._text, self._asked
