@@ -45,6 +45,7 @@ from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.models.weights import text_fingerprint, weights_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.setup_error import SetupError as SetupError
@@ -57,7 +58,7 @@ from edgespec.verifier.daemon import Verifier
 if TYPE_CHECKING:
     from edgespec.transport.grpc_server import GrpcServer
 
-BUNDLED, TOY, NONE, RANDOM = "bundled", "toy", "none", "random"
+BUNDLED, TOY, NONE, RANDOM, LOOKUP = "bundled", "toy", "none", "random", "lookup"
 TOY_CONTEXT_LENGTH = 4096
 _TOY_BLOCK_TOKENS = 16
 TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
@@ -234,17 +235,21 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
-    """The drafter of ``config.draft``, paced when it says so; None for ``none``.
+    """The drafter of ``config.draft``, paced or routed when it says so; None for ``none``.
 
     A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
     ``SetupError``, or ``ValueError`` naming the file or the setting.
     """
     drafter = _drafter(config, say or (lambda text: None))
-    if drafter is None or config.draft.draft_ms == 0.0:
-        return drafter
-    from edgespec.drafters.paced import PacedDrafter
+    if drafter is not None and config.draft.draft_ms:
+        from edgespec.drafters.paced import PacedDrafter
 
-    return PacedDrafter(drafter, config.draft.draft_ms)
+        drafter = PacedDrafter(drafter, config.draft.draft_ms)
+    if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
+        from edgespec.drafters.routed import RoutedDrafter
+
+        drafter = RoutedDrafter(drafter)
+    return drafter
 
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
@@ -259,8 +264,8 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
 
 def tokenizer_reference(config: AgentConfig) -> str:
     """Which tokenizer goes with ``config``: the one named, the draft's, else the bundled one."""
-    drafts_nothing = config.draft.model in (NONE, RANDOM)
-    return config.tokenizer or (BUNDLED if drafts_nothing else config.draft.model)
+    has_no_model = config.draft.model in (NONE, RANDOM, LOOKUP)
+    return config.tokenizer or (BUNDLED if has_no_model else config.draft.model)
 
 
 def vocabulary_of(reference: str) -> str:
@@ -341,8 +346,7 @@ def build_agent(
     config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
 ) -> Agent:
     """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
-    reference = tokenizer_reference(config)
-    tokenizer = load_tokenizer(reference)
+    tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     access = device_access(config)
     dial = partial(connect, link=config.link, access=access)
     transport = verifiers_of(config, access, dial)
@@ -366,6 +370,13 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         from edgespec.drafters.toy import ToyDrafter
 
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), _toy_info())
+    if draft.model == LOOKUP:
+        from edgespec.drafters.model_free import ModelFreeDrafter
+
+        if (reference := tokenizer_reference(config)) == TOY:
+            return ModelFreeDrafter(_toy_info())
+        longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
+        return ModelFreeDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
     if draft.model == RANDOM:
         from edgespec.drafters.adversarial import RandomDrafter
 

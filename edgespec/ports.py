@@ -80,7 +80,8 @@ class Drafter(Protocol):
     ) -> tuple[Candidate, ...]:
         """Truncate the cache to ``keep_length`` tokens, append ``feed`` (at least one token), and
         return the ``width`` best guesses, best first, for position ``keep_length + len(feed)``,
-        by the draft's own law with the shared noise of ``sampling.seed`` at that position.
+        by the draft's own law with the shared noise of ``sampling.seed`` at that position. A
+        drafter may have fewer guesses, or none: then nothing is drafted behind until a commit.
 
         A long feed asks ``cancelled`` before every ``PREFILL_CHUNK`` tokens and then raises
         ``StepCancelledError``; what is cached behind ``keep_length`` tokens is lost.

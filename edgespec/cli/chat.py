@@ -49,6 +49,7 @@ def chat(
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,
     draft_bits: options.DraftBits = None,
+    draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,

@@ -58,6 +58,7 @@ def generate(
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,
     draft_bits: options.DraftBits = None,
+    draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
     gamma: options.Gamma = None,

@@ -115,8 +115,8 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         envvar="EDGESPEC_DRAFT",
-        help="bundled, a folder, an .onnx file, a Hub id; none: only stream; toy, random: for "
-        "tests",
+        help="bundled, a folder, an .onnx file, a Hub id; lookup: guess from the text, without a "
+        "model; none: only stream; toy, random: for tests",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -135,6 +135,14 @@ DraftBits = Annotated[
         "--draft-bits",
         metavar="N",
         help="Of a checkpoint that is exported to draft: 4, 8 or 32 (default: 4)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftLookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--draft-lookup/--no-draft-lookup",
+        help="Answer from the text where that is as good as the model (default: off)",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -271,6 +279,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft": "draft.model",
     "draft_variant": "draft.variant",
     "draft_bits": "draft.bits",
+    "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
     "rtt_ms": "link.rtt_ms",

@@ -168,8 +168,9 @@ class DraftSection:
 
     model: str = "bundled"
     """``bundled``, an exported folder, a Hugging Face folder or Hub id (exported once, into the
-    cache, or its ONNX graph as it is), an ``.onnx`` file, ``none`` (only stream), ``toy``, or
-    ``random`` (guesses at chance: a check)."""
+    cache, or its ONNX graph as it is), an ``.onnx`` file, ``none`` (only stream),
+    ``lookup`` (guesses from the text and earlier ones, without a model), ``toy``, or ``random``
+    (guesses at chance: a check)."""
     variant: str = "auto"
     """Which ONNX graph of others to use, such as ``q4`` or ``fp16``; ``auto``: the fastest there
     is, or the smallest to download."""
@@ -189,10 +190,18 @@ class DraftSection:
     memory_budget: str = ""
     """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
     such as ``25%``, or ``auto``, what is free. Empty: no budget."""
+    lookup: bool = False
+    """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
+    has no others)."""
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
         _not_empty("variant", self.variant)
+        if self.lookup and self.model == "none":
+            raise ValueError(
+                "lookup is true, but model is 'none', which drafts nothing: say 'lookup' to draft"
+                " without a model"
+            )
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)

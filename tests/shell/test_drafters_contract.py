@@ -2,7 +2,8 @@
 
 Oracle: the ``Drafter`` contract in ``ports.py``. A step is a pure function of the tokens in the
 cache, however they came there; only for the ONNX drafter does a different chunking round
-differently, so there a chunked feed is compared by logits.
+differently, so there a chunked feed is compared by logits. Those that learn as they go (``LEARN``)
+may guess otherwise the second time, and have fewer guesses than asked for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.export import export_draft
 from edgespec.drafters.foreign_drafter import ForeignDrafter
+from edgespec.drafters.model_free import ModelFreeDrafter
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.paced import PacedDrafter
+from edgespec.drafters.routed import RoutedDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.foreign_drafts import foreign_drafter
 from edgespec.models.draft_sources import find_draft
@@ -32,8 +35,9 @@ from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY_SIZE, CONTEXT_LENGTH)]
+LEARN = ("lookup", "routed")
 KINDS = (
-    *("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32"),
+    *("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32", *LEARN),
     *("foreign-concatenating", "foreign-attending"),
 )
 
@@ -68,6 +72,10 @@ def drafter_of(
                 return RandomDrafter(toy_short, seed=4)
             case ("adversarial", _):
                 return AdversarialDrafter(ToyDrafter(toy, toy_short))
+            case ("lookup", _):
+                return ModelFreeDrafter(toy_short)
+            case ("routed", _):
+                return RoutedDrafter(ToyDrafter(toy, toy_short))
             case ("paced", _):
                 return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, sleep=lambda _: None)
             case ("foreign", _):
@@ -94,21 +102,22 @@ def drafter(kind: str, drafter_of: Callable[[str], Drafter]) -> Drafter:
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_rollback_and_the_same_feed_give_the_same_guesses(
-    drafter: Drafter, sampling: SamplingParams, width: int
+    kind: str, drafter: Drafter, sampling: SamplingParams, width: int
 ) -> None:
     drafter.begin(10, sampling)
     drafter.step(0, TOKENS[:10], width)
     first = [drafter.step(10 + i, [TOKENS[10 + i]], width) for i in range(6)]
     drafter.step(12, TOKENS[40:45], width)  # another branch overwrites rows 12 to 16
     again = [drafter.step(12 + i, [TOKENS[12 + i]], width) for i in range(4)]
-    assert again == first[2:]
-    for guesses in first:
-        assert len({guess.token for guess in guesses}) == width
+    assert kind in LEARN or again == first[2:]
+    for guesses in (*first, *again):
+        assert len(guesses) <= width if kind in LEARN else len(guesses) == width
+        assert len({guess.token for guess in guesses}) == len(guesses)
         assert all(0 <= guess.token < VOCABULARY_SIZE for guess in guesses)
         assert all(guess.logprob <= 1e-6 for guess in guesses)
 
 
-def test_begin_forgets_the_last_sequence(drafter: Drafter) -> None:
+def test_begin_forgets_the_last_sequence(kind: str, drafter: Drafter) -> None:
     def sequence() -> list[object]:
         drafter.begin(5, SAMPLED)
         return [drafter.step(0, TOKENS[:5], 2), drafter.step(5, TOKENS[5:8], 2)]
@@ -116,7 +125,7 @@ def test_begin_forgets_the_last_sequence(drafter: Drafter) -> None:
     fresh = sequence()
     drafter.begin(30, SamplingParams())
     drafter.step(0, TOKENS[100:130], 1)
-    assert sequence() == fresh
+    assert sequence() == fresh or kind in LEARN
     drafter.begin(5, SAMPLED)
     with pytest.raises(ValueError, match="0 tokens are cached"):
         drafter.step(1, [1], 1)
@@ -134,7 +143,7 @@ def test_one_by_one_and_in_chunks_is_the_same_sequence(kind: str, drafter: Draft
             shifted = drafter.logits.copy()
         one_by_one = drafter.step(position, [TOKENS[position]], 3)
     if not isinstance(drafter, ROUNDING):
-        assert one_by_one == at_once
+        assert one_by_one == at_once or kind in LEARN
         return
     assert at_once_logits is not None
     assert shifted is not None
@@ -166,10 +175,11 @@ def test_a_broken_contract_is_refused_and_changes_nothing(
     assert drafter.step(9, [TOKENS[9]], 2) == before
 
 
-def test_the_whole_context_can_be_used(drafter: Drafter) -> None:
+def test_the_whole_context_can_be_used(kind: str, drafter: Drafter) -> None:
     drafter.begin(CONTEXT_LENGTH, SamplingParams())
-    assert drafter.step(0, TOKENS[:CONTEXT_LENGTH], 1)
-    assert drafter.step(CONTEXT_LENGTH - 1, TOKENS[-1:], 1)
+    first = drafter.step(0, TOKENS[:CONTEXT_LENGTH], 1)
+    again = drafter.step(CONTEXT_LENGTH - 1, TOKENS[-1:], 1)
+    assert kind in LEARN or (first and again)
     with pytest.raises(ValueError, match="do not fit"):
         drafter.step(CONTEXT_LENGTH, [1], 1)
     with pytest.raises(ValueError, match="prompt length"):

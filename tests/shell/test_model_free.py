@@ -1,0 +1,333 @@
+"""Drafters without a model, and the router.
+
+Oracles: the longest match by hand over the whole text; for chances and tables, texts whose
+followers are known; for the router, what its model says when it is asked alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.prompt_lookup import LONGEST
+from edgespec.drafters.model_free import ModelFreeDrafter, ModelFreeGuesses
+from edgespec.drafters.routed import RoutedDrafter
+from edgespec.drafters.settled_text import LAG, SettledText
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.ports import Cancelled, Candidate, ModelInfo, StepCancelledError, never_cancelled
+
+SIZE = 64
+INFO = ModelInfo("free", "toy", SIZE, 1 << 16)
+GREEDY = SamplingParams()
+
+
+def common(tokens: Sequence[int], position: int) -> int:
+    length = 0
+    while length < min(LONGEST, position) and tokens[position - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+# --- what is settled ------------------------------------------------------------------------
+
+
+def test_a_token_that_was_not_offered_settles_what_stands_before_it() -> None:
+    text = SettledText(INFO)
+    text.begin(3)
+    text.advance(0, [1, 2, 3])
+    assert text.settled == 3
+    text.offer([(4, 0.5), (5, 0.25)])
+    text.advance(3, [5])
+    assert (text.settled, text.reach) == (3, 0.25)
+    text.offer([(6, 0.5)])
+    text.advance(4, [6])
+    assert (text.settled, text.reach) == (3, 0.125)
+    text.advance(4, [9])
+    assert (text.settled, text.reach, text.kept) == (5, 1.0, 4)
+
+
+def test_a_draft_that_is_always_right_settles_after_a_while() -> None:
+    text = SettledText(INFO)
+    text.begin(1)
+    text.advance(0, [1])
+    for position in range(1, 3 * LAG):
+        text.offer([(position % SIZE, 0.9)])
+        text.advance(position, [position % SIZE])
+        assert text.settled == max(1, position + 1 - LAG)
+
+
+def test_a_text_cut_back_is_settled_no_further() -> None:
+    text = SettledText(INFO)
+    text.begin(4)
+    text.advance(0, [1, 2, 3, 4])
+    text.advance(2, [3, 4])  # the same tokens again
+    assert (text.settled, text.kept) == (4, 4)
+    text.offer([(5, 0.5)])
+    text.advance(4, [5])
+    text.advance(1, [7])
+    assert (text.settled, len(text.tokens)) == (2, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_settled_tokens_are_the_targets_own(seed: int) -> None:
+    """A session drafts up to a few tokens ahead on any branch; what is settled is committed."""
+    dice = random.Random(seed)
+    truth = [dice.randrange(4) for _ in range(200)]
+    text, committed, held = SettledText(INFO), 1, 0
+    text.begin(1)
+    branch: list[int] = []
+    offered: dict[tuple[int, ...], list[int]] = {}
+    while committed < len(truth):
+        want = [*truth[:committed], *branch]
+        keep = 0
+        while keep < min(held, len(want) - 1) and text.tokens[keep] == want[keep]:
+            keep += 1
+        text.advance(keep, want[keep:])
+        held = len(want)
+        assert text.settled <= committed or held - committed > LAG
+        assert list(text.tokens) == want
+        guesses = dice.sample(range(4), 2)
+        text.offer((token, 0.5) for token in guesses)
+        offered.setdefault(tuple(want), []).extend(guesses)
+        if len(branch) < 6 and dice.random() < 0.7:
+            branch.append(dice.choice(guesses))
+        else:
+            step = dice.randrange(1, 4)
+            committed = min(len(truth), committed + step)
+            branch = []
+
+
+# --- guesses --------------------------------------------------------------------------------
+
+
+def feed_all(drafter: ModelFreeDrafter, text: Sequence[int], prompt_length: int) -> list[int]:
+    """Walk along a text; how many of its tokens were the first guess."""
+    drafter.begin(prompt_length, GREEDY)
+    hits, keep, feed = [], 0, list(text[:prompt_length])
+    for token in text[prompt_length:]:
+        guesses = drafter.step(keep, feed, 2)
+        hits.append(int(bool(guesses) and guesses[0].token == token))
+        keep, feed = keep + len(feed), [token]
+    return hits
+
+
+def test_a_repeat_is_guessed_to_its_end() -> None:
+    passage = random.Random(1).sample(range(SIZE), 40)
+    hits = feed_all(ModelFreeDrafter(INFO), [*passage, 63, *passage], 41)
+    assert hits[2:] == [1] * 38
+
+
+def test_the_longest_match_goes_on_where_a_later_one_is_shorter() -> None:
+    long_before, short_before = [1, 2, 3, 4, 5, 6], [9, 5, 7]  # behind a lone 5 stood a 7, too
+    drafter = ModelFreeDrafter(INFO, least_chance=0.0)
+    drafter.begin(12, GREEDY)
+    text = [*long_before, 8, *short_before, 1, 2]
+    assert drafter.step(0, text, 1)[0].token == 3
+    for keep, token in enumerate((3, 4, 5), start=len(text)):
+        (guess,) = drafter.step(keep, [token], 1)
+        assert guess.token == token + 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_guess_of_a_match_follows_a_place_that_matches(seed: int) -> None:
+    dice = random.Random(seed)
+    text = SettledText(INFO)
+    guesses = ModelFreeGuesses()
+    text.begin(20)
+    want = [dice.randrange(3) for _ in range(20)]
+    text.advance(0, want)
+    for _ in range(200):
+        guesses.read(text)
+        named = guesses.named(text)
+        places = [at for at in range(2, len(want)) if common(want, at) >= 2]
+        settled = [at for at in places if at < text.settled]
+        assert bool(named) or not settled
+        if dice.random() < 0.3:
+            want = want[: dice.randrange(max(2, len(want) - 5), len(want))]
+        keep = min(len(want), len(text.tokens))
+        keep -= keep == len(want)
+        text.offer((guess.token, guess.chance) for guess in named)
+        want.append(named[0].token if named and dice.random() < 0.6 else dice.randrange(3))
+        text.advance(keep, want[keep:])
+        assert list(text.tokens) == want
+
+
+def test_a_chance_is_what_came_true() -> None:
+    """After a pair, one of two tokens follows, the more usual one in three of four cases."""
+    dice, drafter = random.Random(5), ModelFreeDrafter(INFO, least_chance=0.0)
+    shares = []
+    for _ in range(30):
+        text = [1, 2]
+        for _ in range(60):
+            # Numbers that never repeat stand between, so that no match is longer than two.
+            text += [dice.randrange(10, SIZE), 1, 2, 3 if dice.random() < 0.75 else 4]
+        drafter.begin(2, GREEDY)
+        keep, feed = 0, text[:2]
+        for at in range(2, len(text)):
+            found = drafter.step(keep, feed, 2)
+            if text[at - 2 : at] == [1, 2] and found:
+                shares.append((math.exp(found[0].logprob), found[0].token == text[at]))
+            keep, feed = at, [text[at]]
+    late = shares[len(shares) // 2 :]
+    told = sum(chance for chance, _ in late) / len(late)
+    came = sum(hit for _, hit in late) / len(late)
+    assert len(late) > 500
+    assert told == pytest.approx(came, abs=0.1)
+
+
+def test_what_was_said_outlives_a_generation() -> None:
+    dice = random.Random(2)
+    said = [dice.randrange(SIZE) for _ in range(120)]
+    drafter = ModelFreeDrafter(INFO)
+    assert sum(feed_all(drafter, [60, *said], 1)) < 20
+    again = feed_all(drafter, [61, *said], 1)
+    assert sum(feed_all(ModelFreeDrafter(INFO), [61, *said], 1)) < 20
+    assert sum(again) > 60
+
+
+def test_without_a_repeat_there_is_nothing_to_say() -> None:
+    drafter = ModelFreeDrafter(INFO)
+    drafter.begin(30, GREEDY)
+    assert drafter.step(0, list(range(30)), 2) == ()
+    assert drafter.step(30, [40], 2) == ()
+
+
+def test_the_tables_are_bounded() -> None:
+    info = ModelInfo("free", "toy", 1 << 20, 1 << 20)
+    guesses, text, dice = ModelFreeGuesses(), SettledText(info), random.Random(0)
+    text.begin(1)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for at in range(12_000):
+            text.advance(at, [dice.randrange(1 << 20)])
+            guesses.read(text)
+            guesses.named(text)
+        text.begin(1)
+        guesses.begin()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 200_000 < grown < 2 << 20
+
+
+def test_a_chance_that_none_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"least_chance is 1.5"):
+        ModelFreeDrafter(INFO, least_chance=1.5)
+
+
+# --- the router -----------------------------------------------------------------------------
+
+
+class CountingDrafter:
+    """Passes on to the toy, and keeps what it was asked."""
+
+    def __init__(self, model: ToyModel) -> None:
+        self.inner = ToyDrafter(model, ModelInfo("toy", "toy", SIZE, 1 << 16))
+        self.fed: list[int] = []
+        self.fails = False
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self.inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if self.fails:
+            raise StepCancelledError("as asked")
+        self.fed.append(len(feed))
+        return self.inner.step(keep_length, feed, width, cancelled)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+CIRCLING = ToyModel(SIZE, order=1, seed=4)
+SAMPLED = SamplingParams(temperature=0.7, seed=3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_that_catches_up_answers_as_if_it_had_been_asked_all_along(
+    seed: int, sampling: SamplingParams
+) -> None:
+    dice, model = random.Random(seed), CountingDrafter(CIRCLING)
+    routed, alone = RoutedDrafter(model), ToyDrafter(CIRCLING, model.info)
+    for _ in range(2):
+        routed.begin(6, sampling)
+        alone.begin(6, sampling)
+        held: list[int] = []
+        want = [dice.randrange(SIZE) for _ in range(6)]
+        for _ in range(150):
+            keep = 0
+            while keep < min(len(held), len(want) - 1) and held[keep] == want[keep]:
+                keep += 1
+            calls = len(model.fed)
+            found = routed.step(keep, want[keep:], 2)
+            own = alone.step(keep, want[keep:], 2)
+            assert (routed.fed > 0) == (len(model.fed) > calls)
+            if routed.fed:
+                assert found[0] == own[0]
+                assert found[1] == own[1] or found[1].token not in (own[0].token, own[1].token)
+            held = list(want)
+            if dice.random() < 0.2 and len(want) > 9:
+                del want[len(want) - dice.randrange(1, 4) :]
+            usual = found[0].token if found else own[0].token
+            want.append(usual if dice.random() < 0.8 else dice.randrange(SIZE))
+    assert any(fed > 1 for fed in model.fed[1:])
+
+
+def test_a_text_that_repeats_itself_needs_no_model() -> None:
+    model = CountingDrafter(CIRCLING)
+    routed = RoutedDrafter(model)
+    text = [5, 6, 7, 8, 9, 10] * 100  # not what the toy would say
+    routed.begin(6, GREEDY)
+    keep, feed = 0, text[:6]
+    for token in text[6:]:
+        routed.step(keep, feed, 2)
+        keep, feed = keep + len(feed), [token]
+    assert len(model.fed) < 120
+
+
+def test_a_text_that_only_the_model_knows_is_the_models() -> None:
+    toy = ToyModel(SIZE, order=3, seed=1)
+    model = CountingDrafter(toy)
+    routed, oracle = RoutedDrafter(model), ToyDrafter(toy, model.info)
+    params = SamplingParams(temperature=1.0, seed=1)
+    routed.begin(3, params)
+    oracle.begin(3, params)
+    keep, feed, hits = 0, [1, 2, 3], 0
+    for _ in range(200):
+        (token,) = (one.token for one in oracle.step(keep, feed, 1))
+        found = routed.step(keep, feed, 1)
+        hits += bool(found) and found[0].token == token
+        keep, feed = keep + len(feed), [token]
+    assert hits >= 0.95 * 200
+
+
+def test_a_failed_step_of_the_model_leaves_what_was_kept() -> None:
+    model = CountingDrafter(ToyModel(SIZE, order=3))
+    routed = RoutedDrafter(model)
+    routed.begin(8, GREEDY)
+    first = routed.step(0, list(range(8)), 2)
+    model.fails = True
+    with pytest.raises(StepCancelledError):
+        routed.step(8, [20], 2)
+    model.fails = False
+    assert routed.step(7, [7], 2) == first
+    with pytest.raises(ValueError, match="keep_length is 9, but 8 tokens are cached"):
+        routed.step(9, [1], 2)
