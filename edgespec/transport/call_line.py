@@ -16,6 +16,7 @@ import grpc.aio
 
 from edgespec.core.verifier.call_budget import CallBudget, CallLimits
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.transport.call_end import abort_call
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.refusals import Refusals
 
@@ -61,7 +62,7 @@ class CallLine:
             )
             advice = retry_metadata(wait_s - self._limits.max_wait_s)
             await self._refusals.hold(peer)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
+            await abort_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 

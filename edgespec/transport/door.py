@@ -18,6 +18,7 @@ import grpc
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.ports import Authenticate
+from edgespec.transport.call_end import GONE, abort_call
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.refusals import Refusals
 
@@ -56,11 +57,10 @@ class Door:
         peer, fault = peer_address(str(context.peer())), WRONG_KEY if shown_key(context) else NO_KEY
         await self._refusals.hold(peer)
         if encode is not None:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, *GONE):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await context.write(encode(fault))
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault.message)
-        raise AssertionError("abort raises")
+        await abort_call(context, grpc.StatusCode.UNAUTHENTICATED, fault.message)
 
 
 def shown_key(context: Any) -> str:

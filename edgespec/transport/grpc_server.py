@@ -27,6 +27,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
 from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget, CallLimits
 from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
 from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
+from edgespec.transport.call_end import abort_call
 from edgespec.transport.call_line import CallLine, SideServices, caller, payer, retry_metadata
 from edgespec.transport.codec import SERVICE, encode_downlink
 from edgespec.transport.door import WRONG_KEY, Door, shown_key
@@ -230,7 +231,8 @@ class GrpcServer:
             self._refused(FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
             await self._refusals.hold(peer)
-            await context.abort(
+            await abort_call(
+                context,
                 _STATUS[FaultCode.OVERLOADED],
                 f"{text}{self._max_peer_calls}",
                 retry_metadata(_RETRY_AFTER_S),
@@ -277,7 +279,7 @@ class GrpcServer:
             self._slots.leave(stream)
         if fault is not None:
             details, advice = fault.message[:_MAX_DETAILS], retry_metadata(fault.retry_after_s)
-            await context.abort(_STATUS[fault.code], details, advice)
+            await abort_call(context, _STATUS[fault.code], details, advice)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import grpc
-import grpc.aio
 from grpc.aio import EOF
 
 from edgespec.core.protocol.messages import (
@@ -38,6 +36,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
+from edgespec.transport.call_end import GONE
 from edgespec.transport.codec import decode_uplink, encode_downlink
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.shielded_call import InterruptedOperation, ShieldedCall
@@ -50,14 +49,6 @@ STALLED_S = 10.0
 """How long a device may leave a message unread, behind a full window, before it counts as gone."""
 # Messages that have come and wait for their receiver, while the next one is read.
 _READ_AHEAD = 1
-# What the library raises when the call is gone; the exact one varies with the moment.
-_GONE = (
-    grpc.aio.BaseError,
-    grpc.RpcError,
-    ConnectionError,
-    asyncio.InvalidStateError,
-    RuntimeError,
-)
 
 
 class GrpcVerifierStream:
@@ -241,7 +232,7 @@ class GrpcVerifierStream:
                     return
                 payload = encode_downlink(fault, self._limits)
                 await self._writing.take(lambda: self._context.write(payload))
-        except (TimeoutError, *_GONE):
+        except (TimeoutError, *GONE):
             return
         if self._meter is not None:
             self._meter.count(fault, len(payload))
@@ -269,7 +260,7 @@ class GrpcVerifierStream:
         except ProtocolViolation as violation:
             self._retryable = False
             self.hang_up(Fault(violation.code, str(violation)))
-        except _GONE as error:
+        except GONE as error:
             self._end(None, f"the device at {self.address} is gone: {error}")
         except Exception as error:
             self._failure = error
