@@ -82,12 +82,12 @@ def connect(
     best one is used, and when it fails in the middle of a text, the text goes on at another.
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
-    Hub id, or ``none`` to only stream; ``model`` asks for a target by name; ``rtt_ms`` and
-    ``draft_ms`` emulate a longer link and a slower device. ``tls`` encrypts and trusts the system's
-    CAs, ``ca`` names a file of others; ``client_cert`` and ``client_key`` are for a verifier that
-    asks for them. The key for a verifier that wants one comes from ``EDGESPEC_API_KEY`` or
-    ``api_key_file``, and goes over TLS or loopback only, unless ``insecure``. Use as ``async
-    with``.
+    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream; ``model``
+    asks for a target by name; ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
+    device. ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others;
+    ``client_cert`` and ``client_key`` are for a verifier that asks for them. The key for a verifier
+    that wants one comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or
+    loopback only, unless ``insecure``. Use as ``async with``.
 
     Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
     file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
