@@ -80,8 +80,7 @@ def chat(
     """
     with reported():
         settings = agent_settings(context)
-        reference = tokenizer_reference(settings)
-        text = load_tokenizer(reference)
+        text = load_tokenizer(reference := tokenizer_reference(settings))
         if not text.has_chat_template:
             why = f"the tokenizer of {reference!r} has no chat template"
             raise SetupError(f"{why}; use `edgespec generate`")

@@ -98,9 +98,8 @@ def generate(
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
     with reported():
-        settings, text = agent_settings(context), _prompt(prompt, file)
         view = _view(json_lines, use_color(color), logprobs)
-        run(_generate(settings, text, view, stats, logprobs))
+        run(_generate(agent_settings(context), _prompt(prompt, file), view, stats, logprobs))
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:

@@ -154,7 +154,7 @@ class PassScheduler:
             most,
             GUESSED_PASS_S if pass_s is None else pass_s,
             self.least_chance,
-            least_guess=self._price.least_guess,
+            least_guess=self._price.least_guess if self._limits.server_drafts else None,
         )
         return Forming(self._limits.max_rows_per_pass, offer)
 
