@@ -52,12 +52,15 @@ class Support(NamedTuple):
         """The logarithm of ``mass``, which is summed here where it is not known."""
         if self.mass is not None:
             return math.log(self.mass)
+        weights = work.floats("weights", scores.size)
+        if self.floor == -math.inf:
+            return math.log(np.exp(scores, out=weights).sum(dtype=np.float64))
         kept = np.greater_equal(scores, self.floor, out=work.flags(scores.size))
         if np.count_nonzero(kept) * 8 < kept.size:
             return math.log(np.exp(scores[self.ids(scores)]).sum(dtype=np.float64))
         # Gathering so many costs more than weighing all. None are left out by `last`: it stands
         # beside a known mass.
-        weights = np.exp(scores, out=work.floats("weights", scores.size))
+        np.exp(scores, out=weights)
         weights *= kept
         return math.log(weights.sum(dtype=np.float64))
 

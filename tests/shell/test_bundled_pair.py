@@ -121,7 +121,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("sampling", list(SAMPLINGS))
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(s, marks=pytest.mark.slow) if s == "1.0" else s for s in SAMPLINGS],
+)
 @pytest.mark.parametrize(
     "kind",
     ["draft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OPTIONS if kind != "draft")],
