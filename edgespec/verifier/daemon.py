@@ -31,7 +31,7 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.protocol.work import PassRequest, PassResult
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
@@ -89,7 +89,7 @@ class Verifier:
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._pass: asyncio.Future[tuple[PassResult, ...]] | None = None
+        self._pass: asyncio.Future[ee.BatchDone] | None = None
         self._cutting: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -259,12 +259,12 @@ class Verifier:
         self._pass = self._worker.submit(requests)
         self._pass.add_done_callback(self._on_pass_done, context=self._context)
 
-    def _on_pass_done(self, done: asyncio.Future[tuple[PassResult, ...]]) -> None:
+    def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if done.cancelled():
             return
         error = done.exception()
         if error is None:
-            self._handle(ee.BatchDone(done.result()))
+            self._handle(done.result())
         elif isinstance(error, CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
         else:
@@ -272,7 +272,7 @@ class Verifier:
             culprit = error.key if isinstance(error, ModelOutputError) else ""
             self._handle(ee.BatchFailed(f"{type(error).__name__}: {error}", culprit=culprit))
 
-    def _on_work_done(self, done: asyncio.Future[tuple[PassResult, ...]]) -> None:
+    def _on_work_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             self._break(f"the target's thread failed: {error}")
 
@@ -338,7 +338,7 @@ class Verifier:
         """Tell every device to come back later, end the streams, let a running pass finish; one
         that does not end within half a minute is left behind."""
         self._end_streams(_STOPS)
-        left: set[asyncio.Future[tuple[PassResult, ...]]] = set()
+        left: set[asyncio.Future[ee.BatchDone]] = set()
         if self._pass is not None:
             _, left = await asyncio.wait([self._pass], timeout=_LAST_PASS_S)
         if left:

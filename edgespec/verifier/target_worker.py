@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import PassRequest, PassResult
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine_events import (
+    BatchDone,
     CloseSequence,
     KeepNodes,
     OpenSequence,
@@ -40,13 +42,13 @@ class TargetWorker:
     def has_queued(self) -> bool:
         return bool(self._queued)
 
-    def submit(self, requests: tuple[PassRequest, ...]) -> asyncio.Future[tuple[PassResult, ...]]:
+    def submit(self, requests: tuple[PassRequest, ...]) -> asyncio.Future[BatchDone]:
         """One pass after the work queued so far; no requests, only the work. What is queued later
         waits for the next call. The future has the results in the order of the requests."""
         loop = asyncio.get_running_loop()
         queued, self._queued = self._queued, []
 
-        def work() -> tuple[PassResult, ...]:
+        def work() -> BatchDone:
             missing: set[str] = set()
             for item in queued:
                 failure = self._carry_out(item)
@@ -56,7 +58,9 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
-            return tuple(self._target.forward(batch)) if batch else ()
+            began_s = time.perf_counter()
+            results = tuple(self._target.forward(batch)) if batch else ()
+            return BatchDone(results, time.perf_counter() - began_s)
 
         return loop.run_in_executor(self._thread, work)
 

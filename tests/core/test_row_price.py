@@ -20,6 +20,7 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
+from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.scheduler import PassScheduler
 from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
 from tests.core.engine_scenes import RUNNING, done, new_engine
@@ -211,3 +212,15 @@ def test_who_does_not_draft_is_told_no_price(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
     heard = passed(new_engine(), drafting=False)
     assert {(one.row_price, one.credit) for one in heard} == {(None, None)}
+
+
+def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
+    """Passes with more rows end later, and the target took the same for each."""
+    loop, target = RowPriceKeeper(), RowPriceKeeper()
+    for n in range(40):
+        rows = 100 + 10 * (n % 7)
+        loop.note_pass(rows, 0, 0.02 + 1e-4 * rows)
+        target.note_pass(rows, 0, 0.02 + 1e-4 * rows, 0.02)
+    assert loop.row_s == pytest.approx(1e-4)
+    assert target.row_s == pytest.approx(0.0, abs=1e-9)
+    assert target.pass_s == loop.pass_s

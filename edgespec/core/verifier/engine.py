@@ -199,7 +199,7 @@ class VerifyEngine:
             self.registry.actions.append(ee.RunBatch(requests))
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
-        batch, tokens = self._scheduler.finish(now), 0
+        batch, tokens = self._scheduler.finish(now, event.target_s), 0
         price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for session, request in batch.parts:

@@ -71,6 +71,9 @@ class StreamLost:
 class BatchDone:
     results: tuple[PassResult, ...]
     """In the order of the batch's requests, less those whose sequence failed before the pass."""
+    target_s: float | None = None
+    """What the target itself took; None: it is not known apart from the time until this event,
+    which on a busy machine holds what else was done meanwhile."""
 
 
 @statically_frozen

@@ -80,10 +80,14 @@ class RowPriceKeeper:
         self._decoding.add(decoding)
         self._prompts_waiting.add(prompts)
 
-    def note_pass(self, rows: int, prompt_rows: int, took_s: float) -> None:
-        """A pass that sampled is over."""
+    def note_pass(
+        self, rows: int, prompt_rows: int, took_s: float, target_s: float | None = None
+    ) -> None:
+        """A pass that sampled is over. It took ``took_s``, of which the target ``target_s``: rows
+        are the dearer the longer the target takes for more of them, not the longer a busy event
+        loop takes to hear of it."""
         self._pass_s.add(took_s)
-        self._slope_s.add(rows, took_s)
+        self._slope_s.add(rows, took_s if target_s is None else target_s)
         self._prompt_rows.add(prompt_rows)
         slope_s = self._slope_s.get()
         if slope_s is not None:

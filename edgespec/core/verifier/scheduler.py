@@ -204,17 +204,17 @@ class PassScheduler:
             return request
         return request.with_blocks(table)
 
-    def finish(self, now: float) -> Batch:
-        """The pass is over, well or badly."""
+    def finish(self, now: float, target_s: float | None = None) -> Batch:
+        """The pass is over, well or badly; ``target_s`` as in ``BatchDone``."""
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1
         if any(request.sample for _, request in batch.parts):
             took_s = now - batch.started_at
             rows = sum([request.row_count for _, request in batch.parts])
-            self.fairness.note(len(batch.parts), rows, took_s)
+            self.fairness.note(len(batch.parts), rows, took_s if target_s is None else target_s)
             prompt_rows = sum([len(one.feed) - 1 for _, one in batch.parts if one.feed])
-            self._price.note_pass(rows, prompt_rows, took_s)
+            self._price.note_pass(rows, prompt_rows, took_s, target_s)
             drafted = sum([len(request.tokens) for _, request in batch.parts])
             drafts_s = drafted * self._price.row_s
             self._prompts.note(prompt_rows, took_s, drafts_s, self._price.pace, now)
