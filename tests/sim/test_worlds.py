@@ -20,7 +20,7 @@ from edgespec_sim.world_options import WorldOptions, WorldResult
 from edgespec_sim.worlds import run_world
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, draw_options, exact_drafter, play
 
-WORLDS = 1400
+WORLDS = 2400
 SLOW_WORLDS = 5600
 BATCH = 200
 
