@@ -171,11 +171,21 @@ class Verifier:
             return
         if isinstance(message, Fault):
             message = self._last_words(number, message)
-        elif backlog.idle and self._senders[number](message):
+        elif backlog.idle and self._sent_at_once(number, message):
             return
         if not backlog.put(message):
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
+
+    def _sent_at_once(self, number: int, message: Downlink) -> bool:
+        """Whether the message left without waiting. What goes wrong ends this stream alone: the
+        caller is the engine's step, on which all streams depend."""
+        try:
+            return self._senders[number](message)
+        except Exception:
+            _LOG.exception("stream %d: sending failed, closing it", number)
+            self._close(number)
+            return True
 
     def _last_words(self, number: int, fault: Fault) -> Fault:
         """The fault; of the verifier's own failures with the id under which the log tells more."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -33,7 +33,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.ports import DeviceStream
+from edgespec.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.targets.toy import ToyTarget
 from edgespec.transport.loopback import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
@@ -287,3 +287,43 @@ async def test_stopping_in_mid_pass_starts_no_other(caplog: pytest.LogCaptureFix
             await transport.close()
     bad = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING or r.exc_info]
     assert not bad
+
+
+class Hasty:
+    """A stream on which messages can be sent at once, which raises from the third on."""
+
+    def __init__(self, inner: VerifierStream) -> None:
+        self._inner, self._sent = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send_now(self, message: Downlink) -> bool:
+        self._sent += 1
+        if self._sent > 2:
+            raise RuntimeError("sending at once was chosen to fail")
+        return False
+
+
+async def test_a_stream_that_fails_to_send_at_once_ends_alone() -> None:
+    verifier, _ = _verifier(ToyTarget(MODEL, cache=CACHE))
+    streams = 0
+
+    async def serve(stream: VerifierStream) -> None:
+        nonlocal streams
+        streams += 1
+        await verifier.serve(cast(VerifierStream, Hasty(stream)) if streams == 2 else stream)
+
+    transport = LoopbackTransport(serve, lambda: verifier.info)
+    others = [
+        await _open(transport, "a"),
+        await _open(transport, "bad"),
+        await _open(transport, "c"),
+    ]
+    first, bad, last = await asyncio.gather(
+        *(_read(stream) for stream in others), return_exceptions=True
+    )
+    assert (first, last) == ((TEXT, None), (TEXT, None))
+    assert isinstance(bad, LinkError)
+    assert bad.retryable
+    await verifier.stop()
