@@ -138,9 +138,17 @@ class VerifierPool:
     # --- the machine -----------------------------------------------------------------------
 
     def handle(self, event: ev.FailoverEvent) -> None:
-        for action in self.failover.handle(event, self._clock()):
-            self._do(action)
-        self._arm()
+        """Never raises: who waits for a stream hears of a bug, and streams in use go on. Most
+        events come from timers and tasks, which nobody awaits."""
+        try:
+            for action in self.failover.handle(event, self._clock()):
+                self._do(action)
+            self._arm()
+        except Exception as error:
+            _log.exception("choosing a verifier failed at %s", type(event).__name__)
+            broken = LinkError(f"choosing a verifier failed: {error}", retryable=False)
+            for number in tuple(self._waiting):
+                self._leave(number, broken)
 
     def _do(self, action: ev.FailoverAction) -> None:
         match action:

@@ -16,6 +16,7 @@ import pytest
 
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.verifier_pool import VerifierPool
+from edgespec.core.association import failover_events as ev
 from edgespec.core.association.circuit_breaker import BreakerPolicy
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import DeviceView, ListedOrder
@@ -219,3 +220,25 @@ def _dies_after(tokens: list[int], cut: int) -> ServeStream:
         raise LinkError("killed")
 
     return serve
+
+
+@pytest.mark.parametrize("event", [ev.Dialed, ev.Tick])
+async def test_who_waits_hears_of_a_machine_that_breaks(
+    event: type[ev.FailoverEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice of a verifier runs in timers and tasks, which nobody awaits."""
+    silent = loopback(streaming([1], (1,)))
+    pool = pooled(silent, silent)
+    if event is ev.Tick:
+        monkeypatch.setattr(silent, "connect", asyncio.Event().wait)
+    handle = pool.failover.handle
+
+    def breaks(told: ev.FailoverEvent, now: float) -> Sequence[ev.FailoverAction]:
+        if isinstance(told, event):
+            raise RuntimeError("the machine was chosen to break")
+        return handle(told, now)
+
+    monkeypatch.setattr(pool.failover, "handle", breaks)
+    with pytest.raises(LinkError, match="chosen to break"):
+        await asyncio.wait_for(pool.stream(1, 10), 5.0)
+    await pool.close()
