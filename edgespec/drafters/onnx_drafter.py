@@ -34,6 +34,7 @@ from edgespec.drafters.manifest import (
     DraftModelError,
     read_manifest,
 )
+from edgespec.drafters.runtime_session import CPU, load_session
 from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
@@ -47,8 +48,6 @@ from edgespec.ports import (
 )
 
 CHUNK = PREFILL_CHUNK
-MAX_THREADS = 64
-DEFAULT_PROVIDERS = ("CPUExecutionProvider",)
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 # Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
@@ -74,7 +73,7 @@ class OnnxDrafter:
         context_length: int = 0,
         window: int = 0,
         chunk: int = CHUNK,
-        providers: Sequence[str] = DEFAULT_PROVIDERS,
+        providers: Sequence[str] = CPU,
     ) -> None:
         self._manifest = read_manifest(folder)
         self._info = _limited(self._manifest.model, context_length)
@@ -87,7 +86,9 @@ class OnnxDrafter:
             self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
         threads = threads or _default_threads(self._manifest, self._weights_bytes)
-        self._session: ort.InferenceSession | None = _load(folder / MODEL_FILE, threads, providers)
+        self._session: ort.InferenceSession | None = load_session(
+            folder / MODEL_FILE, threads, providers
+        )
         _check_signature(folder / MODEL_FILE, self._session, self._manifest)
         self._cache, self._work = TokenCache(self._info), Workspace()
         self._binding: Any = None  # onnxruntime has no types
@@ -266,28 +267,6 @@ def _weights_bytes(folder: Path) -> int:
 
 def _default_threads(manifest: DraftManifest, weights_bytes: int) -> int:
     return 1 if weights_bytes < _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0) else 2
-
-
-def _load(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads is {threads}, but must be in [1, {MAX_THREADS}]")
-    missing = sorted(set(providers) - set(ort.get_available_providers()))
-    if missing or not providers:
-        raise DraftModelError(
-            f"execution providers {missing} are not in this onnxruntime, which has"
-            f" {ort.get_available_providers()}"
-        )
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    # A spinning pool starves everything else on a small device and is slower when it is busy.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
-    except Exception as error:  # onnxruntime's exceptions share no base of their own
-        raise DraftModelError(f"{path}: onnxruntime cannot load it: {error}") from error
 
 
 def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:

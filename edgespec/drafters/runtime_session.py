@@ -1,4 +1,4 @@
-"""An onnxruntime session of a foreign graph, and what it says of inputs and outputs."""
+"""A session of onnxruntime for a draft, and what it says of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from edgespec.drafters.foreign_graph import Port
 from edgespec.drafters.manifest import DraftModelError
 
 MAX_THREADS = 64
+CPU = ("CPUExecutionProvider",)
 _TYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
@@ -23,22 +24,35 @@ _TWO_THREADS_FROM_BYTES = 8_000_000
 
 
 def open_session(path: Path, threads: int) -> ort.InferenceSession:
-    """A session on the CPU; ``threads`` 0 chooses by the size of the weights. Raises
-    ``DraftModelError`` naming the file, ``ValueError`` for threads out of bounds."""
-    if not 0 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads is {threads}, but must be in [0, {MAX_THREADS}]")
+    """As ``load_session``, on the CPU; ``threads`` 0 chooses by the size of the weights."""
+    two = weights_bytes(path) >= _TWO_THREADS_FROM_BYTES
+    return load_session(path, threads or (2 if two else 1), CPU)
+
+
+def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+    """A session for one drafter: few threads, which sleep when they wait.
+
+    Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
+    for threads outside 1..64."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}, but must be in [1, {MAX_THREADS}]")
+    missing = sorted(set(providers) - set(ort.get_available_providers()))
+    if missing or not providers:
+        raise DraftModelError(
+            f"execution providers {missing} are not in this onnxruntime, which has"
+            f" {ort.get_available_providers()}"
+        )
     if not path.is_file():
         raise DraftModelError(f"{path}: no such file")
     options = ort.SessionOptions()
-    two = weights_bytes(path) >= _TWO_THREADS_FROM_BYTES
-    options.intra_op_num_threads = threads or (2 if two else 1)
+    options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     # A spinning pool starves everything else on a small device and is slower when it is busy.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         hint = (
             "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
