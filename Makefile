@@ -8,7 +8,7 @@ TORCH_FLAGS ?=
 TORCH       := $(shell sed -n '/^torch==/p' constraints.txt)
 # A process a core; empty: all tests in one, as `pytest` alone does it.
 PARALLEL    ?= -n auto --dist worksteal
-EXTRAS      := cpu,server,export,dev,sim,uara
+EXTRAS      := cpu,server,serve,export,dev,sim,uara
 
 VENV  := .venv
 BIN   := $(VENV)/bin
