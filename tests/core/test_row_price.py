@@ -12,6 +12,7 @@ from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.estimators import AcceptanceEstimator
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
+from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     EngineAction,
@@ -23,7 +24,7 @@ from edgespec.core.verifier.engine_events import (
 from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.scheduler import PassScheduler
 from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
-from tests.core.engine_scenes import RUNNING, done, new_engine
+from tests.core.engine_scenes import RUNNING, batch, done, new_engine
 
 NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
 
@@ -224,3 +225,18 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
     assert loop.row_s == pytest.approx(1e-4)
     assert target.row_s == pytest.approx(0.0, abs=1e-9)
     assert target.pass_s == loop.pass_s
+
+
+def test_who_waits_for_its_drafts_has_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its drafts it would wait a round trip for each token."""
+    monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
+    engine = new_engine()
+    waits = replace(RUNNING, run_ahead=RunAhead.NEVER)
+    first = engine.handle(done(batch(engine.handle(StreamOpened(1, waits), 0.0))), 0.02)
+    (said,) = commits(first)
+    held = CommittedPrefix(waits.prompt, said.tokens)
+    draft = Draft(1, (0,), (7,), held.length, held.hash_at(held.length))
+    (request,) = batch(engine.handle(StreamMessage(1, draft), 0.03))
+    assert request.tokens == (7,)
+    (heard,) = commits(engine.handle(done((request,)), 0.05))
+    assert (heard.row_price, heard.credit) == (None, None)

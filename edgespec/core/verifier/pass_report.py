@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.core.protocol.messages import MAX_PRICE, Commit, FinishReason, Open
+from edgespec.core.protocol.messages import MAX_PRICE, Commit, FinishReason, Open, RunAhead
 from edgespec.core.verifier.attachment import Attachment
 from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.score_keeper import ScoreKeeper
@@ -20,7 +20,8 @@ class PassReport:
         scores: ScoreKeeper,
         counters: VerifyCounters,
     ) -> None:
-        self._drafting, self._scored = request.drafting, bool(request.logprobs)
+        self._scored = bool(request.logprobs)
+        self._priced = request.drafting and request.run_ahead is not RunAhead.NEVER
         self._inbox, self._device, self._scores = inbox, device, scores
         self._counters = counters
 
@@ -35,10 +36,11 @@ class PassReport:
         now: float,
     ) -> Commit:
         """The commit of these tokens, of which the device drafted ``accepted``. A device that
-        drafts on hears the price of a row; ``row_price`` 0: there is none to tell."""
+        drafts, and need not wait for its drafts, hears the price of a row; ``row_price`` 0: there
+        is none to tell."""
         rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
         price = credit = None
-        if row_price and verify_us and self._drafting and finish is None:
+        if row_price and verify_us and self._priced and finish is None:
             price = row_price
             credit = 0 if self._inbox.best_chance < row_price / MAX_PRICE else None
         stale, (echo, held_us) = self._inbox.take_stale(), self._device.take_echo(now)

@@ -71,13 +71,7 @@ class VerifySession:
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         self._former = PassFormer(
-            request.session_id,
-            self.prefix,
-            self.inbox,
-            limits.max_nodes_per_pass,
-            self._ending.end,
-            request.logprobs,
-            served,
+            request, self.prefix, self.inbox, limits.max_nodes_per_pass, self._ending.end, served
         )
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
