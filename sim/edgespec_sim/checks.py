@@ -64,15 +64,22 @@ def target_stream(
 
 
 def check_tree(tree: SpeculationTree, whose: str) -> None:
-    """Parents alive and older, positions one apart, siblings different, nothing unreachable."""
+    """Parents alive and older, positions one apart, siblings different, nothing unreachable.
+
+    It runs after every event: words are made only for what is wrong (a node's are its subtree's).
+    """
     positions = {ROOT: tree.prefix.length - 1}
     siblings: set[tuple[int, int]] = set()
     for node in tree.nodes.values():
-        require(node.parent in positions, f"{whose}: node {node.id} hangs on a dead parent")
-        right = node.id > node.parent and node.position == positions[node.parent] + 1
-        require(right, f"{whose}: node {node} is out of place behind {tree.prefix.length} tokens")
-        require((node.parent, node.token) not in siblings, f"{whose}: {node} has a twin")
-        siblings.add((node.parent, node.token))
+        parent, sibling = node.parent, (node.parent, node.token)
+        if parent not in positions:
+            raise CheckFailure(f"{whose}: node {node.id} hangs on a dead parent")
+        if node.id <= parent or node.position != positions[parent] + 1:
+            behind = f"behind {tree.prefix.length} tokens"
+            raise CheckFailure(f"{whose}: node {node} is out of place {behind}")
+        if sibling in siblings:
+            raise CheckFailure(f"{whose}: {node} has a twin")
+        siblings.add(sibling)
         positions[node.id] = node.position
     reachable = len(tree.roots) + sum(len(node.children) for node in tree.nodes.values())
     count = len(tree.nodes)
