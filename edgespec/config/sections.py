@@ -11,6 +11,7 @@ from enum import Enum
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.device.draft_turns import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
@@ -190,6 +191,9 @@ class DraftSection:
     memory_budget: str = ""
     """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
     such as ``25%``, or ``auto``, what is free. Empty: no budget."""
+    caches: int = DEFAULT_CACHES
+    """Generations beside each other whose keys and values are held at once; those beyond take turns
+    at the caches. A memory budget may grant fewer."""
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
@@ -207,6 +211,7 @@ class DraftSection:
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
         _one_of("bits", self.bits, (4, 8, 32))
         bounded("window", self.window, 0, 1 << 20)
+        bounded("caches", self.caches, 1, MAX_CACHES)
         if self.memory_budget:
             parse_budget(self.memory_budget)
 
