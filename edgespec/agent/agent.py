@@ -21,7 +21,6 @@ from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import StopFinder, TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.draft_turns import DEFAULT_CACHES
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
@@ -34,6 +33,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -118,6 +118,7 @@ class AgentOptions:
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
+    turns: TurnPolicy = field(default_factory=TurnPolicy)
 
 
 class Agent:
@@ -213,7 +214,7 @@ class Agent:
 
     def _sharing(self, drafter: Drafter) -> SharedDrafter:
         if self._shared is None:
-            self._shared = SharedDrafter(drafter, self.options.draft_caches)
+            self._shared = SharedDrafter(drafter, self.options.draft_caches, self.options.turns)
         return self._shared
 
     def _tell_of_failure(self, why: str) -> None:

@@ -21,12 +21,7 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 from edgespec.core.device import turn_events as turn
-from edgespec.core.device.draft_turns import (
-    DEFAULT_CACHES,
-    MAX_CACHES,
-    DraftTurns,
-    TurnPolicy,
-)
+from edgespec.core.device.draft_turns import DraftTurns
 from edgespec.core.device.events import (
     DraftEvent,
     StartStep,
@@ -35,6 +30,7 @@ from edgespec.core.device.events import (
     StepWaits,
     StepWithdrawn,
 )
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES, TurnPolicy
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Candidate, Drafter, StepCancelledError

@@ -11,11 +11,11 @@ from enum import Enum
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
-from edgespec.core.device.draft_turns import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams

@@ -17,6 +17,8 @@ class DraftShare:
     """Drafting time over weight, from a common origin."""
     asks: bool = False
     """Whether it wants a step."""
+    asked_by_s: float = 0.0
+    """How long all sessions together had drafted when it began to want it."""
     cache: int | None = None
     turn_s: float = 0.0
     """Drafting in this turn."""

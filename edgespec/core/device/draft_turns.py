@@ -9,9 +9,10 @@ a pause. Between turns the session goes first that has had the least drafting ti
 
 A *cache* holds the keys and values of one session. With more sessions than caches, one that has
 none takes over that of another and feeds its text again. It then keeps the cache for eight times
-the drafting time that feeding takes (``AMORTISE``), so that no more than a ninth goes into feeding;
-earlier only an owner that draws no use from its cache loses it: because it rests while others
-draft for as long, or because nobody else could draft now.
+the drafting time that feeding takes (``AMORTISE``), so that no more than an eighth goes into
+feeding; earlier only an owner that draws no use from its cache loses it: because it rests while
+others draft for as long, because nobody else could draft now, or because somebody has waited for
+as long as eight turns of all sessions take, each with its feeding (``PATIENCE``).
 
 The *weight* is what drafting brings: accepted tokens a step, beside those of the session that has
 the most. At half of that or more it is 1, below it falls to ``LEAST_WEIGHT`` and no further: a
@@ -25,34 +26,23 @@ others wait, streaming all the same, until the step comes back after all.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from edgespec.core.device import turn_events as ev
 from edgespec.core.device.draft_share import DraftShare
+from edgespec.core.device.turn_policy import TurnPolicy
 from edgespec.core.protocol.estimators import MovingAverage
 
-DEFAULT_CACHES, MAX_CACHES = 4, 64
 LEAST_WEIGHT = 1 / 8
 AMORTISE = 8.0
 """A cache that was filled anew is kept for so many times what that took."""
+PATIENCE = 8
+"""Who waits while all could have had so many turns is given a cache in any case."""
 _FULL_WEIGHT_FROM = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPolicy:
-    """``turn_steps``: how many steps of the usual length a turn lasts. ``hang_s``: a step that
-    shows no sign of life for so long is given up."""
-
-    turn_steps: int = 8
-    hang_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.turn_steps <= 1024:
-            raise ValueError(f"turn_steps is {self.turn_steps}, but must be in [1, 1024]")
-        if not 0.0 < self.hang_s <= 1e7:
-            raise ValueError(f"hang_s is {self.hang_s}, but must be in (0, 1e7]")
+_FILLS = 8
 
 
 @dataclass(slots=True)
@@ -75,7 +65,8 @@ class DraftTurns:
     """Whose text a cache holds."""
     running: _Running | None = None
     step_s: MovingAverage = field(default_factory=MovingAverage)
-    fill_s: MovingAverage = field(default_factory=MovingAverage)
+    fills_s: deque[float] = field(default_factory=lambda: deque(maxlen=_FILLS))
+    """What the last steps took that began a cache anew."""
     _last: str = ""
     """Whose turn it is."""
     _now_s: float = 0.0
@@ -116,7 +107,7 @@ class DraftTurns:
             return  # it has left
         member.learn(accepted)
         if not member.asks:
-            member.asks = True
+            member.asks, member.asked_by_s = True, self._drafted_s
             if self._last != key:
                 member.had_s = max(member.had_s, self._now_s)
 
@@ -136,7 +127,10 @@ class DraftTurns:
                 del self.owners[member.cache]
                 member.cache = None
             return
-        (self.fill_s if running.fills else self.step_s).add(took_s)
+        if running.fills:
+            self.fills_s.append(took_s)
+        else:
+            self.step_s.add(took_s)
         self._drafted_s += took_s
         if member is None:
             return
@@ -177,7 +171,8 @@ class DraftTurns:
         asking = sorted((member.had_s, key) for key, member in members.items() if member.asks)
         for may_lose in (self._may_lose, self._rests):
             for _, key in asking:
-                cache = self._cache_for(members[key], may_lose)
+                overdue = self._drafted_s - members[key].asked_by_s > self._longest_wait_s
+                cache = self._cache_for(members[key], _always if overdue else may_lose)
                 if cache is not None:
                     return self._run(key, members[key], cache, now)
         return ()
@@ -197,7 +192,7 @@ class DraftTurns:
         return min(found, key=lambda one: (found[one].asks, -found[one].had_s), default=None)
 
     def _may_lose(self, owner: DraftShare) -> bool:
-        kept_s = max(self._turn_s, AMORTISE * self.fill_s.get(0.0))
+        kept_s = max(self._turn_s, AMORTISE * self._feeding_s)
         rested_s = 0.0 if owner.asks else self._drafted_s - owner.drafted_by_s
         return owner.cache_s >= kept_s or rested_s >= kept_s
 
@@ -228,8 +223,22 @@ class DraftTurns:
         """How long a turn lasts: eight steps of 5 ms make 40 ms."""
         return self.policy.turn_steps * self.step_s.get(0.0)
 
+    @property
+    def _feeding_s(self) -> float:
+        """What beginning a cache takes beyond a step: by the quickest of late, since a busy machine
+        makes some of them take many times as long."""
+        return max(0.0, min(self.fills_s, default=0.0) - self.step_s.get(0.0))
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return PATIENCE * len(self.members) * (self._turn_s + self._feeding_s)
+
     def _weight(self, member: DraftShare) -> float:
         """Formula: min(1, pay / (0.5 * best pay)), at least 1/8. A session whose drafts bring 0.1
         tokens a step beside one with 0.8 has 0.1 / 0.4 = 0.25."""
         best = max(other.pay for other in self.members.values())
         return max(LEAST_WEIGHT, min(1.0, member.pay / (_FULL_WEIGHT_FROM * best)))
+
+
+def _always(owner: DraftShare) -> bool:
+    return True
