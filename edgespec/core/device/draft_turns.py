@@ -9,7 +9,7 @@ a pause. Between turns the session goes first that has had the least drafting ti
 
 A *cache* holds the keys and values of one session. With more sessions than caches, one that has
 none takes over that of another and feeds its text again. It then keeps the cache for eight times
-the drafting time that feeding takes (``AMORTISE``), so that no more than an eighth goes into
+the drafting time that feeding takes (``AMORTISE``), so that about an eighth goes into
 feeding; earlier only an owner that draws no use from its cache loses it: because it rests while
 others draft for as long, because nobody else could draft now, or because somebody has waited for
 as long as eight turns of all sessions take, each with its feeding (``PATIENCE``).
