@@ -357,6 +357,7 @@ def build_agent(
         reconnect=config.reconnect,
         model=config.model,
         vocabulary=vocabulary_of(reference),
+        draft_caches=config.draft.caches,
     )
     drafter = load_drafter(config, say=say)
     return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)

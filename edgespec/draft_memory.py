@@ -160,6 +160,7 @@ def question_of(draft: DraftSection, most_width: int) -> MemoryQuestion:
         most_width=most_width,
         most_window=draft.window or draft.context_length,
         threads=draft.threads,
+        most_caches=draft.caches,
         cores=os.cpu_count() or 1,
     )
 
@@ -170,7 +171,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     Raises ``SetupError`` naming the smallest budget, ``ValueError`` naming the file.
     """
     with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.drafters.guarded import GuardedDrafter
+        from edgespec.drafters.guarded import CacheGroup, GuardedDrafter
         from edgespec.drafters.onnx_drafter import OnnxDrafter
     variants = without_tokenizer(variants_of(draft))
     question = question_of(draft, most_width)
@@ -191,10 +192,10 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
         raise SetupError(f"{folder}: {error}") from error
     full = Restriction(settings.window, settings.width)
     drafter.restrict(full.window, full.width)
-    guard = MemoryGuard(
-        plan.budget_bytes, plan.margin_bytes // 2, full, plan.variant.kv_bytes_per_token
-    )
-    return GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic)
+    row_bytes = settings.caches * plan.variant.kv_bytes_per_token
+    guard = MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
+    caches = CacheGroup(drafter, settings.caches)
+    return GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic, caches)
 
 
 def summary(plan: MemoryPlan, best: MemoryPlan) -> str:
@@ -203,7 +204,7 @@ def summary(plan: MemoryPlan, best: MemoryPlan) -> str:
     line = (
         f"memory: {in_mib(plan.predicted_bytes)} of {in_mib(plan.budget_bytes)}:"
         f" window {settings.window}, {plan.variant.kv_type.value} keys and values,"
-        f" width {settings.width}"
+        f" width {settings.width}" + (f", caches {settings.caches}" if settings.caches > 1 else "")
     )
     found = traded(plan, best)
     return f"{line} ({'; '.join(found)})" if found else line

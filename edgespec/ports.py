@@ -35,6 +35,7 @@ __all__ = [
     "StepCancelledError",
     "TargetModel",
     "Transport",
+    "Twinned",
     "UntrustedPeerError",
     "VerifierStream",
     "never_cancelled",
@@ -88,6 +89,15 @@ class Drafter(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class Twinned(Protocol):
+    """A drafter that can have further caches: one sequence each, on the same weights."""
+
+    def twin(self) -> Drafter:
+        """Another drafter with an empty cache of its own, to be closed before this one. Its calls
+        come from the same thread, one at a time with those of this one. Raises ``MemoryError`` or
+        whatever else the model raises when there is no room for it."""
 
 
 # --- the target -----------------------------------------------------------------------------

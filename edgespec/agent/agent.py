@@ -3,8 +3,7 @@
     async for chunk in agent.generate("Once upon a time", SamplingParams(max_tokens=64)):
         print(chunk.text, end="")
 
-One agent holds one drafter, which drafts for one generation at a time; generations that run beside
-it are served all the same, without drafting.
+One agent holds one drafter, which drafts for all its generations in turn (``shared_drafter.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import logging
 import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
 from edgespec.agent.session_driver import SessionDriver
+from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import StopFinder, TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
@@ -34,6 +33,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -116,6 +116,9 @@ class AgentOptions:
     """Name of the target wanted; empty takes what the verifier serves."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
+    draft_caches: int = DEFAULT_CACHES
+    """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
+    turns: TurnPolicy = field(default_factory=TurnPolicy)
 
 
 class Agent:
@@ -142,8 +145,8 @@ class Agent:
         self._encode, self._decoder = encode, decoder
         self._tracer = tracer or NoTrace()
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-draft")
-        self._drafter_taken = False
+        self._shared: SharedDrafter | None = None
+        """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
         self._price = RowPrice()
@@ -169,18 +172,16 @@ class Agent:
         sampling = _checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
-        drafter = None if self._drafter_taken else self._drafter
+        drafter = self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
-        self._drafter_taken = self._drafter_taken or drafter is not None
         route, link = None, self._transport
         if isinstance(link, VerifierPool):
             link = route = link.route(len(tokens) + sampling.max_tokens)
         driver = SessionDriver(
             self._session(tokens, sampling, drafter, logprobs),
             link,
-            drafter,
-            self._thread,
+            None if drafter is None else self._sharing(drafter),
             tracer=self._tracer,
         )
         self._drivers = {one for one in self._drivers if one.running} | {driver}
@@ -190,8 +191,6 @@ class Agent:
                 yield chunk
         finally:
             self._tell_of_failure(driver.session.counters.draft_failure)
-            # A step that still runs ends soon, and what comes next waits behind it in its thread.
-            self._drafter_taken = self._drafter_taken and drafter is None
             await driver.close()
             if route is not None:
                 await route.close()
@@ -204,15 +203,19 @@ class Agent:
         if ending := {task for driver in drivers for task in driver.running}:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
-        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._drafter is not None:
-            self._drafter.close()
+            self._sharing(self._drafter).close()
 
     async def __aenter__(self) -> Agent:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _sharing(self, drafter: Drafter) -> SharedDrafter:
+        if self._shared is None:
+            self._shared = SharedDrafter(drafter, self.options.draft_caches, self.options.turns)
+        return self._shared
 
     def _tell_of_failure(self, why: str) -> None:
         """Say once, for each reason, that a generation went on without drafts."""

@@ -1,10 +1,10 @@
 """One generation on asyncio: a ``DraftSession`` with a real link, a real drafter and a real clock.
 
-This file decides nothing. Draft steps run in the drafter's own thread, so a reply that arrives
-during a step is read at once; the step's result comes back as an event like any other. Nothing dies
-silently: whatever is raised while an event is handled or an action carried out ends the generation
-with a ``Fail`` that the caller hears. And nobody waits for a draft once the text is complete: a
-step that still runs is cancelled and ends by itself.
+This file decides nothing. Draft steps run in the drafter's own thread (``shared_drafter.py``), so a
+reply that arrives during a step is read at once; the step's result comes back as an event like any
+other. Nothing dies silently: whatever is raised while an event is handled or an action carried out
+ends the generation with a ``Fail`` that the caller hears. And nobody waits for a draft once the
+text is complete: a step that still runs is cancelled and ends by itself.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import operator
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
-from typing import Final, assert_never
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, assert_never
 
 from edgespec.agent.link import Link
+from edgespec.agent.shared_drafter import Seat, SharedDrafter
 from edgespec.core.device.events import (
     Connect,
     Deliver,
@@ -30,15 +29,13 @@ from edgespec.core.device.events import (
     Finish,
     Start,
     StartStep,
-    StepDone,
-    StepFailed,
     Stop,
     Tick,
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Cancel
-from edgespec.ports import Candidate, Drafter, StepCancelledError, Transport
+from edgespec.ports import Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # How long leaving a generation early waits for its last messages to leave.
@@ -50,22 +47,20 @@ _log = logging.getLogger(__name__)
 class SessionDriver:
     """Runs ``session`` until it finishes or fails; iterate ``outcomes`` to follow it.
 
-    ``drafter`` None: the session must have been opened without drafting. ``thread`` has one worker,
-    which runs the steps of all generations of that drafter one after the other.
+    ``drafter`` None: the session must have been opened without drafting.
     """
 
     def __init__(
         self,
         session: DraftSession,
         transport: Transport,
-        drafter: Drafter | None,
-        thread: Executor,
+        drafter: SharedDrafter | None,
         *,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
-        self._transport, self._drafter, self._thread = transport, drafter, thread
+        self._transport = transport
         self._tracer, self._clock = tracer or NoTrace(), clock
         # Holds at most one entry a committed token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -73,10 +68,22 @@ class SessionDriver:
         self._links: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._begun = False
-        """Whether the drafter has begun this generation's sequence; of its thread alone."""
         self._over = threading.Event()
         """No outcome will follow the last one; a running draft step is not wanted any more."""
+        self._seat: Seat | None = None
+        if drafter is not None:
+            request, counters = session.request, session.counters
+            self._seat = Seat(
+                drafter,
+                request.session_id,
+                len(request.prompt),
+                request.sampling,
+                notify=self._handle,
+                spawn=self._spawn_step,
+                accepted=lambda: counters.accepted,
+                over=self._over.is_set,
+            )
+            drafter.join(self._seat)
 
     @property
     def running(self) -> set[asyncio.Task[None]]:
@@ -134,7 +141,8 @@ class SessionDriver:
                 if self._link is not None:
                     self._link.send(message)
             case StartStep():
-                self._watch(asyncio.create_task(self._run_step(action)), self._steps)
+                assert self._seat is not None
+                self._seat.ask(action)
             case Deliver():
                 self._outcomes.put_nowait(action)
             case Finish() | Fail():
@@ -147,6 +155,8 @@ class SessionDriver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._seat is not None:
+            self._seat.leave()
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:
@@ -160,6 +170,9 @@ class SessionDriver:
             with contextlib.suppress(Exception):
                 link.send(Cancel())
                 link.close()
+
+    def _spawn_step(self, work: Coroutine[Any, Any, None]) -> None:
+        self._watch(asyncio.create_task(work), self._steps)
 
     def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
         """Keep ``task`` alive, and hear of it when it ends in a way that it should not."""
@@ -193,46 +206,3 @@ class SessionDriver:
             self._handle(Tick())
         else:
             self._arm()
-
-    # --- the drafter -----------------------------------------------------------------------
-
-    async def _run_step(self, step: StartStep) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            guesses = await loop.run_in_executor(self._thread, self._draft, step)
-        except StepCancelledError:
-            return  # the generation is over
-        except asyncio.CancelledError:
-            self._handle(StepFailed("the drafter's thread was closed"))
-            raise
-        except Exception as error:  # whatever a model raises ends the drafting, not the session
-            self._handle(StepFailed(f"{type(error).__name__}: {error}"))
-        else:
-            self._handle(StepDone(guesses))
-
-    def _draft(self, step: StartStep) -> tuple[Candidate, ...]:
-        """In the drafter's thread: behind the steps of a generation before, which it may still be
-        busy with."""
-        drafter = self._drafter
-        assert drafter is not None
-        if self._over.is_set():
-            raise StepCancelledError("the generation is over")
-        if not self._begun:
-            request = self.session.request
-            drafter.begin(len(request.prompt), request.sampling)
-            self._begun = True
-        guesses = drafter.step(step.keep_length, step.feed, step.width, self._over.is_set)
-        return _checked(guesses, step.width)
-
-
-def _checked(guesses: object, width: int) -> tuple[Candidate, ...]:
-    """``guesses`` as the session takes them. Raises ``TypeError`` or ``ValueError``: a drafter that
-    returns anything else ends the drafting, as one that raises does."""
-    if not isinstance(guesses, tuple):
-        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
-    if len(guesses) > width:
-        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
-    for guess in guesses:
-        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
-            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
-    return guesses

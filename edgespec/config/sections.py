@@ -15,6 +15,7 @@ from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -190,6 +191,9 @@ class DraftSection:
     memory_budget: str = ""
     """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
     such as ``25%``, or ``auto``, what is free. Empty: no budget."""
+    caches: int = DEFAULT_CACHES
+    """Generations beside each other whose keys and values are held at once; those beyond take turns
+    at the caches. A memory budget may grant fewer."""
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
@@ -207,6 +211,7 @@ class DraftSection:
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
         _one_of("bits", self.bits, (4, 8, 32))
         bounded("window", self.window, 0, 1 << 20)
+        bounded("caches", self.caches, 1, MAX_CACHES)
         if self.memory_budget:
             parse_budget(self.memory_budget)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.device.memory_guard import MemoryGovernor, Observation
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.twins import twin_of
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 
 MEASURE_EVERY_S: Final = 0.5
@@ -20,6 +21,7 @@ _MUCH_BYTES: Final = 1 << 20
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Restrictable(Protocol):
     """What a guarded drafter has to have beside ``Drafter``."""
 
@@ -34,8 +36,37 @@ class Restrictable(Protocol):
         """Hold at most ``window`` rows, give at most ``width`` guesses; 0 rests."""
 
 
+class CacheGroup:
+    """The caches of one draft: they are bounded together. ``most``: so many may there be."""
+
+    def __init__(self, first: Restrictable, most: int = 1) -> None:
+        self.members: list[Restrictable] = [first]
+        self._most = most
+
+    def add(self, member: Restrictable) -> None:
+        self.members.append(member)
+
+    def check_room(self) -> None:
+        """Raises ``MemoryError`` naming the bound when there are as many as may be."""
+        if len(self.members) >= self._most:
+            raise MemoryError(f"the memory budget was planned with {self._most} caches")
+
+    @property
+    def held_tokens(self) -> int:
+        """Rows that the fullest one holds: a governor bounds them all alike."""
+        return max(member.held_tokens for member in self.members)
+
+    def restrict(self, window: int, width: int) -> None:
+        for member in self.members:
+            member.restrict(window, width)
+
+
 class GuardedDrafter:
-    """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes."""
+    """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes.
+
+    ``caches``: those that share the governor, this drafter's among them. The governor is to know
+    that a row it takes away goes in each of them.
+    """
 
     def __init__(
         self,
@@ -44,8 +75,10 @@ class GuardedDrafter:
         governor: MemoryGovernor,
         measure: Callable[[], int],
         clock: Callable[[], float],
+        caches: CacheGroup | None = None,
     ) -> None:
         self.inner = inner
+        self._caches = caches or CacheGroup(restrictable)
         self._restrictable, self._governor = restrictable, governor
         self._measure, self._clock = measure, clock
         self._measured_at = -MEASURE_EVERY_S
@@ -55,6 +88,16 @@ class GuardedDrafter:
     @property
     def info(self) -> ModelInfo:
         return self.inner.info
+
+    def twin(self) -> GuardedDrafter:
+        """Another cache under the same governor. Raises ``MemoryError`` when there is no room."""
+        self._caches.check_room()
+        inner = twin_of(self.inner)
+        assert isinstance(inner, Restrictable)
+        self._caches.add(inner)
+        return GuardedDrafter(
+            inner, inner, self._governor, self._measure, self._clock, self._caches
+        )
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self.inner.begin(prompt_length, sampling)
@@ -84,7 +127,7 @@ class GuardedDrafter:
             if not self._failed:
                 self._failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
-        seen = Observation(self._resident, growth, self._restrictable.held_tokens)
+        seen = Observation(self._resident, growth, self._caches.held_tokens)
         restriction = self._governor.observe(seen, now)
         if restriction is None:
             return
@@ -94,4 +137,4 @@ class GuardedDrafter:
             restriction.window,
             restriction.width,
         )
-        self._restrictable.restrict(restriction.window, restriction.width)
+        self._caches.restrict(restriction.window, restriction.width)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from edgespec.core.protocol.sampling import SamplingParams
@@ -70,6 +71,12 @@ class ModelFreeGuesses:
         self._ngrams = FollowerTable(most_leaders)
         self._followers = FollowerTable(most_leaders)
         self.begin()
+
+    def twin(self) -> ModelFreeGuesses:
+        """Of another text beside this one, with the same tables and chances."""
+        twin = copy(self)
+        twin.begin()
+        return twin
 
     def begin(self) -> None:
         """Another text begins; what was learned stays."""
@@ -160,6 +167,12 @@ class ModelFreeDrafter:
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    def twin(self) -> ModelFreeDrafter:
+        """Another sequence, which shares what is learned (``ports.Twinned``)."""
+        twin = ModelFreeDrafter(self._info, self._least_chance)
+        twin._guesses = self._guesses.twin()
+        return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._text.begin(prompt_length)

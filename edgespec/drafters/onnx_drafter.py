@@ -15,6 +15,7 @@ Chunking changes logits by rounding only, so a guess may differ; a guess is only
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,16 @@ class OnnxDrafter:
     @property
     def manifest(self) -> DraftManifest:
         return self._manifest
+
+    def twin(self) -> OnnxDrafter:
+        """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
+        if self._session is None:
+            raise ValueError("the drafter is closed")
+        twin = copy(self)
+        twin._cache, twin._work = TokenCache(self._info), Workspace()
+        twin._window = DraftWindow(self._window.size)
+        twin._bind(self._session)
+        return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)

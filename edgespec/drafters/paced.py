@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.twins import twin_of
 from edgespec.ports import (
     Cancelled,
     Candidate,
@@ -51,6 +52,16 @@ class PacedDrafter:
     @property
     def info(self) -> ModelInfo:
         return self._inner.info
+
+    def twin(self) -> PacedDrafter:
+        """``inner``'s twin at the same pace. Raises ``TypeError`` where that has none."""
+        return PacedDrafter(
+            twin_of(self._inner),
+            self._step_ms,
+            self._prefill_ms_per_token,
+            sleep=self._sleep,
+            clock=self._clock,
+        )
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.begin(prompt_length, sampling)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses
 from edgespec.drafters.settled_text import SettledText
+from edgespec.drafters.twins import twin_of
 from edgespec.ports import (
     PREFILL_CHUNK,
     Cancelled,
@@ -141,6 +142,13 @@ class RoutedDrafter:
     @property
     def info(self) -> ModelInfo:
         return self._model.info
+
+    def twin(self) -> RoutedDrafter:
+        """The model's twin behind a router that has learned, and learns, the same. Raises
+        ``TypeError`` where the model has none."""
+        twin = RoutedDrafter(twin_of(self._model), self._least_chance)
+        twin._guesses, twin._rates = self._guesses.twin(), self._rates
+        return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._model.begin(prompt_length, sampling)

@@ -37,6 +37,10 @@ class ToyDrafter:
     def info(self) -> ModelInfo:
         return self._info
 
+    def twin(self) -> ToyDrafter:
+        """Another sequence (``ports.Twinned``)."""
+        return ToyDrafter(self._model, self._info)
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
 

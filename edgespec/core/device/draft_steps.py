@@ -33,6 +33,8 @@ class DraftSteps:
         self._cache = DraftCache()
         self._running: _Step | None = None
         self._speechless_at: tuple[int, int] | None = None
+        self.waiting = False
+        """Whether the step that runs has to wait for other sessions to begin."""
 
     @property
     def running(self) -> bool:
@@ -49,13 +51,22 @@ class DraftSteps:
         self._running = _Step(parent, prefix.length, now, len(feed))
         return ev.StartStep(keep, feed, width)
 
+    def put_off(self, event: ev.StepWaits | ev.StepWithdrawn) -> None:
+        """The step asked for waits for other sessions, or is to be asked for anew."""
+        if self._running is None:
+            return
+        self.waiting = isinstance(event, ev.StepWaits)
+        if isinstance(event, ev.StepWithdrawn):
+            self._running = None
+            self._cache.take_back(forgotten=event.forgotten)
+
     def failed(self) -> None:
-        self._running = None
+        self._running, self.waiting = None, False
 
     def done(self, event: ev.StepDone, now: float) -> None:
         """Grow the tree by the guesses of the step that ran."""
         assert self._running is not None
-        step, self._running = self._running, None
+        step, self._running, self.waiting = self._running, None, False
         tree = self._tree
         self._reader.counters.steps += 1
         self._speechless_at = None if event.candidates else (step.parent, step.base_position)

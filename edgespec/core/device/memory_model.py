@@ -76,6 +76,8 @@ class DraftSettings:
     chunk: int
     """Prompt tokens fed at a time."""
     threads: int
+    caches: int = 1
+    """Generations whose keys and values are held at once, a window of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,10 @@ def memory_terms(
         MemoryTerm("tokenizer", tokenizer_bytes(variant), "text to tokens and back"),
         MemoryTerm(
             "keys and values",
-            kv_bytes(variant, settings.window),
+            settings.caches * kv_bytes(variant, settings.window),
             f"{settings.window} tokens of {variant.kv_bytes_per_token} bytes"
-            f" ({variant.kv_type.value})",
+            f" ({variant.kv_type.value})"
+            + (f" in each of {settings.caches} caches" if settings.caches > 1 else ""),
         ),
         MemoryTerm(
             "candidate nodes",

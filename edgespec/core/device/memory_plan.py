@@ -3,12 +3,14 @@
 Theory of operation. Every combination of variant, window, width, chunk and threads is predicted
 (``memory_model.py``), those that do not leave the margin free are dropped, and of the others the
 one with the best expected speed is taken (``draft_speed.py``); of equally fast ones the smallest. A
-larger budget only adds combinations, so it never makes a plan slower. No text depends on a plan:
-drafts are hints.
+larger budget only adds combinations, so it never makes a plan slower. What is left then goes into
+further caches, for generations beside the first: they never make that one slower. No text depends
+on a plan: drafts are hints.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,6 +55,8 @@ class MemoryQuestion:
     threads: int = 0
     """Of the draft; 0: the planner chooses, at most ``cores``."""
     cores: int = 1
+    most_caches: int = 1
+    """Generations whose keys and values the user would have held at once at most."""
     text_length: int = 0
     """How long texts are expected to be, prompt and output; 0: 1024 tokens, or the draft's context
     if that is less."""
@@ -97,12 +101,23 @@ def plan_memory(
     plans = [plan for plan in _plans(variants, question) if plan.predicted_bytes <= most]
     if not plans:
         raise _refusal(variants, question, known)
-    return max(plans, key=_worth)
+    return _with_caches(max(plans, key=_worth), question, most)
+
+
+def _with_caches(plan: MemoryPlan, question: MemoryQuestion, most: int) -> MemoryPlan:
+    """``plan`` with as many caches as the question would have and ``most`` bytes hold."""
+    for caches in range(question.most_caches, 1, -1):
+        settings = replace(plan.settings, caches=caches)
+        terms = memory_terms(plan.variant, settings, question.runtime_bytes)
+        richer = replace(plan, settings=settings, terms=terms)
+        if richer.predicted_bytes <= most:
+            return richer
+    return plan
 
 
 def unbounded(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
     """The plan that would be taken if memory did not matter."""
-    return max(_plans(variants, question), key=_worth)
+    return _with_caches(max(_plans(variants, question), key=_worth), question, sys.maxsize)
 
 
 def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) -> int:
@@ -130,6 +145,7 @@ def traded(plan: MemoryPlan, best: MemoryPlan) -> tuple[str, ...]:
         ("width", str(ours.width), str(theirs.width)),
         ("prefill chunk", str(ours.chunk), str(theirs.chunk)),
         ("threads", str(ours.threads), str(theirs.threads)),
+        ("caches", str(ours.caches), str(theirs.caches)),
     ]
     found = [
         f"{name} {one} instead of {other}" for name, one, other in pairs if _differ(one, other)

@@ -1,0 +1,205 @@
+"""Many generations on one agent. Oracle: each text is the target's own by the scalar specification,
+each got drafts, and when all are over no task, seat or cache owner is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.compose import TOY_MODEL, connect, load_target
+from edgespec.config import PacingSection, VerifierConfig
+from edgespec.core.device.events import StepDone, StepFailed
+from edgespec.core.device.turn_policy import TurnPolicy
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.model_free import ModelFreeDrafter
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import Cancelled, Candidate, Drafter, never_cancelled
+from tests.shell.live_verifier import serving, toy_text
+
+TEXT = ToyTokenizer()
+TOY = VerifierConfig(model="toy", port=0)
+LENGTH = 24
+PROMPTS = [TEXT.encode(f"{word} once upon a time") for word in "abcdefghijklmnopqrst"]
+HANGING = TEXT.encode("hangs here")
+
+
+class Steps:
+    """A tracer that counts draft steps by session, and keeps why they failed."""
+
+    def __init__(self) -> None:
+        self.done: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        self.done[session] += isinstance(item, StepDone)
+        if isinstance(item, StepFailed):
+            self.failed.append(item.why)
+
+
+class Fragile(ToyDrafter):
+    """A toy with caches: ``trouble`` is asked before each step, by the tokens held; ``most`` caches
+    can be made; ``closed`` counts."""
+
+    def __init__(self, most: int = 64) -> None:
+        super().__init__(TOY_MODEL.perturbed(0.2), load_target(TOY).info)
+        self.most, self.closed = most, Counter[str]()
+        self.freed, self.hanging = threading.Event(), threading.Event()
+        self.fails: Sequence[int] = ()
+
+    def twin(self) -> Fragile:
+        if self.most <= 1:
+            raise MemoryError("no room")
+        self.most -= 1
+        twin = Fragile()
+        twin.__dict__.update(
+            {**self.__dict__, "_cache": twin._cache, "most": 0}  # the same trouble, another text
+        )
+        return twin
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        found = super().step(keep_length, feed, width, cancelled)
+        held = list(self._cache.tokens)
+        if self.fails and held[: len(self.fails)] == self.fails:
+            raise RuntimeError("this text is too much")
+        if held[: len(HANGING)] == HANGING:
+            self.hanging.set()
+            self.freed.wait(60)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self.closed["times"] += 1
+
+
+@asynccontextmanager
+async def crowd(
+    drafter: Drafter,
+    steps: Steps,
+    options: AgentOptions | None = None,
+    pass_ms: float = 0.0,
+) -> AsyncIterator[Agent]:
+    before = asyncio.all_tasks()
+    paced = load_target(VerifierConfig(model="toy", pacing=PacingSection(pass_ms=pass_ms)))
+    async with asyncio.timeout(50), serving(paced) as (address, _):
+        agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, options, tracer=steps)
+        async with agent:
+            yield agent
+            assert agent._shared is not None
+            turns = agent._shared.turns
+            await asyncio.gather(*(task for driver in agent._drivers for task in driver.running))
+            assert turns.running is None
+            assert turns.members == {}
+            assert turns.owners == {}
+            assert agent._shared._seats == {}
+    while left := asyncio.all_tasks() - before:
+        await asyncio.wait(left)
+
+
+async def text_of(agent: Agent, prompt: Sequence[int], length: int = LENGTH) -> list[int]:
+    params = SamplingParams(max_tokens=length, ignore_eos=True)
+    return [token async for chunk in agent.generate(prompt, params) for token in chunk.tokens]
+
+
+def right(prompt: Sequence[int], length: int = LENGTH) -> list[int]:
+    return toy_text(prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+
+
+@pytest.mark.parametrize("caches", [1, 4, 20])
+async def test_twenty_chats_are_drafted_for_in_turn(caches: int) -> None:
+    steps, length = Steps(), 120
+    options = AgentOptions(draft_caches=caches, turns=TurnPolicy(turn_steps=2))
+    async with crowd(Fragile(), steps, options, pass_ms=8.0) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt, length) for prompt in PROMPTS))
+    assert texts == [right(prompt, length) for prompt in PROMPTS]
+    assert len(steps.done) == len(PROMPTS)
+    assert min(steps.done.values()) > 0
+    assert steps.failed == []
+
+
+async def test_a_drafter_without_a_model_is_shared_too() -> None:
+    drafter, steps = ModelFreeDrafter(load_target(TOY).info, least_chance=0.0), Steps()
+    async with crowd(drafter, steps) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
+    assert texts == [right(prompt) for prompt in PROMPTS[:6]]
+    assert len(steps.done) == 6
+
+
+async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
+    drafter, steps = Fragile(), Steps()
+    drafter.fails = PROMPTS[3]
+    async with crowd(drafter, steps, AgentOptions(draft_caches=2), pass_ms=8.0) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt, 60) for prompt in PROMPTS[:6]))
+        assert texts == [right(prompt, 60) for prompt in PROMPTS[:6]]
+        assert steps.failed == ["RuntimeError: this text is too much"]
+        drafter.fails = ()
+        assert await text_of(agent, PROMPTS[3]) == right(PROMPTS[3])
+    assert steps.failed == ["RuntimeError: this text is too much"]
+
+
+async def test_a_step_that_hangs_costs_no_text() -> None:
+    drafter, steps = Fragile(), Steps()
+    options = AgentOptions(draft_caches=2, turns=TurnPolicy(hang_s=0.05))
+    async with crowd(drafter, steps, options) as agent:
+        hung = asyncio.create_task(text_of(agent, HANGING))
+        await asyncio.to_thread(drafter.hanging.wait)
+        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:4]))
+        assert texts == [right(prompt) for prompt in PROMPTS[:4]]  # streamed all the same
+        assert await hung == right(HANGING)
+        drafter.freed.set()
+        before = sum(steps.done.values())
+        assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
+        assert sum(steps.done.values()) > before  # there are drafts again
+    assert set(steps.failed) <= {"the draft model did not answer within 0.05 s"}
+
+
+async def test_a_text_that_is_left_in_its_turn_gives_the_cache_back() -> None:
+    drafter, steps = Fragile(), Steps()
+    async with crowd(drafter, steps, AgentOptions(draft_caches=1)) as agent:
+        chunks = agent.generate(HANGING, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
+        first = asyncio.create_task(anext(chunks))
+        await asyncio.to_thread(drafter.hanging.wait)
+        await first
+        await chunks.aclose()
+        other = asyncio.create_task(text_of(agent, PROMPTS[0], 60))
+        await asyncio.sleep(0)
+        drafter.freed.set()
+        assert await other == right(PROMPTS[0], 60)
+
+
+async def test_without_memory_for_more_caches_those_there_are_are_shared() -> None:
+    drafter, steps = Fragile(most=2), Steps()
+    async with crowd(drafter, steps, AgentOptions(draft_caches=5)) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
+        assert texts == [right(prompt) for prompt in PROMPTS[:6]]
+        assert agent._shared is not None
+        assert agent._shared.turns.caches == 2
+    assert steps.failed == []
+    assert drafter.closed["times"] == 2
+
+
+async def test_closing_the_agent_ends_all_chats_and_frees_every_cache() -> None:
+    drafter, steps = Fragile(), Steps()
+    async with serving() as (address, _):
+        agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, tracer=steps)
+        long = replace(SamplingParams(), max_tokens=500, ignore_eos=True)
+        chats = [agent.generate(prompt, long) for prompt in PROMPTS[:3]]
+        for chat in chats:
+            assert (await anext(chat)).tokens
+        await agent.close()
+        for chat in chats:
+            await chat.aclose()
+    assert drafter.closed["times"] >= 1
