@@ -103,6 +103,7 @@ FLOORS = (
         HEAVY | IMPURE,
     ),
     Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
+    Floor("edgespec.drafters.tree_rows", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.targets.toy_memory", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.targets.request_checks", (CORE, PORTS), HEAVY | IMPURE),
     Floor(
@@ -179,7 +180,16 @@ FLOORS = (
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(
         "edgespec_sim",
-        (CORE, PORTS, TELEMETRY, CONFIG, ARMS, "edgespec.drafters.toy", "edgespec.targets.toy"),
+        (
+            CORE,
+            PORTS,
+            TELEMETRY,
+            CONFIG,
+            ARMS,
+            "edgespec.drafters.toy",
+            "edgespec.drafters.tree_rows",
+            "edgespec.targets.toy",
+        ),
         HEAVY | REAL_WORLD,
     ),
     # Training alone needs torch; a trained policy runs in numpy, or in plain Python.

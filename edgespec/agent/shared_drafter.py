@@ -226,12 +226,14 @@ class SharedDrafter:
     def _ended(self, seat: Seat, said: DraftEvent | None) -> None:
         """The session hears first: what it asks for next is known when the next turn is given."""
         busy, self._busy = self._busy, True
-        if said is not None and not seat.gone:
-            seat.notify(said)
-            if isinstance(said, StepFailed):
-                self.let_go(seat)
-        self._busy = busy
-        self._handle(turn.Ended(seat.key, self._took_s))
+        try:
+            if said is not None and not seat.gone:
+                seat.notify(said)
+                if isinstance(said, StepFailed):
+                    self.let_go(seat)
+        finally:
+            self._busy = busy
+            self._handle(turn.Ended(seat.key, self._took_s))
 
     def _find_another(self, seat: Seat, step: StartStep, failed: turn.CacheFailed) -> None:
         """There is no such cache, so the step waits for another one."""

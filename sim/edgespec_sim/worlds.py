@@ -20,6 +20,7 @@ from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, U
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.run_ahead import run_ahead_policy
+from edgespec.drafters.tree_rows import PathDrafter
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.checked_models import (
     CheckedDrafter,
@@ -147,13 +148,17 @@ class _World:
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
+            leaves=options.leaves,
         )
-        drafter = CheckedDrafter(options.drafter(options.model), session.tree)
+        inner = options.drafter(options.model)
+        if options.leaves > 1:
+            inner = PathDrafter(inner, options.leaves)
+        drafter = CheckedDrafter(inner, session.tree)
         device = SimulatedDevice(
             self.queue,
             session,
             drafter,
-            lambda kept, fed: options.step_s,
+            lambda kept, fed: options.step_s + options.leaf_s * (fed - 1),
             lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)

@@ -161,8 +161,9 @@ async def test_a_step_that_hangs_costs_no_text() -> None:
         assert await hung == right(HANGING)
         drafter.freed.set()
         before = sum(steps.done.values())
-        assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
-        assert sum(steps.done.values()) > before  # there are drafts again
+        async with asyncio.timeout(60.0):
+            while sum(steps.done.values()) == before:  # until there are drafts again
+                assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
     assert set(steps.failed) <= {"the draft model did not answer within 0.05 s"}
 
 

@@ -163,7 +163,7 @@ def _acknowledges_rarely(
 
 def _repeats_empty_steps(steps: DraftSteps, done: draft_events.StepDone, now: float) -> None:
     _step_done(steps, done, now)
-    steps._speechless_at = None
+    steps._speechless = (0, frozenset())
 
 
 def _flow_control_off(session: VerifySession, offer: Offer, now: float) -> tuple[VerifyAction, ...]:

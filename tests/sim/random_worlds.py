@@ -48,7 +48,14 @@ def play(seed: int) -> WorldResult:
 
 
 def draw_options(seed: int) -> WorldOptions:
-    return _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
+    options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
+    return _with_leaves(options, random.Random(f"leaves of {seed}"))
+
+
+def _with_leaves(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """Some devices draft behind several leaves a step; rows are free, or as dear as a step."""
+    share = dice.choice((0.0, 0.1, 0.3, 1.0))
+    return replace(options, leaves=dice.choice((1, 1, 2, 4)), leaf_s=share * options.step_s)
 
 
 def _with_server_drafts(options: WorldOptions, dice: random.Random) -> WorldOptions:

@@ -1,16 +1,20 @@
 """At most one draft step runs; its guesses grow the tree when it ends, wherever the root is then.
 
-A step starts behind a node on some committed prefix. While it runs, a commit may move the root: the
-step's guesses are then matched against the new root, where they become nodes, turn out to be what
-was committed meanwhile (which still says how good the draft is), or are dropped.
+A step starts behind one node or several on some committed prefix. While it runs, a commit may move
+the root: the step's guesses are then matched against the new root, where they become nodes, turn
+out to be what was committed meanwhile (which still says how good the draft is), or are dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from edgespec.core.device import events as ev
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
+from edgespec.core.device.tree_cache import TreeCache
 from edgespec.core.protocol.tree import FORWARDED, SpeculationTree
+from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
 # Feeding more than this is prefill or catching up, and says little about a usual step.
@@ -18,21 +22,33 @@ _USUAL_FEED = 2
 
 
 @statically_frozen
-class _Step:
+class Leaf:
+    """A node to draft behind (or ``ROOT``), and how many choices to take there."""
+
     parent: int
+    width: int
+
+
+@statically_frozen
+class _Step:
+    leaves: tuple[Leaf, ...]
     base_position: int
     started_at: float
     fed: int
+    rows: int
 
 
 class DraftSteps:
-    """The steps of one session, one after the other."""
+    """The steps of one session, one after the other. ``most_leaves`` 1 asks for plain steps; with
+    more, every step is one of a ``ports.TreeDrafter``."""
 
-    def __init__(self, tree: SpeculationTree, reader: CommitReader) -> None:
+    def __init__(self, tree: SpeculationTree, reader: CommitReader, most_leaves: int = 1) -> None:
         self._tree, self._reader = tree, reader
         self._cache = DraftCache()
+        self._tree_cache = TreeCache() if most_leaves > 1 else None
         self._running: _Step | None = None
-        self._speechless_at: tuple[int, int] | None = None
+        self._speechless: tuple[int, frozenset[int]] = (0, frozenset())
+        """Where the last step had no guess: the committed length, and the nodes."""
         self.waiting = False
         """Whether the step that runs has to wait for other sessions to begin."""
 
@@ -42,14 +58,23 @@ class DraftSteps:
 
     def is_worth_asking(self, parent: int) -> bool:
         """False where the drafter was asked last and had no guess: it would have none again."""
-        return (parent, self._tree.prefix.length) != self._speechless_at
+        length, parents = self._speechless
+        return length != self._tree.prefix.length or parent not in parents
 
-    def start(self, parent: int, width: int, now: float) -> ev.StartStep:
-        """Draft behind ``parent``."""
-        prefix = self._tree.prefix
-        keep, feed = self._cache.feed(prefix, self._tree.path(parent))
-        self._running = _Step(parent, prefix.length, now, len(feed))
-        return ev.StartStep(keep, feed, width)
+    def start(self, leaves: Sequence[Leaf], now: float) -> ev.StartStep:
+        """Draft behind ``leaves``, one or several, likeliest first."""
+        tree = self._tree
+        prefix, rows = tree.prefix, None
+        parents = [leaf.parent for leaf in leaves]
+        if self._tree_cache is None:
+            (parent,) = parents
+            keep, feed = self._cache.feed(prefix, tree.path(parent))
+        else:
+            keep, feed, rows = self._tree_cache.feed(tree, parents)
+        fed = len(feed) + (len(rows.tokens) - len(leaves) if rows is not None else 0)
+        count = len(feed) + len(rows.tokens) if rows is not None else len(feed)
+        self._running = _Step(tuple(leaves), prefix.length, now, fed, count)
+        return ev.StartStep(keep, feed, max([leaf.width for leaf in leaves]), rows)
 
     def put_off(self, event: ev.StepWaits | ev.StepWithdrawn) -> None:
         """The step asked for waits for other sessions, or is to be asked for anew."""
@@ -58,7 +83,8 @@ class DraftSteps:
         self.waiting = isinstance(event, ev.StepWaits)
         if isinstance(event, ev.StepWithdrawn):
             self._running = None
-            self._cache.take_back(forgotten=event.forgotten)
+            cache = self._cache if self._tree_cache is None else self._tree_cache
+            cache.take_back(forgotten=event.forgotten)
 
     def failed(self) -> None:
         self._running, self.waiting = None, False
@@ -67,18 +93,29 @@ class DraftSteps:
         """Grow the tree by the guesses of the step that ran."""
         assert self._running is not None
         step, self._running, self.waiting = self._running, None, False
-        tree = self._tree
+        answers = (event.candidates, *event.others)
+        assert len(answers) == len(step.leaves)
+        estimates = self._reader.estimates
         self._reader.counters.steps += 1
-        self._speechless_at = None if event.candidates else (step.parent, step.base_position)
+        speechless = [
+            leaf.parent for leaf, found in zip(step.leaves, answers, strict=True) if not found
+        ]
+        self._speechless = (step.base_position, frozenset(speechless))
         if step.fed <= _USUAL_FEED:
-            self._reader.estimates.step_s.add(now - step.started_at)
+            estimates.step_s.add(now - step.started_at)
+            estimates.leaf_s.add(step.rows, now - step.started_at)
+        for leaf, found in zip(step.leaves, answers, strict=True):
+            self._grow(leaf.parent, step.base_position, found[: leaf.width])
+
+    def _grow(self, parent: int, base_position: int, candidates: tuple[Candidate, ...]) -> None:
+        tree = self._tree
         winner, late = None, False
-        if step.base_position < tree.prefix.length:  # the root moved meanwhile
-            position = tree.place(step.parent, step.base_position)
+        if base_position < tree.prefix.length:  # the root moved meanwhile
+            position = tree.place(parent, base_position)
             late = position is not None and position < tree.prefix.length
-        for rank, candidate in enumerate(event.candidates):
+        for rank, candidate in enumerate(candidates):
             node_id = tree.last_id + 1
-            growth = tree.grow(node_id, step.parent, candidate.token, step.base_position, rank)
+            growth = tree.grow(node_id, parent, candidate.token, base_position, rank)
             winner = rank if growth is FORWARDED else winner
         if late:
-            self._reader.score(winner, len(event.candidates))
+            self._reader.score(winner, len(candidates))

@@ -30,6 +30,8 @@ class DraftEstimates:
 
     rtt_s: MovingAverage = field(default_factory=MovingAverage)
     step_s: MovingAverage = field(default_factory=MovingAverage)
+    leaf_s: SlopeEstimator = field(default_factory=SlopeEstimator)
+    """What one more row adds to a draft step."""
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """From one commit to the next, as they arrive."""

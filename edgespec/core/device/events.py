@@ -8,7 +8,7 @@ from enum import Enum
 
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
 from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import Candidate
+from edgespec.core.protocol.work import Candidate, TreeRows
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -66,6 +66,8 @@ class StepDone:
     """The draft step is over, and these are its guesses, best first."""
 
     candidates: tuple[Candidate, ...]
+    others: tuple[tuple[Candidate, ...], ...] = ()
+    """Those behind the step's second leaf and on, in order."""
 
 
 @statically_frozen
@@ -139,12 +141,13 @@ class Transmit:
 
 @statically_frozen
 class StartStep:
-    """Run the drafter (``ports.Drafter.step``) with these arguments; answer with ``StepDone`` or
-    ``StepFailed``."""
+    """Run the drafter with these arguments (``ports.Drafter.step``, or ``TreeDrafter.step_tree``
+    where there are ``rows``); answer with ``StepDone`` or ``StepFailed``."""
 
     keep_length: int
     feed: tuple[int, ...]
     width: int
+    rows: TreeRows | None = None
 
 
 @statically_frozen

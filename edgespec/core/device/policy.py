@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgespec.core.device.draft_view import DraftView
+from edgespec.core.device.leaf_choice import further_leaves, likely_leaves
 from edgespec.core.protocol.tree import ROOT
 
 MAX_GAMMA = 32
@@ -43,6 +44,10 @@ class DraftPolicy(Protocol):
     def extend(self, view: DraftView) -> int | None:
         """The node (or ``ROOT``) to draft behind, or None to rest until something happens."""
 
+    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
+        """Further nodes for the step behind ``first``, likeliest first; asked where a drafter takes
+        several."""
+
     def flush(self, view: DraftView) -> bool:
         """Whether to send the unsent nodes now."""
 
@@ -58,6 +63,9 @@ class FixedPolicy:
         if view.in_flight or view.unsent >= self._gamma(view) or view.room < self.width:
             return None
         return view.tip()
+
+    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
+        return ()
 
     def flush(self, view: DraftView) -> bool:
         return not view.in_flight and view.unsent >= self._gamma(view)
@@ -95,6 +103,9 @@ class PearlPolicy:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
         return view.tip() if view.unsent < gamma and view.room >= self.width else None
 
+    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
+        return ()
+
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight
 
@@ -131,7 +142,7 @@ class WindowedPolicy:
     def extend(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree
         window = self.window or math.ceil(2 * view.round_s / step_s) + 4
-        if len(tree.nodes) >= window * self.width or view.room < self.width:
+        if len(tree.nodes) >= window * self.width * view.leaves or view.room < self.width:
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         # Behind a leaf less likely than this, not even the first choice pays for its row.
@@ -160,6 +171,15 @@ class WindowedPolicy:
                     if chance > best_chance or node.id < best:
                         best, best_chance = node.id, chance
         return best or None
+
+    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
+        most = min(view.leaves, view.room // self.width) - 1
+        if first == ROOT or most <= 0:
+            return ()
+        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+        priced = view.estimates.price.least_chance / rates[0]
+        least = self._least_chance(view, view.leaf_row_s, sum(rates))
+        return further_leaves(view, first, likely_leaves(view, rates, least, priced), most)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:
