@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Self, TypeVar
 
 from edgespec.agent.agent import (
@@ -20,6 +21,7 @@ from edgespec.agent.agent import (
     GenerationStats,
     Piece,
 )
+from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
 from edgespec.compose import SetupError, build_agent
 from edgespec.config import (
     DEFAULT_ADDRESS,
@@ -31,6 +33,7 @@ from edgespec.config import (
     load_config,
 )
 from edgespec.core.device.events import TokenKind
+from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import TokenScore
@@ -41,16 +44,21 @@ __all__ = [
     "AgentOptions",
     "Chunk",
     "ConfigError",
+    "Correction",
     "FaultCode",
     "FinishReason",
     "GenerationError",
     "GenerationStats",
+    "Offline",
     "Piece",
+    "ReplyEvent",
+    "ReplyText",
     "SamplingParams",
     "SetupError",
     "SyncAgent",
     "TokenKind",
     "TokenScore",
+    "UnverifiedChunk",
     "connect",
 ]
 
@@ -68,6 +76,7 @@ def connect(
     width: int = PolicySection().width,
     window: int | None = None,
     run_ahead: str = RunAhead.AUTO.value,
+    offline: str = Offline.WAIT.value,
     rtt_ms: float = 0.0,
     draft_ms: float = 0.0,
     tls: bool = False,
@@ -83,7 +92,8 @@ def connect(
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
     Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream; ``model``
-    asks for a target by name; ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
+    asks for a target by name; ``offline="draft"`` writes on while no verifier can be reached
+    (``Agent.follow``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
     device. ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others;
     ``client_cert`` and ``client_key`` are for a verifier that asks for them. The key for a verifier
     that wants one comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or
@@ -104,6 +114,7 @@ def connect(
         "policy.width": width,
         "policy.window": window,
         "policy.run_ahead": run_ahead,
+        "offline": offline,
         "tls.enabled": tls,
         "tls.ca": ca,
         "tls.client_cert": client_cert,
@@ -156,12 +167,25 @@ class SyncAgent:
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
-        chunks = self._agent.generate(prompt, sampling, logprobs=logprobs)
+        with closing(self.follow(prompt, sampling, logprobs=logprobs)) as events:
+            for event in events:
+                if isinstance(event, Chunk):
+                    yield event
+
+    def follow(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
+    ) -> Generator[ReplyEvent, None, None]:
+        """``generate``, and what the draft writes offline; as ``Agent.follow``."""
+        events = self._agent.follow(prompt, sampling, logprobs=logprobs)
         try:
-            while (chunk := self._call(_next(chunks))) is not None:
-                yield chunk
+            while (event := self._call(_next(events))) is not None:
+                yield event
         finally:
-            self._call(_close(chunks))
+            self._call(_close(events))
 
     def close(self) -> None:
         """End what runs and stop the thread; a second call does nothing."""
@@ -190,9 +214,9 @@ class SyncAgent:
             raise
 
 
-async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:
-    return await anext(chunks, None)
+async def _next(events: AsyncIterator[ReplyEvent]) -> ReplyEvent | None:
+    return await anext(events, None)
 
 
-async def _close(chunks: Any) -> None:
-    await chunks.aclose()
+async def _close(events: Any) -> None:
+    await events.aclose()

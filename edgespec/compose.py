@@ -354,10 +354,11 @@ def build_agent(
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
         run_ahead=policy.run_ahead,
-        reconnect=config.reconnect,
+        reconnect=config.patience,
         model=config.model,
         vocabulary=vocabulary_of(reference),
         draft_caches=config.draft.caches,
+        offline=config.offline_policy,
     )
     drafter = load_drafter(config, say=say)
     return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)

@@ -13,12 +13,16 @@ import logging
 import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, assert_never
 
+from edgespec.agent.reply import Chunk as Chunk
+from edgespec.agent.reply import Piece as Piece
+from edgespec.agent.reply import ReplyEvent, ReplyReader
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.shared_drafter import SharedDrafter
-from edgespec.agent.text import StopFinder, TextDecoder
+from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
@@ -28,7 +32,14 @@ from edgespec.core.device.events import (
     Fail,
     Finish,
     Stop,
-    TokenKind,
+)
+from edgespec.core.device.offline import (
+    Correction,
+    OfflinePolicy,
+    OfflineSession,
+    PauseWriting,
+    Provisional,
+    WritingPolicy,
 )
 from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
@@ -37,7 +48,7 @@ from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import MAX_LOGPROBS, TokenScore
+from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.ports import Drafter, Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
@@ -58,32 +69,6 @@ class GenerationError(RuntimeError):
     def __init__(self, message: str, code: FaultCode | None) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The text that became certain with one token, and how that token came about."""
-
-    text: str
-    kind: TokenKind
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one commit brought, up to the token that completed a stop string. The last chunk has
-    ``finish``, and perhaps text that was held back, but no token."""
-
-    position: int
-    """Absolute position of ``tokens[0]``."""
-    tokens: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    finish: FinishReason | None = None
-    logprobs: tuple[TokenScore, ...] = ()
-    """Of ``tokens``, one each, when asked for; none of tokens whose scores a broken link lost."""
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +103,7 @@ class AgentOptions:
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
+    offline: OfflinePolicy = field(default_factory=OfflinePolicy)
     turns: TurnPolicy = field(default_factory=TurnPolicy)
 
 
@@ -169,6 +155,23 @@ class Agent:
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
         ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
+        async with aclosing(self.follow(prompt, sampling, logprobs=logprobs)) as events:
+            async for event in events:
+                if isinstance(event, Chunk):
+                    yield event
+
+    async def follow(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
+    ) -> AsyncGenerator[ReplyEvent, None]:
+        """``generate``, and what the draft writes while no verifier can be reached.
+
+        That comes as ``UnverifiedChunk``, where ``AgentOptions.offline`` lets it, and a ``Chunk``
+        or a ``Correction`` follows for each of its tokens before the end.
+        """
         sampling = _checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
@@ -187,8 +190,10 @@ class Agent:
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
         try:
-            async for chunk in self._chunks(driver, sampling, tokens):
-                yield chunk
+            counters = driver.session.counters
+            reader = ReplyReader(self._decoder, tokens, sampling, counters)
+            async for event in self._events(driver, reader):
+                yield event
         finally:
             self._tell_of_failure(driver.session.counters.draft_failure)
             await driver.close()
@@ -230,7 +235,7 @@ class Agent:
         sampling: SamplingParams,
         drafter: Drafter | None,
         logprobs: int,
-    ) -> DraftSession:
+    ) -> OfflineSession:
         request = Open(
             session_id=secrets.token_hex(16),
             model=self.options.model,
@@ -243,15 +248,21 @@ class Agent:
             logprobs=logprobs,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
-        return DraftSession(
+        info = None if drafter is None else drafter.info
+        eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
+        longest = min(len(prompt) + sampling.max_tokens, context_length)
+        stops = frozenset((*sampling.stop_token_ids, *eos))
+        writer = WritingPolicy(self.options.policy, longest, stops)
+        session = DraftSession(
             request,
-            self.options.policy,
+            writer,
             self.options.reconnect,
             context_length,
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
             price=self._price,
         )
+        return OfflineSession(session, writer, self.options.offline)
 
     @property
     def _vocabulary_size(self) -> int:
@@ -279,36 +290,32 @@ class Agent:
                 )
         return tuple(tokens)
 
-    async def _chunks(
-        self, driver: SessionDriver, sampling: SamplingParams, prompt: Sequence[int]
-    ) -> AsyncIterator[Chunk]:
-        """What the user sees is a function of the stream of tokens alone, not of how commits cut it
-        up: it ends with the token that completes a stop string."""
-        decoder, stops = self._decoder(prompt), StopFinder(sampling.stop)
-        position, counters = len(prompt), driver.session.counters
+    async def _events(
+        self, driver: SessionDriver, reader: ReplyReader
+    ) -> AsyncIterator[ReplyEvent]:
         async for outcome in driver.outcomes():
+            found: list[ReplyEvent] = []
             match outcome:
                 case Fail(why, code):
+                    for event in reader.give_up():
+                        yield event
                     raise GenerationError(why, code)
                 case Finish(reason):
-                    rest = stops.push(decoder.flush()) + stops.flush()
-                    last = (Piece(rest, TokenKind.DECODED),) if rest else ()
-                    finish = FinishReason.STOP if stops.found else reason
-                    yield Chunk(position, (), last, finish)
-                case Deliver(tokens=tokens, kinds=kinds, logprobs=scores):
-                    pieces: list[Piece] = []
-                    for token, kind in zip(tokens, kinds, strict=True):
-                        if stops.found:
-                            break
-                        pieces.append(Piece(stops.push(decoder.push((token,))), kind))
-                    given = len(pieces)
-                    counters.take_back(kinds[given:])
-                    if stops.found:
+                    found = reader.finish(reason)
+                case Deliver():
+                    found = reader.deliver(outcome)
+                    if reader.stopped:
                         driver.stop(Stop(FinishReason.STOP))  # nothing to do the second time
-                    if given:
-                        told = scores[:given]
-                        yield Chunk(position, tokens[:given], tuple(pieces), logprobs=told)
-                    position += given
+                case Provisional():
+                    found = reader.write(outcome)
+                    if reader.pauses:
+                        driver.stop(PauseWriting())
+                case Correction(position):
+                    found = reader.correct(position)
+                case _:
+                    assert_never(outcome)
+            for event in found:
+                yield event
 
 
 def _checked_sampling(sampling: SamplingParams | None) -> SamplingParams:

@@ -23,8 +23,6 @@ from edgespec.core.device.events import (
     Connect,
     Deliver,
     Disconnect,
-    DraftAction,
-    DraftEvent,
     Fail,
     Finish,
     Start,
@@ -33,14 +31,21 @@ from edgespec.core.device.events import (
     Tick,
     Transmit,
 )
-from edgespec.core.device.session import DraftSession
+from edgespec.core.device.offline import (
+    Correction,
+    OfflineAction,
+    OfflineEvent,
+    OfflineSession,
+    PauseWriting,
+    Provisional,
+)
 from edgespec.core.protocol.messages import Cancel
 from edgespec.ports import Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # How long leaving a generation early waits for its last messages to leave.
 LETTING_GO_S: Final = 1.0
-Outcome = Deliver | Finish | Fail
+Outcome = Deliver | Provisional | Correction | Finish | Fail
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +57,7 @@ class SessionDriver:
 
     def __init__(
         self,
-        session: DraftSession,
+        session: OfflineSession,
         transport: Transport,
         drafter: SharedDrafter | None,
         *,
@@ -62,7 +67,7 @@ class SessionDriver:
         self.session = session
         self._transport = transport
         self._tracer, self._clock = tracer or NoTrace(), clock
-        # Holds at most one entry a committed token, and max_tokens bounds those.
+        # Holds at most a few entries a token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._link: Link | None = None
         self._links: set[asyncio.Task[None]] = set()
@@ -91,7 +96,7 @@ class SessionDriver:
         return self._links | self._steps
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
+        """Deliveries, what was written offline, and the ``Finish`` or ``Fail`` that ends them."""
         self._handle(Start())
         while True:
             outcome = await self._outcomes.get()
@@ -99,8 +104,8 @@ class SessionDriver:
             if isinstance(outcome, Finish | Fail):
                 return
 
-    def stop(self, event: Stop) -> None:
-        """End the generation; the outcome follows."""
+    def stop(self, event: Stop | PauseWriting) -> None:
+        """End the generation, and the outcome follows; or write no more without a verifier."""
         self._handle(event)
 
     async def close(self) -> None:
@@ -114,7 +119,7 @@ class SessionDriver:
 
     # --- the session -----------------------------------------------------------------------
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: OfflineEvent) -> None:
         """Never raises: what goes wrong becomes the generation's ``Fail``."""
         if self._over.is_set():
             return
@@ -128,7 +133,7 @@ class SessionDriver:
         except Exception as error:
             self._fail(error)
 
-    def _do(self, action: DraftAction) -> None:
+    def _do(self, action: OfflineAction) -> None:
         match action:
             case Connect():
                 self._link = Link(self._transport, self._handle)
@@ -143,7 +148,7 @@ class SessionDriver:
             case StartStep():
                 assert self._seat is not None
                 self._seat.ask(action)
-            case Deliver():
+            case Deliver() | Provisional() | Correction():
                 self._outcomes.put_nowait(action)
             case Finish() | Fail():
                 self._end(action)

@@ -10,9 +10,10 @@ from dataclasses import replace
 import typer
 
 from edgespec.access import device_access
-from edgespec.agent.agent import Agent
+from edgespec.agent.agent import Agent, Chunk
 from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.cli import options
+from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say, set_up_logging
 from edgespec.cli.streaming import Progress, View
 from edgespec.compose import (
@@ -36,6 +37,20 @@ def agent_settings(context: typer.Context) -> AgentConfig:
     return settings
 
 
+class NotThereError(SetupError):
+    """No verifier answers; one may do so later."""
+
+
+async def greet_if_there(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | None]:
+    """``greet``, for who can begin without a verifier: then what it serves is not known, and the
+    user is told."""
+    try:
+        return await greet(config)
+    except NotThereError as error:
+        say(f"offline: {str(error).splitlines()[0]}; writing on with the draft alone")
+        return config, None
+
+
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """What the verifier serves, if it is there and fits ``config``, and ``config`` with those that
     do: of several, the one chosen is named and comes first. Raises ``SetupError`` saying what to
@@ -47,7 +62,9 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     try:
         info = (await transport.info()).model
     except LinkError as error:
-        raise SetupError(no_verifier(address, error)) from error
+        trusted = error.retryable and not isinstance(error, UntrustedPeerError)
+        kind = NotThereError if trusted else SetupError
+        raise kind(no_verifier(address, error)) from error
     finally:
         await transport.close()
     if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
@@ -64,7 +81,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
             links, policy, device, lambda model: _misfit(config, model, "it")
         )
     except NoneFitsError as error:
-        raise SetupError(f"{error}\n  start one:   edgespec verifier") from error
+        raise NotThereError(f"{error}\n  start one:   edgespec verifier") from error
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
     if found.left_out:
@@ -131,10 +148,13 @@ async def stream(
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        async with aclosing(agent.generate(prompt, sampling, logprobs=logprobs)) as chunks:
-            async for chunk in chunks:
-                progress.add(chunk)
-                view.show(chunk)
+        async with aclosing(agent.follow(prompt, sampling, logprobs=logprobs)) as events:
+            async for event in events:
+                if isinstance(event, Chunk):
+                    progress.add(event)
+                    view.show(event)
+                elif isinstance(view, OfflineView):
+                    view.show_unverified(event)
     finally:
         view.end()
     return progress

@@ -9,11 +9,19 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.device import agent_settings, check_prompt, greet, stream
+from edgespec.cli.device import (
+    agent_settings,
+    check_prompt,
+    greet,
+    greet_if_there,
+    stream,
+)
+from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import reported, run, say, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.scores import MAX_LOGPROBS
 
 MAX_PROMPT_BYTES = 4 << 20
@@ -54,6 +62,7 @@ def generate(
     server_name: options.ServerName = None,
     api_key_file: options.ApiKeyFile = None,
     insecure: options.Insecure = None,
+    offline: options.OfflineOption = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,
@@ -111,9 +120,14 @@ def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
 async def _generate(
     config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int
 ) -> None:
-    config, info = await greet(config)
+    if config.offline is Offline.DRAFT:
+        config, info = await greet_if_there(config)
+        view = OfflineView(view)
+    else:
+        config, info = await greet(config)
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
-    check_prompt(tokens, info)
+    if info is not None:
+        check_prompt(tokens, info)
     with trace_to(config.trace) as tracer:
         async with build_agent(config, tracer=tracer, say=say) as agent:
             progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)

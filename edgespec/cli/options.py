@@ -19,6 +19,7 @@ from edgespec.cli.tls_options import ClientKey as ClientKey
 from edgespec.cli.tls_options import ServerName as ServerName
 from edgespec.cli.tls_options import Tls as Tls
 from edgespec.config import ConfigError, PolicyName, dump_config, load_config
+from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.messages import RunAhead
 
 _Config = TypeVar("_Config")
@@ -200,6 +201,15 @@ MemoryBudget = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+OfflineOption = Annotated[
+    Offline | None,
+    typer.Option(
+        "--offline",
+        help="When no verifier can be reached: wait, or draft on alone (marked, on stderr) and "
+        "have it checked when one is back",
+        rich_help_panel=_WHERE,
+    ),
+]
 DraftMs = Annotated[
     float | None,
     typer.Option(
@@ -282,6 +292,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
+    "offline": "offline",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,
     "policy": "policy.name",

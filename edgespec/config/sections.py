@@ -5,7 +5,7 @@ Every section checks itself: ``ValueError`` names the field, the value and the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
@@ -13,6 +13,7 @@ from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
@@ -278,6 +279,11 @@ class AgentConfig:
     policy: PolicySection = field(default_factory=PolicySection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
+    offline: Offline = Offline.WAIT
+    """When no verifier can be reached: ``wait`` for one, or ``draft`` on and have it checked later.
+    With ``draft``, ``reconnect.give_up_s`` bounds the wait for a first verifier too."""
+    offline_grace_s: float = OfflinePolicy().grace_s
+    """How long no verifier may have answered before the draft writes on alone."""
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     """How to get from one of several verifiers to another."""
     association: str = LowestDelay.name
@@ -303,10 +309,23 @@ class AgentConfig:
             _not_empty("verifier", address)
             if "://" in address:
                 raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
+        bounded("offline_grace_s", self.offline_grace_s, 0.0, 3600.0)
         if not self.association.startswith(LEARNED):
             _one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
+
+    @property
+    def offline_policy(self) -> OfflinePolicy:
+        return OfflinePolicy(self.offline, self.offline_grace_s)
+
+    @property
+    def patience(self) -> ReconnectPolicy:
+        """``reconnect``; who writes on without a verifier has more time for the first one."""
+        patience = self.reconnect
+        if self.offline is Offline.WAIT:
+            return patience
+        return replace(patience, give_up_first_s=max(patience.give_up_first_s, patience.give_up_s))
 
     @property
     def verifiers(self) -> tuple[str, ...]:
