@@ -22,7 +22,7 @@ from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.estimates import DraftEstimates, RowPrice, RowTimes
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -38,7 +38,7 @@ from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAh
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import MAX_LOGPROBS, TokenScore
-from edgespec.ports import Drafter, Transport
+from edgespec.ports import Drafter, Transport, most_leaves
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
@@ -146,7 +146,7 @@ class Agent:
         self._drafter_taken = False
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price = RowPrice()
+        self._price, self._rows = RowPrice(), RowTimes()
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -248,6 +248,8 @@ class Agent:
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
             price=self._price,
+            leaves=most_leaves(drafter),
+            rows=self._rows,
         )
 
     @property

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import operator
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import Final, assert_never
 
+from edgespec.agent.draft_step import run_step
 from edgespec.agent.link import Link
 from edgespec.core.device.events import (
     Connect,
@@ -38,7 +38,7 @@ from edgespec.core.device.events import (
 )
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Cancel
-from edgespec.ports import Candidate, Drafter, StepCancelledError, Transport
+from edgespec.ports import Drafter, StepCancelledError, Transport
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # How long leaving a generation early waits for its last messages to leave.
@@ -199,7 +199,7 @@ class SessionDriver:
     async def _run_step(self, step: StartStep) -> None:
         loop = asyncio.get_running_loop()
         try:
-            guesses = await loop.run_in_executor(self._thread, self._draft, step)
+            done = await loop.run_in_executor(self._thread, self._draft, step)
         except StepCancelledError:
             return  # the generation is over
         except asyncio.CancelledError:
@@ -208,9 +208,9 @@ class SessionDriver:
         except Exception as error:  # whatever a model raises ends the drafting, not the session
             self._handle(StepFailed(f"{type(error).__name__}: {error}"))
         else:
-            self._handle(StepDone(guesses))
+            self._handle(done)
 
-    def _draft(self, step: StartStep) -> tuple[Candidate, ...]:
+    def _draft(self, step: StartStep) -> StepDone:
         """In the drafter's thread: behind the steps of a generation before, which it may still be
         busy with."""
         drafter = self._drafter
@@ -221,18 +221,4 @@ class SessionDriver:
             request = self.session.request
             drafter.begin(len(request.prompt), request.sampling)
             self._begun = True
-        guesses = drafter.step(step.keep_length, step.feed, step.width, self._over.is_set)
-        return _checked(guesses, step.width)
-
-
-def _checked(guesses: object, width: int) -> tuple[Candidate, ...]:
-    """``guesses`` as the session takes them. Raises ``TypeError`` or ``ValueError``: a drafter that
-    returns anything else ends the drafting, as one that raises does."""
-    if not isinstance(guesses, tuple):
-        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
-    if len(guesses) > width:
-        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
-    for guess in guesses:
-        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
-            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
-    return guesses
+        return run_step(drafter, step, self._over.is_set)

@@ -74,9 +74,7 @@ class TreeCache:
         )
         return keep, feed, rows
 
-    def _settled(
-        self, prefix: CommittedPrefix, children: dict[tuple[int, int], int]
-    ) -> list[int]:
+    def _settled(self, prefix: CommittedPrefix, children: dict[tuple[int, int], int]) -> list[int]:
         """Rows of nodes that have been committed, in the order of the text."""
         found: list[int] = []
         row = self._text - 1
