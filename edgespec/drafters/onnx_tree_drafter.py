@@ -84,10 +84,13 @@ class OnnxTreeDrafter(OnnxDrafter):
         self._move(keep_length, rows.moved)
         self._held = first = min(self._held, fed)
         logits: dict[int, NDArray[np.float32]] = {}
-        for start in range(first, len(table.tokens), self._chunk):
+        end = first
+        while end < len(table.tokens):
+            start, end = end, min(end + self._chunk, len(table.tokens))
             if cancelled():
                 raise StepCancelledError(f"cancelled with {start - first} rows fed")
-            end = min(start + self._chunk, len(table.tokens))
+            if not start:  # behind no row at all, the attention counts positions by itself
+                end = min(end, table.trunk)
             leaves = [leaf for leaf in rows.leaves if start <= leaf < end]
             self._feed(start, end, leaves or [end - 1])
             logits |= {leaf: self._leaf_logits[at].copy() for at, leaf in enumerate(leaves)}

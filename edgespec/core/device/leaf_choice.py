@@ -5,8 +5,7 @@ costs what it adds to the step, which delays everything that is drafted afterwar
 added, likeliest first, while each brings several times what the step brings on average (the
 chances of its leaves to be reached, over its time). Once would do if all that counted were nodes a
 second. But a leaf that is left out may still be drafted in time in the next step, and a delay
-lasts: in virtual time twice was about best where a row costs 0.05 to
-0.25 of a step.
+lasts: in virtual time twice was about best where a row costs 0.05 to 0.25 of a step.
 """
 
 from __future__ import annotations
