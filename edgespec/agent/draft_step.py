@@ -16,7 +16,7 @@ def run_step(drafter: Drafter, step: StartStep, cancelled: Cancelled) -> StepDon
         return StepDone(_checked(guesses, step.width))
     if not isinstance(drafter, TreeDrafter):
         raise TypeError(f"{type(drafter).__name__} takes one leaf a step, but got rows of a tree")
-    found = drafter.step_tree(step.keep_length, step.feed, step.rows, step.width, cancelled)
+    found: object = drafter.step_tree(step.keep_length, step.feed, step.rows, step.width, cancelled)
     if not isinstance(found, tuple) or len(found) != len(step.rows.leaves):
         count = len(step.rows.leaves)
         raise ValueError(f"the drafter must return a tuple of {count} answers, one a leaf")
