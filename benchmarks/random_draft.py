@@ -39,7 +39,7 @@ class _RandomCheckpoint(Checkpoint):
         self._rng = np.random.default_rng(0)
 
     def __contains__(self, name: str) -> bool:
-        return not name.endswith(".bias")
+        return bool(name) and not name.endswith(".bias")
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         if len(shape) == 1:

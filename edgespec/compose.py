@@ -244,7 +244,7 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     if drafter is not None and config.draft.draft_ms:
         from edgespec.drafters.paced import PacedDrafter
 
-        drafter = PacedDrafter(drafter, config.draft.draft_ms)
+        drafter = PacedDrafter(drafter, config.draft.draft_ms, row_ms=config.draft.row_ms)
     if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
         from edgespec.drafters.routed import RoutedDrafter
 
@@ -389,7 +389,7 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
     from edgespec.model_drafter import model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
-    return model_drafter(draft, tokenizer, config.policy.width, say)
+    return model_drafter(draft, tokenizer, config.policy, say)
 
 
 def _toy_info() -> ModelInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec.config import DraftSection
+from edgespec.config import DraftSection, PolicySection
 from edgespec.core.device.kv_type import KvType
 from edgespec.models.draft_sources import find_draft, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
@@ -15,12 +15,14 @@ from edgespec.setup_error import SetupError, needs
 Say = Callable[[str], None]
 
 
-def model_drafter(draft: DraftSection, tokenizer: str, width: int, say: Say) -> Drafter:
+def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
     """What ``draft.model`` leads to, loaded. ``tokenizer`` names the one that is used with it, for
-    a graph that has none of its own; empty: the draft's. ``width`` is the most guesses that are
-    wanted of a step; a memory budget may grant fewer. ``say`` hears what takes long. Raises
-    ``SetupError``, or ``ValueError`` naming the file."""
+    a graph that has none of its own; empty: the draft's. ``policy`` says how many guesses of a step
+    are wanted, which a memory budget may cut down, and behind how many leaves. ``say`` hears what
+    takes long, and why a step has one leaf. Raises ``SetupError``, or ``ValueError`` naming the
+    file."""
     source = find_draft(draft.model, draft.variant)
+    leaves = _leaves(draft, policy.leaves, graph=bool(source.graphs), say=say)
     if source.graphs:
         _refuse_for_graphs(draft)
         from edgespec.foreign_drafts import foreign_drafter
@@ -37,16 +39,42 @@ def model_drafter(draft: DraftSection, tokenizer: str, width: int, say: Say) -> 
     if draft.memory_budget:
         from edgespec.draft_memory import planned_drafter
 
-        return planned_drafter(draft, width, say)
+        return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.drafters.onnx_drafter import OnnxDrafter
+    if leaves > 1:
+        from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
+        from edgespec.drafters.tree_graph import TreeGraphError
+
+        try:
+            return OnnxTreeDrafter(
+                folder, leaves, threads=draft.threads, context_length=draft.context_length
+            )
+        except TreeGraphError as error:
+            say(f"one leaf a draft step: {error}")
     return OnnxDrafter(
         folder,
         threads=draft.threads,
         context_length=draft.context_length,
         window=draft.window,
     )
+
+
+def _leaves(draft: DraftSection, wanted: int, *, graph: bool, say: Say) -> int:
+    """Leaves a step; 1, and ``say`` hears why, where the draft takes no more."""
+    if wanted == 1:
+        return 1
+    reasons = {
+        "graphs that others exported take no tree": graph,
+        "a draft within a memory budget gives rows back to the system": draft.memory_budget,
+        "a sliding window holds one text": draft.window,
+        "guesses from the text follow one branch": draft.lookup,
+    }
+    found = [why for why, holds in reasons.items() if holds]
+    if found:
+        say(f"one leaf a draft step: {found[0]}")
+    return 1 if found else wanted
 
 
 def _refuse_for_graphs(draft: DraftSection) -> None:

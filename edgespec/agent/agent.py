@@ -25,7 +25,7 @@ from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.estimates import DraftEstimates, RowPrice, RowTimes
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -49,7 +49,7 @@ from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAh
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import MAX_LOGPROBS
-from edgespec.ports import Drafter, Transport
+from edgespec.ports import Drafter, Transport, most_leaves
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
@@ -135,7 +135,7 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price = RowPrice()
+        self._price, self._rows = RowPrice(), RowTimes()
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -261,6 +261,8 @@ class Agent:
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
             price=self._price,
+            leaves=most_leaves(drafter),
+            rows=self._rows,
         )
         return OfflineSession(session, writer, self.options.offline)
 

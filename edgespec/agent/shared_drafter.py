@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, assert_never
 
+from edgespec.agent.draft_step import run_step
 from edgespec.core.device import turn_events as turn
 from edgespec.core.device.draft_turns import DraftTurns
 from edgespec.core.device.events import (
@@ -33,7 +33,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES, TurnPolicy
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Candidate, Drafter, StepCancelledError
+from edgespec.ports import Drafter, StepCancelledError
 
 _log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class SharedDrafter:
         self._took_s = 0.0
         try:
             work = loop.run_in_executor(self._thread, self._draft, seat, cache, fills, step)
-            said = StepDone(await work)
+            said = await work
         except StepCancelledError as error:
             said = StepFailed(str(error))  # nobody hears of it, unless it was not asked for
         except _NoCacheError as error:
@@ -242,7 +242,7 @@ class SharedDrafter:
         asked = turn.Asked(seat.key, seat.accepted())
         self._handle(failed, turn.Ended(seat.key, 0.0), asked)
 
-    def _draft(self, seat: Seat, cache: int, fills: bool, step: StartStep) -> tuple[Candidate, ...]:
+    def _draft(self, seat: Seat, cache: int, fills: bool, step: StartStep) -> StepDone:
         """In the drafter's thread: behind a step that nobody waits for any more, if one runs."""
         started_at = self._clock()
 
@@ -256,8 +256,7 @@ class SharedDrafter:
             drafter = self._cache(cache)
             if fills:
                 drafter.begin(seat.prompt_length, seat.sampling)
-            guesses = drafter.step(step.keep_length, step.feed, step.width, cancelled)
-            return checked(guesses, step.width)
+            return run_step(drafter, step, cancelled)
         finally:
             self._took_s = max(self._clock() - started_at, 1e-9)
 
@@ -268,16 +267,3 @@ class SharedDrafter:
             except Exception as error:  # whatever a model raises: the caches there are must do
                 raise _NoCacheError from error
         return self._drafters[number]
-
-
-def checked(guesses: object, width: int) -> tuple[Candidate, ...]:
-    """``guesses`` as the session takes them. Raises ``TypeError`` or ``ValueError``: a drafter that
-    returns anything else ends the drafting, as one that raises does."""
-    if not isinstance(guesses, tuple):
-        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
-    if len(guesses) > width:
-        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
-    for guess in guesses:
-        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
-            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
-    return guesses

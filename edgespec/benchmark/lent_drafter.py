@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
+from edgespec.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    TreeDrafter,
+    TreeRows,
+    most_leaves,
+    never_cancelled,
+)
 
 
 class LentDrafter:
@@ -29,6 +38,22 @@ class LentDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         return self._owned.step(keep_length, feed, width, cancelled)
+
+    @property
+    def most_leaves(self) -> int:
+        return most_leaves(self._owned)
+
+    def step_tree(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        rows: TreeRows,
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[tuple[Candidate, ...], ...]:
+        owned = self._owned
+        assert isinstance(owned, TreeDrafter)  # only such a one has more than one leaf
+        return owned.step_tree(keep_length, feed, rows, width, cancelled)
 
     def close(self) -> None:
         """Nothing: the owner closes it."""

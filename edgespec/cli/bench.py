@@ -37,6 +37,7 @@ from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.benchmark.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
+from edgespec.cli.leaf_options import BenchLeaves, DraftRowMs, drafting_as
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.compose import (
     PromptTokenizer,
@@ -46,7 +47,7 @@ from edgespec.compose import (
     load_tokenizer,
     tokenizer_reference,
 )
-from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
+from edgespec.config import ConfigError, LinkSection
 from edgespec.ports import Drafter, ModelInfo
 from edgespec.telemetry.match_tape import write_tape
 
@@ -169,6 +170,8 @@ def bench(
     seed: Seed = DEFAULTS.seed,
     pass_ms: PassMs = DEFAULTS.pass_ms,
     draft_ms: DraftMs = DEFAULTS.draft_ms,
+    leaves: BenchLeaves = DEFAULTS.leaves,
+    draft_row_ms: DraftRowMs = DEFAULTS.row_ms,
     gamma: Gamma = None,
     quick: Quick = False,
 ) -> None:
@@ -191,6 +194,8 @@ def bench(
                 seed=seed,
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
+                leaves=leaves,
+                row_ms=draft_row_ms,
                 gamma=gamma,
             )
             _check_output("json", json)
@@ -217,7 +222,7 @@ class _Bench:
     ) -> None:
         self._settings, self._tape_path = settings, tape_path
         self._stderr = Console(stderr=True)
-        self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
+        self._config = drafting_as(settings, draft)
         self._prompts, self._chat = _prompts(prompts), chat
         self._subject = Subject(
             model, draft, "", "", device, str(prompts) if prompts else "built-in", chat

@@ -16,6 +16,7 @@ from edgespec.cli.device import (
     greet_if_there,
     stream,
 )
+from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import reported, run, say, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
@@ -72,6 +73,7 @@ def generate(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
+    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

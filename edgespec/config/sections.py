@@ -182,6 +182,8 @@ class DraftSection:
     """0: the model's own. Less bounds the memory of keys and values."""
     draft_ms: float = 0.0
     """Emulate a slower device: a step takes at least this long."""
+    row_ms: float = 0.0
+    """And so much longer for each leaf of it after the first."""
     bits: int = 4
     """Of the weights when a Hugging Face folder is exported."""
     kv_type: KvType | None = None
@@ -210,6 +212,7 @@ class DraftSection:
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)
+        bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
         _one_of("bits", self.bits, (4, 8, 32))
         bounded("window", self.window, 0, 1 << 20)
         bounded("caches", self.caches, 1, MAX_CACHES)
@@ -255,11 +258,14 @@ class PolicySection:
     """Steps ``windowed`` may have outstanding; null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """May the verifier decode on without a draft?"""
+    leaves: int = 1
+    """Nodes that ``windowed`` may draft behind in one step, as many as pay for their time."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
             bounded("gamma", self.gamma, 1, MAX_GAMMA)
         bounded("width", self.width, 1, 16)
+        bounded("leaves", self.leaves, 1, 16)
         if self.window is not None:
             bounded("window", self.window, 1, 256)
 

@@ -87,10 +87,8 @@ class OnnxDrafter:
             self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
         threads = threads or _default_threads(self._manifest, self._weights_bytes)
-        self._session: ort.InferenceSession | None = load_session(
-            folder / MODEL_FILE, threads, providers
-        )
-        _check_signature(folder / MODEL_FILE, self._session, self._manifest)
+        path = folder / MODEL_FILE
+        self._session: ort.InferenceSession | None = self._open(path, threads, providers)
         self._cache, self._work = TokenCache(self._info), Workspace()
         self._binding: Any = None  # onnxruntime has no types
         self._bind(self._session)
@@ -198,16 +196,18 @@ class OnnxDrafter:
         for name, array in self._rows.arrays():
             yield name, array[0, :, :length]
 
-    def _bind(self, session: ort.InferenceSession) -> None:
+    def _open(self, path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+        session = load_session(path, threads, providers)
+        _check_signature(path, session, self._manifest)
+        return session
+
+    def _buffer(self, session: ort.InferenceSession, capacity: int) -> KvBuffers:
         manifest = self._manifest
         kv_type = KV_TYPES[_types(session.get_inputs())["past.0.key"]]
-        self._rows = KvBuffers(
-            manifest.layers,
-            manifest.kv_heads,
-            self._capacity,
-            manifest.head_dim,
-            kv_type,
-        )
+        return KvBuffers(manifest.layers, manifest.kv_heads, capacity, manifest.head_dim, kv_type)
+
+    def _bind(self, session: ort.InferenceSession) -> None:
+        self._rows = self._buffer(session, self._capacity)
         self._binding = session.io_binding()
         self._ids = np.zeros((1, CHUNK), dtype=np.int64)
         self._last_index = np.zeros(1, dtype=np.int32)

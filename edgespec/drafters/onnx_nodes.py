@@ -52,8 +52,13 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
         raise DraftModelError(f"{path}: not a readable ONNX file: {error}") from error
 
 
+def node_of(message: memoryview) -> Node:
+    """What a NodeProto says, without the nodes in its branches."""
+    return next(_node(message, 0, len(message), 0))
+
+
 def _nodes_of_model(view: memoryview) -> Iterator[Node]:
-    for number, start, end in _fields(view, 0, len(view)):
+    for number, start, end in message_fields(view, 0, len(view)):
         if number == _GRAPH:
             yield from _nodes_of_graph(view, start, end, 0)
 
@@ -61,7 +66,7 @@ def _nodes_of_model(view: memoryview) -> Iterator[Node]:
 def _nodes_of_graph(view: memoryview, start: int, end: int, depth: int) -> Iterator[Node]:
     if depth > _MAX_DEPTH:
         raise ValueError(f"branches are nested more than {_MAX_DEPTH} deep")
-    for number, first, last in _fields(view, start, end):
+    for number, first, last in message_fields(view, start, end):
         if number == _NODE:
             yield from _node(view, first, last, depth)
 
@@ -72,7 +77,7 @@ def _node(view: memoryview, start: int, end: int, depth: int) -> Iterator[Node]:
     integers: dict[str, int] = {}
     branches: list[tuple[int, int]] = []
     kind = ""
-    for number, first, last in _fields(view, start, end):
+    for number, first, last in message_fields(view, start, end):
         if number == _INPUT:
             inputs.append(_text(view, first, last))
         elif number == _OUTPUT:
@@ -92,7 +97,7 @@ def _attribute(
     """Adds an integer to ``integers``; returns where a graph lies, if the attribute is one."""
     name, branches = "", []
     value: int | None = None
-    for number, first, last in _fields(view, start, end):
+    for number, first, last in message_fields(view, start, end):
         if number == _ATTRIBUTE_NAME:
             name = _text(view, first, last)
         elif number == _ATTRIBUTE_INTEGER:
@@ -104,8 +109,8 @@ def _attribute(
     return branches
 
 
-def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, where its value starts, where it ends) of one message."""
+def message_fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(field number, where its value starts, where it ends) of one protobuf message."""
     at = start
     while at < end:
         key, at = _varint(view, at)

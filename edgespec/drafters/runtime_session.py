@@ -12,6 +12,7 @@ from edgespec.drafters.manifest import DraftModelError
 
 MAX_THREADS = 64
 CPU = ("CPUExecutionProvider",)
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _TYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
@@ -29,8 +30,11 @@ def open_session(path: Path, threads: int) -> ort.InferenceSession:
     return load_session(path, threads or (2 if two else 1), CPU)
 
 
-def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
-    """A session for one drafter: few threads, which sleep when they wait.
+def load_session(
+    path: Path, threads: int, providers: Sequence[str], model: bytes | None = None
+) -> ort.InferenceSession:
+    """A session for one drafter: few threads, which sleep when they wait. ``model`` is what is
+    loaded in place of the file's own graph; the file's weights are beside it.
 
     Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
     for threads outside 1..64."""
@@ -51,8 +55,10 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     # A spinning pool starves everything else on a small device and is slower when it is busy.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
+    if model is not None:
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent))
     try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
+        return ort.InferenceSession(model or str(path), options, providers=list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         hint = (
             "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"

@@ -14,15 +14,17 @@ from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, TreeRows, n
 
 
 class RowTable:
-    """Row ``i`` holds token ``tokens[i]`` and hangs on row ``parents[i] < i``, the first on -1."""
+    """Row ``i`` holds token ``tokens[i]`` at ``positions[i]`` of a text and hangs on row
+    ``parents[i] < i``, the first on -1. Of the first ``trunk`` rows each hangs on the last."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
+        self.positions: list[int] = []
+        self.trunk = 0
 
     def clear(self) -> None:
-        self.tokens.clear()
-        self.parents.clear()
+        self.tokens, self.parents, self.positions, self.trunk = [], [], [], 0
 
     def advance(self, keep_length: int, feed: Sequence[int], rows: TreeRows) -> int:
         """Carry out a step; returns the first row that was fed. Raises ``ValueError`` naming the
@@ -43,25 +45,30 @@ class RowTable:
             if not fed <= leaf < len(tokens):
                 raise ValueError(f"leaf {leaf} was not fed: rows {fed} to {len(tokens) - 1} are")
         self.tokens, self.parents = tokens, parents
+        trunk = min(self.trunk, keep_length)
+        while trunk < len(parents) and parents[trunk] == trunk - 1:
+            trunk += 1
+        self.trunk, self.positions = trunk, list(range(trunk))
+        for parent in parents[trunk:]:
+            self.positions.append(self.positions[parent] + 1)
         return fed
 
     def path(self, row: int) -> list[int]:
         """Tokens of the text up to ``row`` and of itself."""
         found: list[int] = []
-        while row >= 0:
-            if self.parents[row] == row - 1 and row < self._trunk:
-                return self.tokens[: row + 1] + found[::-1]
+        while row >= self.trunk:
             found.append(self.tokens[row])
             row = self.parents[row]
-        return found[::-1]
+        return self.tokens[: row + 1] + found[::-1]
 
-    @property
-    def _trunk(self) -> int:
-        """Leading rows each of which hangs on the one before it."""
-        for row, parent in enumerate(self.parents):
-            if parent != row - 1:
-                return row
-        return len(self.parents)
+    def hidden_from(self, row: int) -> list[int]:
+        """Rows before ``row`` that are not on the path to it, in increasing order."""
+        path = set[int]()
+        while row >= self.trunk:
+            path.add(row)
+            row = self.parents[row]
+        last = max(path, default=row)
+        return [other for other in range(row + 1, last) if other not in path]
 
     def _kept(self, keep_length: int, moved: Sequence[int]) -> tuple[list[int], list[int]]:
         held = len(self.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from edgespec.report.spans import Args, Crossing, CrossingKey, Lane, Mark, Span
-from edgespec.report.trace_lines import Line
+from edgespec.report.trace_lines import Line, fed_by
 
 
 class DeviceSpans:
@@ -32,7 +32,7 @@ class DeviceSpans:
                 self._ended, self._waiting_since = False, at_s
             case "StartStep":
                 self._stall(session, at_s)
-                self._step = (at_s, len(line["feed"]))
+                self._step = (at_s, fed_by(line))
             case "StepDone" | "StepFailed":
                 self._step_over(line)
             case "Transmit" if line["message"]["name"] == "Draft":
@@ -66,7 +66,8 @@ class DeviceSpans:
     def _step_over(self, line: Line) -> None:
         if self._step is not None:
             start_s, fed = self._step
-            args: Args = {"fed": fed, "guesses": len(line.get("candidates", ()))}
+            answers = (line.get("candidates", ()), *line.get("others", ()))
+            args: Args = {"fed": fed, "guesses": sum(len(one) for one in answers)}
             name = "draft step" if line["name"] == "StepDone" else "failed step"
             span = Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args)
             self.spans.append(span)

@@ -57,6 +57,12 @@ def _parsed(path: Path, number: int, text: str) -> Line:
     return line
 
 
+def fed_by(step: Line) -> int:
+    """How many tokens a ``StartStep`` feeds, on whatever branches."""
+    rows = step.get("rows") or {"tokens": ()}
+    return len(step["feed"]) + len(rows["tokens"])
+
+
 def sized(message: Line) -> Draft | Received | Commit | None:
     """A message as its core class, to be sized; None for those that travel once a stream, whose
     size says more about the prompt than about the way of decoding. A commit's reason to finish is

@@ -103,7 +103,7 @@ class DraftSteps:
         self._speechless = (step.base_position, frozenset(speechless))
         if step.fed <= _USUAL_FEED:
             estimates.step_s.add(now - step.started_at)
-            estimates.leaf_s.add(step.rows, now - step.started_at)
+            estimates.rows.add(step.rows, now - step.started_at)
         for leaf, found in zip(step.leaves, answers, strict=True):
             self._grow(leaf.parent, step.base_position, found[: leaf.width])
 

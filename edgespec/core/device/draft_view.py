@@ -59,18 +59,14 @@ class DraftView:
 
     @property
     def leaf_row_s(self) -> float:
-        """What one more leaf adds to a step. It is between 0 and a step: leaves that cost more
-        would be better drafted one after the other."""
-        found = self.estimates.leaf_s.get()
-        return (
-            _GUESSED_ROW_SHARE * self.step_s if found is None else min(max(0.0, found), self.step_s)
-        )
+        """What one more leaf adds to a step."""
+        found = self.estimates.rows.row_s
+        return _GUESSED_ROW_SHARE * self.step_s if found is None else found
 
     @property
     def one_leaf_s(self) -> float:
-        """What a step of one leaf takes; at least what a row adds to it."""
-        found = self.estimates.leaf_s.value(1.0)
-        return self.step_s if found is None else max(found, self.leaf_row_s, 1e-6)
+        """What a step of one leaf takes."""
+        return max(self.estimates.rows.one_s.get(self.step_s), 1e-6)
 
     @property
     def token_s(self) -> float:

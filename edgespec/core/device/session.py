@@ -23,7 +23,7 @@ from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps, Leaf
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.estimates import RowPrice, RowTimes
 from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.policy import DraftPolicy
@@ -48,7 +48,8 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
     not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``leaves`` is how many the drafter takes a step; with more than one, every step has rows."""
+    ``leaves`` is how many the drafter takes a step; with more than one, every step has rows.
+    ``rows`` is what they took so far on this device; it is kept up, too."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class DraftSession:
         vocabulary_size: int = 0,
         price: RowPrice | None = None,
         leaves: int = 1,
+        rows: RowTimes | None = None,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -71,6 +73,7 @@ class DraftSession:
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
         self._reader = CommitReader(self.tree, self._outbox, price or RowPrice())
+        self._reader.estimates.rows = rows or RowTimes()
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._leaves = leaves

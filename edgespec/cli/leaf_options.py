@@ -1,0 +1,42 @@
+"""Options of draft steps behind several leaves, and what a bench sets by them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from edgespec.benchmark.settings import BenchSettings
+from edgespec.config import AgentConfig, DraftSection, PolicySection
+
+Leaves = Annotated[
+    int | None,
+    typer.Option(
+        "--leaves",
+        help="Nodes that a draft step may run behind; more pay where a row more is cheap",
+        rich_help_panel="Drafting",
+    ),
+]
+BenchLeaves = Annotated[
+    int,
+    typer.Option(
+        "--leaves",
+        help="Nodes that a draft step of the arm edgespec may run behind",
+        rich_help_panel="What is compared",
+    ),
+]
+DraftRowMs = Annotated[
+    float,
+    typer.Option(
+        help="Of each of a step's leaves after the first", rich_help_panel="Emulated times"
+    ),
+]
+
+
+def drafting_as(settings: BenchSettings, draft: str) -> AgentConfig:
+    """A device with the paces of ``settings``; a step that takes what it takes has rows that do."""
+    row_ms = settings.row_ms if settings.draft_ms else 0.0
+    return AgentConfig(
+        draft=DraftSection(model=draft, draft_ms=settings.draft_ms, row_ms=row_ms),
+        policy=PolicySection(leaves=settings.leaves),
+    )
