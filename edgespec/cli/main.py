@@ -21,6 +21,7 @@ from edgespec.cli.keys import keys
 from edgespec.cli.plan import plan
 from edgespec.cli.profile import profile
 from edgespec.cli.running import EXIT_CODES
+from edgespec.cli.serve import serve
 from edgespec.cli.verifier import verifier
 
 app = typer.Typer(
@@ -67,7 +68,7 @@ def main(
     """
 
 
-for command in (demo, verifier, generate, chat, doctor, health, export):
+for command in (demo, verifier, generate, chat, serve, doctor, health, export):
     app.command(epilog=EXIT_CODES)(command)
 if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
