@@ -1,5 +1,5 @@
-"""Endpoints for tests: a real HTTP server on a free port in this event loop, over the toy's verifier
-or over an agent that says what it is told to."""
+"""Endpoints for tests: a real HTTP server on a free port in this event loop, over the toy's
+verifier or over an agent that says what it is told to."""
 
 from __future__ import annotations
 

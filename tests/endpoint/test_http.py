@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
         (b"[" * 200_000, "nested too deep"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
         (b'{"prompt": [1, -1]}', r"prompt holds -1, but token ids are in"),
-        (b'{"prompt": [999]}', r"token id 999, but must be in \[0, 63\]"),
+        (b'{"prompt": [999]}', "token 999 is outside the vocabulary of 64"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
         (b'{"prompt": "a", "echo": true}', "echo is True, but echo is not supported"),
@@ -64,7 +65,7 @@ async def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
         reply = await exchange(live.port, request_bytes(PATH, body))
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
-    assert __import__("re").search(message, reply.error["message"]), reply.error["message"]
+    assert re.search(message, reply.error["message"]), reply.error["message"]
 
 
 async def test_a_body_beyond_the_limit_is_not_read() -> None:
@@ -104,7 +105,7 @@ async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> No
         writer.transport.abort()
         await until(lambda: live.endpoint.active == 0)
         await until(lambda: live.verifier is not None and live.verifier.info.sessions == 0)
-        assert live.endpoint.counts.requests[PATH, "gone"] == 1
+        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
         assert live.endpoint.counts.completion_tokens < 4000
         assert live.endpoint.admission.running == 0
         assert (await ask(live, PATH, HELLO)).status == 200
@@ -113,7 +114,7 @@ async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> No
 async def until(condition: Any) -> None:
     """Turns the event loop until it holds."""
     async with asyncio.timeout(WITHIN_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 # of things that have no event
             await asyncio.sleep(0)
 
 
@@ -191,9 +192,10 @@ async def test_a_stream_with_nothing_to_say_is_kept_alive() -> None:
 async def test_a_verifier_that_comes_later_is_waited_for() -> None:
     patient = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0)
     settings = EndpointSection(keep_alive_s=0.02)
-    async with Gate(None) as gate, over_nobody(
-        gate.address, reconnect=patient, settings=settings
-    ) as live:
+    async with (
+        Gate(None) as gate,
+        over_nobody(gate.address, reconnect=patient, settings=settings) as live,
+    ):
         live.watch.start()
         health = await ask(live, "/health")
         assert (health.status, health.json["status"]) == (200, "waiting")
@@ -266,7 +268,7 @@ async def test_a_stop_lets_streams_end_and_then_tells_them() -> None:
         assert events[0]["choices"][0]["text"] == "a"
         assert events[-1]["error"]["code"] == "shutting_down"
         await stop
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", live.port)
 
 
@@ -293,7 +295,7 @@ async def test_a_client_that_reads_nothing_is_let_go() -> None:
         writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
         await until(lambda: agent.prompts)
         await until(lambda: live.endpoint.active == 0)
-        assert live.endpoint.counts.requests[PATH, "gone"] == 1
+        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
         writer.transport.abort()
 
 

@@ -98,7 +98,9 @@ async def test_several_prompts_and_n(client: openai.AsyncOpenAI) -> None:
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     assert len(set(expected)) == 4
     texts = dict.fromkeys(range(4), "")
-    async for chunk in await client.completions.create(prompt=[PROMPT, "abc"], stream=True, **asked):
+    async for chunk in await client.completions.create(
+        prompt=[PROMPT, "abc"], stream=True, **asked
+    ):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert list(texts.values()) == expected
     assert done.usage is not None
@@ -301,7 +303,9 @@ async def test_an_unknown_model(client: openai.AsyncOpenAI) -> None:
 async def test_nobody_there_is_a_503_that_says_when_to_come_back() -> None:
     async with over_nobody() as live, live.client() as client:
         for stream in (False, True):
-            with pytest.raises(openai.InternalServerError, match="gave up on the verifier") as error:
+            with pytest.raises(
+                openai.InternalServerError, match="gave up on the verifier"
+            ) as error:
                 await client.completions.create(model="any", prompt="a", stream=stream)
             assert error.value.status_code == 503
             assert error.value.response.headers["retry-after"] == "5"
@@ -318,6 +322,9 @@ async def test_a_key() -> None:
 
 
 async def test_more_texts_than_may_run_are_named() -> None:
-    async with over_toy(settings=EndpointSection(max_concurrent=2)) as live, live.client() as client:
+    async with (
+        over_toy(settings=EndpointSection(max_concurrent=2)) as live,
+        live.client() as client,
+    ):
         with pytest.raises(openai.BadRequestError, match="4 texts, but a request may ask for"):
             await client.completions.create(model="toy", prompt=["a", "b"], n=2)
