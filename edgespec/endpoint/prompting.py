@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.answer import Choice, ToolUse
@@ -13,32 +12,10 @@ from edgespec.endpoint.errors import ApiError, invalid
 from edgespec.endpoint.requests import Asked, ChatRequest, Prompt, seed_of
 from edgespec.endpoint.run import Job
 from edgespec.endpoint.tool_calls import MARKS, tool_format, tool_reader
-from edgespec.models.chat_template import ChatTemplate, Message, TokenizerError
+from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 
 
-class EndpointTokenizer(Protocol):
-    """The text side of a model, as far as an endpoint needs it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None: ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-
-    def special_id(self, text: str) -> int | None:
-        """The id of the special token written so; None: there is none, or text shows it."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself."""
-
-
-async def chat_tokens(tokenizer: EndpointTokenizer, request: ChatRequest) -> list[int]:
+async def chat_tokens(tokenizer: ChatTokenizer, request: ChatRequest) -> list[int]:
     """The prompt of a conversation. Templates and long texts take a while, so this runs in a
     thread. Raises ``ApiError``."""
     template = tokenizer.chat_template(tools=bool(request.tools))
@@ -61,7 +38,7 @@ async def chat_tokens(tokenizer: EndpointTokenizer, request: ChatRequest) -> lis
         raise invalid("messages", str(error)) from None
 
 
-async def prompt_tokens(tokenizer: EndpointTokenizer, prompt: Prompt) -> Sequence[int]:
+async def prompt_tokens(tokenizer: ChatTokenizer, prompt: Prompt) -> Sequence[int]:
     """The ids of a text, as ``edgespec generate`` makes them, or those given."""
     return await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
 
@@ -93,7 +70,7 @@ def choices_of(
     asked: Asked,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingParams],
-    tokenizer: EndpointTokenizer,
+    tokenizer: ChatTokenizer,
     request: ChatRequest | None = None,
 ) -> list[Choice]:
     """The texts to generate: n of each prompt, one prompt's after the other's. Text k of a prompt
@@ -112,7 +89,7 @@ def choices_of(
     return found
 
 
-def _tool_use(request: ChatRequest, tokenizer: EndpointTokenizer) -> ToolUse | None:
+def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
     """None where no calls are to be looked for, or in a format that nobody here knows."""
     template = tokenizer.chat_template(tools=True) if request.tools else None
     form = None if template is None else tool_format(template.source)

@@ -47,6 +47,8 @@ class EndpointServer:
 
     def __init__(self, endpoint: Endpoint, app: ASGIApp, listener: socket.socket) -> None:
         self._endpoint, self._listener = endpoint, listener
+        self.port = int(listener.getsockname()[1])
+        """The port listened on."""
         config = uvicorn.Config(
             app,
             http="h11",
@@ -64,11 +66,6 @@ class EndpointServer:
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self.died = asyncio.Event()
-
-    @property
-    def port(self) -> int:
-        """The port listened on."""
-        return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
         """Returns once requests are answered. Raises what keeps the server from it."""

@@ -21,7 +21,6 @@ from edgespec.endpoint.counts import EndpointCounts, Gauges
 from edgespec.endpoint.errors import ApiError, stopping
 from edgespec.endpoint.events import ChatShape, CompletionShape, Envelope, Shape, usage_of
 from edgespec.endpoint.prompting import (
-    EndpointTokenizer,
     chat_tokens,
     choices_of,
     prompt_tokens,
@@ -30,6 +29,7 @@ from edgespec.endpoint.prompting import (
 from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, completion_request
 from edgespec.endpoint.run import Run
 from edgespec.endpoint.verifiers import VerifierWatch, context_of
+from edgespec.models.chat_template import ChatTokenizer
 
 ALIAS: Final = "edgespec"
 """A model name that always means whatever the verifier serves."""
@@ -58,7 +58,7 @@ class Endpoint:
     def __init__(
         self,
         agent: Agent,
-        tokenizer: EndpointTokenizer,
+        tokenizer: ChatTokenizer,
         verifiers: VerifierWatch,
         settings: EndpointSection,
         sampling: SamplingParams | None = None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -96,6 +96,30 @@ class ChatTemplate:
     def _compiled(self) -> Template:
         template: Template = _environment(self.now).from_string(self.source)
         return template
+
+
+class ChatTokenizer(Protocol):
+    """A tokenizer that knows its model's way to chat."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        """The model's template, the one for tools if it has such; None: it has none."""
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt of a conversation. Raises ``TokenizerError``."""
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token written so; None: there is none, or text shows it."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself: perhaps a part of a character."""
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -20,10 +20,10 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.app import build_app
-from edgespec.endpoint.prompting import EndpointTokenizer
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
+from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import TargetModel
 from edgespec.verifier.daemon import Verifier
@@ -58,7 +58,7 @@ class Live:
 @contextlib.asynccontextmanager
 async def live(
     agent: Agent,
-    tokenizer: EndpointTokenizer,
+    tokenizer: ChatTokenizer,
     watch: VerifierWatch,
     settings: EndpointSection | None = None,
     sampling: SamplingParams | None = None,
@@ -146,7 +146,7 @@ class ScriptedAgent:
 
 @contextlib.asynccontextmanager
 async def over_script(
-    agent: ScriptedAgent, tokenizer: EndpointTokenizer | None = None, **more: Any
+    agent: ScriptedAgent, tokenizer: ChatTokenizer | None = None, **more: Any
 ) -> AsyncIterator[Live]:
     """An endpoint over an agent that says what it is told to."""
     inner: Any = agent

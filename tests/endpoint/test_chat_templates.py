@@ -70,12 +70,13 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 def test_what_transformers_renders(family: str, tools: Any) -> None:
     """Where a template refuses, both refuse."""
+    oracle: Any = render_jinja_template
     template, rendered = ChatTemplate(FAMILIES[family], TOKENS), 0
     for messages in CONVERSATIONS:
         for prompted in (True, False):
             for variables in ({}, {"enable_thinking": False, "date_string": "today"}):
                 try:
-                    expected = render_jinja_template(
+                    expected = oracle(
                         [messages],
                         tools=tools,
                         chat_template=FAMILIES[family],
