@@ -62,6 +62,8 @@ def main(
 
     [bold]Use[/]      edgespec generate "def fibonacci(n):"
 
+    [bold]Connect[/]  edgespec serve (OpenAI's API, for other programs)
+
     [bold]Plan[/]     edgespec plan link --rtt-ms 80 --acceptance 0.7
 
     [bold]Check[/]    edgespec doctor

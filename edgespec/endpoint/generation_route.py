@@ -8,8 +8,10 @@ code; after ``keep_alive_s`` without one it begins anyway, with a comment, and f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final
 
@@ -40,7 +42,7 @@ class GenerationRoute:
         self._endpoint, self._prepare = endpoint, prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome, settings = _GONE, self._endpoint.settings
+        outcome, settings, began_s = _GONE, self._endpoint.settings, time.monotonic()
         try:
             async with asyncio.timeout(settings.body_within_s):
                 body = await read_body(receive, settings.max_body_bytes)
@@ -54,6 +56,8 @@ class GenerationRoute:
             outcome = await self._refuse(error, scope, receive, send)
         finally:
             self._endpoint.counts.requests[scope["path"], outcome] += 1
+            took_s = time.monotonic() - began_s
+            _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
         unread = {"Connection": "close"} if error.status in (408, 413) else {}
@@ -77,15 +81,16 @@ class GenerationRoute:
                 whole = answer.envelope.whole(choices, answer.usage())
                 await JSONResponse(whole)(scope, receive, send)
             return _DONE
-        except (TimeoutError, OSError):
-            return _GONE  # it reads nothing any more
+        except _ClientGoneError:
+            return _GONE
         except Exception as error:
             if not isinstance(error, ApiError):
                 _log.exception("answering a request failed")
                 error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
             if not writer.begun:
                 return await self._refuse(error, scope, receive, send)
-            await writer.end(events.error_event(error))
+            with contextlib.suppress(_ClientGoneError):
+                await writer.end(events.error_event(error))
             return _CUT
 
     async def _at_once(self, answer: Answer, run: Run) -> None:
@@ -120,8 +125,13 @@ class GenerationRoute:
         return b"".join(said)
 
 
+class _ClientGoneError(Exception):
+    """It reads nothing any more."""
+
+
 class _Writer:
-    """Writes a stream of events; a write that takes longer than ``within_s`` is a TimeoutError."""
+    """Writes a stream of events. Raises ``_ClientGoneError`` where a write takes longer than
+    ``within_s``."""
 
     def __init__(self, send: Send, within_s: float) -> None:
         self._send, self._within_s = send, within_s
@@ -134,12 +144,15 @@ class _Writer:
         await self._body(data, more=False)
 
     async def _body(self, data: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(self._within_s):
-            if not self.begun:
-                self.begun = True
-                start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-                await self._send(start)
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        try:
+            async with asyncio.timeout(self._within_s):
+                if not self.begun:
+                    self.begun = True
+                    start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                    await self._send(start)
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except (TimeoutError, OSError) as error:
+            raise _ClientGoneError from error
 
 
 def _opening(answer: Answer) -> bytes:
