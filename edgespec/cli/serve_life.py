@@ -94,8 +94,10 @@ async def _serve(
         typer.echo(f"edgespec endpoint ready on {url}/v1")
         say(_curl(url, text.chat_template() is not None, bool(key)))
         await _until_asked(stop, server, endpoint.settings.drain_s)
+        going_on = ""
         if endpoint.active and not stop.hurried:
-            say(f"stopping: {endpoint.active} requests may go on for {config.endpoint.drain_s:g} s")
+            going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
+        say(f"stopping{going_on}")
     finally:
         await server.stop(0.0 if stop.hurried else None)
         for number in numbers:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import EndpointSection
+from edgespec.config import EndpointSection, PacingSection, VerifierConfig
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
 from edgespec.endpoint.verifiers import Presence
+from edgespec.models.toy_tokenizer import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,
@@ -27,9 +29,10 @@ from tests.endpoint.live_endpoint import (
     request_bytes,
 )
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import serving
+from tests.shell.live_verifier import serving, toy_text
 
 WITHIN_S = 30
+TEXT = ToyTokenizer()
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}
 
@@ -214,6 +217,31 @@ async def test_a_verifier_that_comes_later_is_waited_for() -> None:
             health = await ask(live, "/health")
             assert (health.json["status"], health.json["model"]) == ("ok", "toy")
         writer.close()
+
+
+async def test_a_stream_goes_on_when_its_verifier_comes_back() -> None:
+    patient = ReconnectPolicy(first_s=0.01, longest_s=0.05)
+    settings = EndpointSection(keep_alive_s=0.02)
+    config = VerifierConfig(model="toy", port=0, pacing=PacingSection(pass_ms=2.0))
+    data = {"prompt": "abc", "max_tokens": 150, "stream": True, "ignore_eos": True}
+    async with (
+        serving(config=config) as (address, _),
+        Gate(int(address.rpartition(":")[2])) as gate,
+    ):
+        async with over_nobody(gate.address, reconnect=patient, settings=settings) as live:
+            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+            writer.write(request_bytes(PATH, json.dumps(data).encode()))
+            raw = await reader.readuntil(b"data: {")
+            port, gate.port = gate.port, None
+            gate.kill()
+            raw += await reader.readuntil(b": keep-alive\n\n")
+            gate.port = port
+            events = events_of(parse_reply(raw + await reader.read()).body)
+            writer.close()
+    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
+    tokens = toy_text(TEXT.encode("abc"), SamplingParams(max_tokens=150, ignore_eos=True))
+    assert "".join(texts) == TEXT.decode(tokens)
+    assert events[-1] == "[DONE]"
 
 
 async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:
