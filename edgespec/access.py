@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.config import AgentConfig, ConfigError, VerifierConfig
+from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
 from edgespec.config.key_file import load_keys
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, host_of, is_loopback
 from edgespec.core.verifier.credential import Credential
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from edgespec.transport.tls import ServerIdentity
 
 API_KEY_VARIABLE = "EDGESPEC_API_KEY"
+ENDPOINT_KEY_VARIABLE = "EDGESPEC_ENDPOINT_KEY"
 MAX_KEY_LENGTH = 4096
 """Characters of a key: what travels as a header must be short."""
 _EXPIRES_SOON_DAYS = 14
@@ -168,8 +169,15 @@ def device_access(
     )
 
 
-def _api_key(path: str, environment: Mapping[str, str]) -> str:
-    source, key = API_KEY_VARIABLE, environment.get(API_KEY_VARIABLE, "").strip()
+def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] | None = None) -> str:
+    """The key that clients of a device's endpoint must show; empty: none is asked for. Raises
+    ``ConfigError``."""
+    environment = os.environ if environment is None else environment
+    return _api_key(settings.key_file, environment, ENDPOINT_KEY_VARIABLE)
+
+
+def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_VARIABLE) -> str:
+    source, key = variable, environment.get(variable, "").strip()
     if not key and path:
         source = path
         try:

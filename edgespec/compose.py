@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
+from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
 from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
@@ -71,15 +72,11 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 Say = Callable[[str], None]
 
 
-class PromptTokenizer(Protocol):
+class PromptTokenizer(ChatTokenizer, Protocol):
     """The text side of a model: ``models.TextTokenizer`` or the toy's."""
 
     @property
     def has_chat_template(self) -> bool: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
     def stream(self, prompt: Sequence[int] = ()) -> TextDecoder: ...
 

@@ -145,17 +145,21 @@ class Agent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
-        ones; the text is the same.
+        ones; the text is the same. ``started`` is told the numbers of this very generation, which
+        grow as it goes: ``stats`` are of the one started last.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
         ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
-        async with aclosing(self.follow(prompt, sampling, logprobs=logprobs)) as events:
+        async with aclosing(
+            self.follow(prompt, sampling, logprobs=logprobs, started=started)
+        ) as events:
             async for event in events:
                 if isinstance(event, Chunk):
                     yield event
@@ -166,6 +170,7 @@ class Agent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         """``generate``, and what the draft writes while no verifier can be reached.
 
@@ -190,6 +195,8 @@ class Agent:
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
         try:
+            if started is not None:
+                started(self.stats)
             counters = driver.session.counters
             reader = ReplyReader(self._decoder, tokens, sampling, counters)
             async for event in self._events(driver, reader):

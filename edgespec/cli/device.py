@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -30,9 +30,11 @@ from edgespec.many_verifiers import association, device_view
 from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
 
 
-def agent_settings(context: typer.Context) -> AgentConfig:
+def agent_settings(
+    context: typer.Context, keys: Mapping[str, str] = options.AGENT_KEYS
+) -> AgentConfig:
     """The configuration of a command that has a device's options; logging follows it."""
-    settings = options.configured(AgentConfig, context, options.AGENT_KEYS)
+    settings = options.configured(AgentConfig, context, keys)
     set_up_logging(settings.log_level, settings.log_format)
     return settings
 
@@ -67,7 +69,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         raise kind(no_verifier(address, error)) from error
     finally:
         await transport.close()
-    if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
+    if why := misfit(config, info, f"the verifier at {with_port(address)}"):
         raise SetupError(why)
     return config, info
 
@@ -78,7 +80,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
         found = await choose_verifier(
-            links, policy, device, lambda model: _misfit(config, model, "it")
+            links, policy, device, lambda model: misfit(config, model, "it")
         )
     except NoneFitsError as error:
         raise NotThereError(f"{error}\n  start one:   edgespec verifier") from error
@@ -97,7 +99,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     return replace(config, verifier=ranked, association=ListedOrder.name), info.model
 
 
-def _misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
+def misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
     """Why ``config`` cannot use this model, or None."""
     if config.model and config.model != info.name:
         return f"unknown model {config.model!r}: {who} serves {info.name!r}"

@@ -21,6 +21,7 @@ from edgespec.cli.keys import keys
 from edgespec.cli.plan import plan
 from edgespec.cli.profile import profile
 from edgespec.cli.running import EXIT_CODES
+from edgespec.cli.serve import serve
 from edgespec.cli.verifier import verifier
 
 app = typer.Typer(
@@ -61,13 +62,15 @@ def main(
 
     [bold]Use[/]      edgespec generate "def fibonacci(n):"
 
+    [bold]Connect[/]  edgespec serve (OpenAI's API, for other programs)
+
     [bold]Plan[/]     edgespec plan link --rtt-ms 80 --acceptance 0.7
 
     [bold]Check[/]    edgespec doctor
     """
 
 
-for command in (demo, verifier, generate, chat, doctor, health, export):
+for command in (demo, verifier, generate, chat, serve, doctor, health, export):
     app.command(epilog=EXIT_CODES)(command)
 if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)

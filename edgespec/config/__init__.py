@@ -3,6 +3,7 @@
 Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the defaults here.
 """
 
+from edgespec.config.endpoint import EndpointSection
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.config.sections import (
     DEFAULT_ADDRESS,
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigError",
     "DeviceTlsSection",
     "DraftSection",
+    "EndpointSection",
     "LimitsSection",
     "LinkSection",
     "PacingSection",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from edgespec.config.endpoint import EndpointSection
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
@@ -300,6 +301,8 @@ class AgentConfig:
     """File that holds the key for the verifier; ``EDGESPEC_API_KEY`` in the environment wins."""
     insecure: bool = False
     """Send the key also where it can be read on its way."""
+    endpoint: EndpointSection = field(default_factory=EndpointSection)
+    """Of ``edgespec serve``."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
     log_level: str = "warning"

@@ -10,8 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from edgespec.models.chat_template import (
+    DEFAULT,
+    TOOL_USE,
+    ChatTemplate,
+    Message,
+    check_messages,
+    read_chat_templates,
+)
+from edgespec.models.chat_template import TokenizerError as TokenizerError
+from edgespec.models.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,11 +32,6 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
 MAX_HELD_TOKENS = 16
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-MAX_MESSAGES = 4096
-
-
-class TokenizerError(ValueError):
-    """A tokenizer folder cannot be used; the message names the file and what is wrong with it."""
 
 
 class TextTokenizer:
@@ -78,35 +85,65 @@ class TextTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return _template(self._folder, self._config) is not None
+        return self.chat_template() is not None
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        """The model's own template, or the one it has for tools; None: it has none."""
+        found = self._templates
+        return (found.get(TOOL_USE) if tools else None) or found.get(DEFAULT)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of ``messages`` ({"role", "content"}) by the model's own template.
 
-        The template comes with the model and runs in jinja2's sandbox. Raises ``TokenizerError``
-        when there is none or it refuses the messages.
+        Raises ``TokenizerError`` when there is none or it refuses the messages.
         """
-        if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise TokenizerError(
-                f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
-            )
-        template = _template(self._folder, self._config)
+        check_messages(messages)
+        template = self.chat_template(tools=tools is not None)
         if template is None:
             raise TokenizerError(
                 f"{self._folder / 'tokenizer_config.json'}: there is no chat_template"
             )
-        return _render(
-            template,
-            messages=[dict(message) for message in messages],
+        return template.render(
+            messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **_special_texts(self._config),
+            variables=variables,
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of ``render_chat``; the template itself writes the special tokens."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        text = self.render_chat(messages, tools=tools, variables=variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so: one that no decoded text shows."""
+        found = self._tokenizer.token_to_id(text)
+        return int(found) if found in self._special_ids else None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself: perhaps a part of a character."""
+        return self._token_bytes(token)
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return read_chat_templates(self._folder, self._config)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
 
 class TextStream:
@@ -219,50 +256,6 @@ def _begins_character(encoded: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.start == 0 and error.reason == "unexpected end of data"
     return False
-
-
-def _render(source: str, **variables: object) -> str:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TokenizerError(f"the chat template refuses the messages: {message}")
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    # Without jinja2's HTML escaping, which would change the prompt.
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source).render(**variables)
-    except TokenizerError:
-        raise
-    except Exception as error:  # a template is a program, and can fail like one
-        raise TokenizerError(f"the chat template failed: {error}") from error
-
-
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = config.get("chat_template")
-    if isinstance(value, list):  # several named ones: [{"name": .., "template": ..}]
-        named = {entry.get("name"): entry.get("template") for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
-def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like; a token is its text or an object with the text in it."""
-    texts: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        texts[name] = value if isinstance(value, str) else ""
-    return texts
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

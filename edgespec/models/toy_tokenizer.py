@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgespec.models.chat_template import ChatTemplate, Message
 
 TOY_EOS = 0
 # One letter an id; id 0 ends the text. 64 ids in all, as in the toy model of ``compose``.
@@ -28,8 +31,24 @@ class ToyTokenizer:
     def stream(self, prompt: Sequence[int] = ()) -> ToyTextStream:
         return ToyTextStream()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        """Of the toy: contents and spaces."""
+        return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         return self.encode(" ".join(message["content"] for message in messages) + " ")
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
 
 class ToyTextStream:

@@ -1,0 +1,241 @@
+"""The life of ``edgespec serve`` in its process: take the port, look for the verifier, load the
+draft, say what was chosen and why, serve, stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from edgespec.access import device_access, endpoint_key
+from edgespec.agent.agent import Agent
+from edgespec.cli.device import misfit, no_verifier
+from edgespec.cli.running import on_stopping_signals, say
+from edgespec.compose import (
+    LOOKUP,
+    NONE,
+    PromptTokenizer,
+    SetupError,
+    build_agent,
+    connect,
+    load_tokenizer,
+    needs,
+    tokenizer_reference,
+    with_port,
+)
+from edgespec.config import AgentConfig, ConfigError, DraftSection
+from edgespec.config.security import is_loopback
+from edgespec.ports import LinkError
+from edgespec.telemetry.process_memory import machine_memory
+from edgespec.telemetry.trace import Tracer
+
+if TYPE_CHECKING:
+    from edgespec.endpoint.server import EndpointServer
+    from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
+
+_MIB = 1 << 20
+
+
+async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
+    """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
+    with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
+        from edgespec.endpoint.server import listen
+    key = endpoint_key(config.endpoint)
+    host = config.endpoint.host
+    if not (key or config.endpoint.insecure or is_loopback(host)):
+        raise ConfigError(
+            f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
+            " --key-file), or --insecure if all of them may"
+        )
+    try:
+        listener = listen(host, config.endpoint.port)
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise SetupError(f"cannot listen on {host}:{config.endpoint.port}: {why}{hint}") from error
+    with listener:
+        watch = await _look(config)
+        try:
+            text = load_tokenizer(tokenizer_reference(config))
+            async with build_agent(config, tracer=tracer, say=say) as agent:
+                await _serve(config, key, agent, text, watch, listener)
+        finally:
+            await watch.close()
+
+
+async def _serve(
+    config: AgentConfig,
+    key: str,
+    agent: Agent,
+    text: PromptTokenizer,
+    watch: VerifierWatch,
+    listener: Any,
+) -> None:
+    from edgespec.endpoint.app import build_app
+    from edgespec.endpoint.server import EndpointServer
+    from edgespec.endpoint.service import Endpoint
+
+    endpoint = Endpoint(agent, text, watch, config.endpoint, config.sampling, key=key)
+    server = EndpointServer(endpoint, build_app(endpoint), listener)
+    stop = _Stopping()
+    numbers = on_stopping_signals(stop.ask)
+    try:
+        await server.start()
+        watch.start()
+        url = _url(config.endpoint.host, server.port)
+        for line in _chosen(config, watch, bool(key)):
+            say(line)
+        typer.echo(f"edgespec endpoint ready on {url}/v1")
+        say(_curl(url, text.chat_template() is not None, bool(key)))
+        await _until_asked(stop, server, endpoint.settings.drain_s)
+        going_on = ""
+        if endpoint.active and not stop.hurried:
+            going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
+        say(f"stopping{going_on}")
+    finally:
+        await server.stop(0.0 if stop.hurried else None)
+        for number in numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+class _Stopping:
+    """The first signal is obeyed in order, the second at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = False
+        """Nobody waits: the terminal has gone."""
+
+    def ask(self, number: int) -> None:
+        if self.asked.is_set():
+            os._exit(128 + number)
+        self.hurried = number == signal.SIGHUP
+        self.asked.set()
+
+
+async def _until_asked(stop: _Stopping, server: EndpointServer, drain_s: float) -> None:
+    waits = [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waits:
+            one.cancel()
+    if server.died.is_set():
+        raise SetupError("the HTTP server ended by itself")
+
+
+async def _look(config: AgentConfig) -> VerifierWatch:
+    """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
+    from edgespec.endpoint.verifiers import Presence, VerifierWatch
+
+    access = device_access(config)
+    addresses = [with_port(one) for one in config.verifiers]
+    watch = VerifierWatch(
+        {one: connect(one, access=access) for one in addresses},
+        lambda model: misfit(config, model, "the verifier"),
+    )
+    await watch.look()
+    hopeless = (Presence.MISFIT, Presence.REFUSES)
+    if all(one.presence in hopeless for one in watch.statuses):
+        await watch.close()
+        raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+    return watch
+
+
+# --- what is said at the start ---------------------------------------------------------------
+
+
+def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
+    """Five lines: what was chosen, and why."""
+    return [
+        f"  draft     {_draft(config)}",
+        *(f"  verifier  {_verifier(status)}" for status in watch.statuses),
+        f"  memory    {_memory(config)}",
+        f"  policy    {_policy(config)}",
+        f"  clients   {_clients(config, has_key)}",
+    ]
+
+
+def _draft(config: AgentConfig) -> str:
+    model = config.draft.model
+    if model == NONE:
+        return "none: the verifier's text is only streamed"
+    if model == LOOKUP:
+        return "lookup: guesses from the text itself, no model"
+    why = "as asked for"
+    if model == DraftSection().model:
+        why = "the small one that comes with edgespec; --draft takes others"
+    beside = ", and guesses from the text" if config.draft.lookup else ""
+    return f"{model}{beside} ({why}); its vocabulary has to be the verifier's"
+
+
+def _verifier(status: VerifierStatus) -> str:
+    from edgespec.endpoint.verifiers import Presence, context_of
+
+    if status.presence is Presence.READY and status.info is not None:
+        rtt_ms = (status.rtt_s or 0.0) * 1e3
+        return (
+            f"{status.address}: serves {status.info.model.name}, context"
+            f" {context_of(status.info)}, answered in {rtt_ms:.0f} ms"
+        )
+    if status.presence is Presence.AWAY:
+        first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
+        return f"{first}; requests wait for it; {second.strip()}"
+    return f"{status.address}: of no use: {status.why}"
+
+
+def _memory(config: AgentConfig) -> str:
+    memory = machine_memory()
+    budget = config.draft.memory_budget
+    bound = f"a budget of {budget}" if budget else "no budget (--memory-budget sets one)"
+    return (
+        f"{bound}; this process holds {memory.resident // _MIB} MiB,"
+        f" {memory.available // _MIB} MiB are free"
+    )
+
+
+def _policy(config: AgentConfig) -> str:
+    policy = config.policy
+    why = "drafts on while guesses travel" if policy.name.value == "windowed" else "as asked for"
+    ahead = "; the verifier decodes on by itself when no guess is there"
+    return f"{policy.name.value} ({why}){'' if policy.run_ahead.value == 'never' else ahead}"
+
+
+def _clients(config: AgentConfig, has_key: bool) -> str:
+    settings = config.endpoint
+    who = "this machine" if is_loopback(settings.host) else f"whoever reaches {settings.host}"
+    key = "with the key" if has_key else "no key"
+    pages = ", ".join(settings.allow_origins) or "none"
+    return (
+        f"{who}, {key}; web pages: {pages}; {settings.max_concurrent} texts at a time,"
+        f" {settings.max_queue} requests may wait"
+    )
+
+
+def _url(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _curl(url: str, chats: bool, has_key: bool) -> str:
+    """A line that works as it is."""
+    data: dict[str, Any] = {"model": "edgespec", "max_tokens": 64}
+    if chats:
+        path, data["messages"] = (
+            "chat/completions",
+            [{"role": "user", "content": "Hello!"}],
+        )
+    else:
+        path, data["prompt"] = "completions", "Once upon a time"
+    key = ' -H "Authorization: Bearer $EDGESPEC_ENDPOINT_KEY"' if has_key else ""
+    return (
+        f"  try: curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d"
+        f" '{json.dumps(data)}'"
+    )

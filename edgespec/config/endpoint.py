@@ -1,0 +1,65 @@
+"""What can be configured of a device's HTTP endpoint (``edgespec serve``), section ``endpoint``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.sampling import MAX_TOKENS
+
+ENDPOINT_HOST = "127.0.0.1"
+ENDPOINT_PORT = 7421
+ANY_ORIGIN = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSection:
+    """OpenAI's API in front of a device."""
+
+    host: str = ENDPOINT_HOST
+    port: int = ENDPOINT_PORT
+    """0: any free one; the ready line tells which."""
+    key_file: str = ""
+    """File that holds the key that clients must show; ``EDGESPEC_ENDPOINT_KEY`` in the environment
+    wins. Empty: none is asked for."""
+    insecure: bool = False
+    """Listen beyond this machine without a key."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages that may ask, such as ``https://chat.example``, or ``*``."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names that a ``Host`` header may have on loopback besides ``localhost``: a proxy's, say."""
+    max_concurrent: int = 8
+    """Texts that are generated beside each other; a request for n texts counts n times."""
+    max_queue: int = 32
+    """Requests that may wait for their turn; those beyond are answered with 429."""
+    max_body_bytes: int = 4 << 20
+    default_max_tokens: int | None = None
+    """Of a request that does not say; null: a chat may fill the context, a completion has
+    ``sampling.max_tokens``."""
+    keep_alive_s: float = 10.0
+    """A stream that has nothing to say sends a comment so often."""
+    body_within_s: float = 30.0
+    """How long a request may take to arrive."""
+    write_within_s: float = 60.0
+    """A client that reads nothing for so long counts as gone."""
+    drain_s: float = 5.0
+    """How long running requests may go on after a request to stop."""
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ValueError("host is empty")
+        bounded("port", self.port, 0, 65_535)
+        bounded("max_concurrent", self.max_concurrent, 1, 1024)
+        bounded("max_queue", self.max_queue, 0, 65_536)
+        bounded("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
+        if self.default_max_tokens is not None:
+            bounded("default_max_tokens", self.default_max_tokens, 1, MAX_TOKENS)
+        bounded("keep_alive_s", self.keep_alive_s, 0.01, 3600.0)
+        bounded("body_within_s", self.body_within_s, 0.1, 3600.0)
+        bounded("write_within_s", self.write_within_s, 0.1, 3600.0)
+        bounded("drain_s", self.drain_s, 0.0, 3600.0)
+        for origin in self.allow_origins:
+            if origin != ANY_ORIGIN and ("://" not in origin or origin.endswith("/")):
+                raise ValueError(
+                    f"allow_origins holds {origin!r}, but must be like https://chat.example or *"
+                )

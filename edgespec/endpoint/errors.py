@@ -1,0 +1,100 @@
+"""What goes wrong, in the shape and with the status codes of OpenAI's API.
+
+{"error": {"message": "...", "type": "invalid_request_error", "param": "n", "code": null}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from edgespec.agent.agent import GenerationError
+from edgespec.core.protocol.messages import FaultCode
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+# What a refusal of the verifier is for the client of a device: status and code.
+_FAULTS: Final = {
+    FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
+    FaultCode.INVALID: (400, "invalid_request"),
+    FaultCode.UNKNOWN_MODEL: (404, "model_not_found"),
+    FaultCode.OVERLOADED: (503, "verifier_unavailable"),
+    FaultCode.SHUTTING_DOWN: (503, "verifier_unavailable"),
+    FaultCode.RESYNC: (503, "verifier_unavailable"),
+    FaultCode.INTERNAL: (503, "verifier_failed"),
+    FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
+    FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
+}
+VERIFIER_BACK_S: Final = 5
+"""What a client is told to wait when the verifier is away."""
+
+
+class ApiError(Exception):
+    """Becomes the answer to a request. ``param`` names the parameter that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """The ``type`` in the body."""
+        return _TYPES.get(self.status) or (
+            "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        found = {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
+        return found
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """A request that cannot be: 400, and whose fault it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def stopping() -> ApiError:
+    """The endpoint is about to end."""
+    return ApiError(
+        503,
+        "this endpoint is stopping",
+        code="shutting_down",
+        retry_after_s=VERIFIER_BACK_S,
+    )
+
+
+def from_generation(error: GenerationError) -> ApiError:
+    """What a generation that failed is over HTTP."""
+    status, code = (503, "verifier_unavailable")
+    if error.code is not None:
+        status, code = _FAULTS[error.code]
+    retry_after_s = VERIFIER_BACK_S if status == 503 else None
+    return ApiError(status, str(error), code=code, retry_after_s=retry_after_s)

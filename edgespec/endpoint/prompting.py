@@ -1,0 +1,101 @@
+"""From a request's words to token ids and the jobs that an agent runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.answer import Choice, ToolUse
+from edgespec.endpoint.errors import ApiError, invalid
+from edgespec.endpoint.requests import Asked, ChatRequest, Prompt, seed_of
+from edgespec.endpoint.run import Job
+from edgespec.endpoint.tool_calls import MARKS, tool_format, tool_reader
+from edgespec.models.chat_template import ChatTokenizer, TokenizerError
+
+
+async def chat_tokens(tokenizer: ChatTokenizer, request: ChatRequest) -> list[int]:
+    """The prompt of a conversation. Templates and long texts take a while, so this runs in a
+    thread. Raises ``ApiError``."""
+    template = tokenizer.chat_template(tools=bool(request.tools))
+    if template is None:
+        raise invalid(
+            "messages",
+            "the tokenizer of this model has no chat template; use /v1/completions",
+            "no_chat_template",
+        )
+    try:
+        if request.tools and not template.knows_tools:
+            raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
+        return await asyncio.to_thread(
+            tokenizer.encode_chat,
+            request.messages,
+            tools=request.tools or None,
+            variables=request.variables,
+        )
+    except TokenizerError as error:
+        raise invalid("messages", str(error)) from None
+
+
+async def prompt_tokens(tokenizer: ChatTokenizer, prompt: Prompt) -> Sequence[int]:
+    """The ids of a text, as ``edgespec generate`` makes them, or those given."""
+    return await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+
+
+def sampling_of(
+    asked: Asked, tokens: Sequence[int], context_length: int | None, default_max_tokens: int
+) -> SamplingParams:
+    """The sampling of one prompt. ``max_tokens`` is what was asked for, or the default, but no more
+    than the context has room for; ``context_length`` None: nobody knows it yet. Raises ``ApiError``
+    for a prompt that leaves no room."""
+    if not tokens:
+        raise invalid("prompt", "the prompt is empty, but must hold at least one token")
+    longest = asked.max_tokens or default_max_tokens
+    if context_length is not None:
+        room = context_length - len(tokens)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens, which leaves no room for output in the"
+                f" context of {context_length} tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        longest = min(longest, room)
+    return replace(asked.sampling, max_tokens=longest)
+
+
+def choices_of(
+    asked: Asked,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    tokenizer: ChatTokenizer,
+    request: ChatRequest | None = None,
+) -> list[Choice]:
+    """The texts to generate: n of each prompt, one prompt's after the other's. Text k of a prompt
+    (from 0) has the seed ``seed_of(seed, k)``."""
+    found: list[Choice] = []
+    # Of the agent one score is the least that can be asked for.
+    logprobs = max(1, asked.top_logprobs) if asked.scored else 0
+    for tokens, sampling in zip(prompts, samplings, strict=True):
+        for k in range(asked.n):
+            own = replace(sampling, seed=seed_of(sampling.seed, k))
+            job = Job(len(found), tokens, own, logprobs)
+            tools = None if request is None else _tool_use(request, tokenizer)
+            found.append(
+                Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)
+            )
+    return found
+
+
+def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
+    """None where no calls are to be looked for, or in a format that nobody here knows."""
+    template = tokenizer.chat_template(tools=True) if request.tools else None
+    form = None if template is None else tool_format(template.source)
+    if form is None:
+        return None
+    names = [tool["function"]["name"] for tool in request.tools]
+    ids = {tokenizer.special_id(mark): mark for mark in MARKS}
+    marks = {token: mark for token, mark in ids.items() if token is not None}
+    return ToolUse(tool_reader(form, names), marks, request.one_call)

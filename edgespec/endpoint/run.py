@@ -1,0 +1,133 @@
+"""The generations of one request, beside each other, as one stream of chunks.
+
+Each runs in a task of its own, so that whoever reads can do other things between two chunks, such
+as keeping an HTTP connection alive. Leaving cancels them all, and tells the verifier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Final, Self
+
+from edgespec.agent.agent import Agent, Chunk, GenerationError, GenerationStats
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.errors import ApiError, from_generation, invalid
+
+# Chunks that nobody has read yet; beyond them the generations wait.
+_MOST_UNREAD: Final = 256
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Job:
+    """One text that is wanted; ``stats`` grow while it comes."""
+
+    index: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    logprobs: int = 0
+    stats: GenerationStats | None = field(default=None, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    error: ApiError | None = None
+
+
+class Run:
+    """Use as an async context manager; then call ``next`` until it says that all is over."""
+
+    def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self._agent = agent
+        self._unread: asyncio.Queue[tuple[int, Chunk] | _Ended] = asyncio.Queue(_MOST_UNREAD)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(self.jobs)
+        self._failed: ApiError | None = None
+        self._wake = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._generate(job)) for job in self.jobs]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def over(self) -> bool:
+        """Whether every text is complete and read."""
+        return self._running == 0 and self._failed is None
+
+    async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
+        """Chunks with the index of their job, all that are there; none when ``timeout_s`` is over,
+        or ``over``. Raises ``ApiError`` for the first generation that fails."""
+        if found := self._take():
+            return found
+        while not self.over:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+            self._wake.clear()
+            if found := self._take():
+                return found
+        return []
+
+    def fail(self, error: ApiError) -> None:
+        """Whoever calls ``next`` hears this instead of any further chunk."""
+        self._failed = self._failed or error
+        self._wake.set()
+
+    def _take(self) -> list[tuple[int, Chunk]]:
+        found: list[tuple[int, Chunk]] = []
+        while self._failed is None and not self._unread.empty():
+            one = self._unread.get_nowait()
+            if isinstance(one, _Ended):
+                self._running -= 1
+                self._failed = one.error
+            else:
+                found.append(one)
+        if self._failed is not None and not found:
+            raise self._failed
+        return found
+
+    async def _generate(self, job: Job) -> None:
+        begun, error = False, None
+        try:
+            generation = self._agent.generate(
+                job.prompt,
+                job.sampling,
+                logprobs=job.logprobs,
+                started=partial(setattr, job, "stats"),
+            )
+            async with aclosing(generation) as chunks:
+                async for chunk in chunks:
+                    begun = True
+                    await self._put((job.index, chunk))
+        except GenerationError as failure:
+            error = from_generation(failure)
+        except Exception as failure:
+            if not begun and isinstance(failure, ValueError | TypeError):
+                error = invalid("prompt", str(failure))
+            else:
+                _log.exception("a generation failed")
+                error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
+        await self._put(_Ended(error))
+
+    async def _put(self, one: tuple[int, Chunk] | _Ended) -> None:
+        await self._unread.put(one)
+        self._wake.set()

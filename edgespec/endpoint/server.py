@@ -1,0 +1,97 @@
+"""Serves an endpoint over HTTP, from a socket that is taken at once to a stop in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from edgespec.endpoint.service import Endpoint
+
+_MAX_CONNECTIONS: Final = 512
+_BACKLOG: Final = 128
+# After a stream was told that it ends: for the words to leave.
+_LAST_WORDS_S: Final = 2.0
+_STARTED_EVERY_S: Final = 0.005
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is a free one. Raises ``OSError``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(_BACKLOG)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+class _Server(uvicorn.Server):
+    """Signals are the command line's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class EndpointServer:
+    """``app`` on ``listener``; ``start``, then ``stop``. ``died`` is set if it ends by itself."""
+
+    def __init__(self, endpoint: Endpoint, app: ASGIApp, listener: socket.socket) -> None:
+        self._endpoint, self._listener = endpoint, listener
+        self.port = int(listener.getsockname()[1])
+        """The port listened on."""
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # what a client did wrong it is told; our own failures are logged
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+        self.died = asyncio.Event()
+
+    async def start(self) -> None:
+        """Returns once requests are answered. Raises what keeps the server from it."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._task.add_done_callback(lambda task: self.died.set())
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the HTTP server ended before it began")
+            await asyncio.sleep(_STARTED_EVERY_S)
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Take nothing new, let running requests go on for ``drain_s`` (None: as configured), tell
+        the rest, close. A second call does nothing."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        self._endpoint.begin_stop()
+        await self._until_idle(self._endpoint.settings.drain_s if drain_s is None else drain_s)
+        if self._endpoint.active:
+            self._endpoint.cut()
+            await self._until_idle(_LAST_WORDS_S)
+        self._server.should_exit = True
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _until_idle(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._endpoint.idle()

@@ -1,0 +1,186 @@
+"""One endpoint: an agent, its tokenizer, and all that requests share. From the words of a request
+to an answer, without HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from edgespec.agent.agent import Agent
+from edgespec.config.endpoint import EndpointSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.admission import Admission
+from edgespec.endpoint.answer import Choice
+from edgespec.endpoint.counts import EndpointCounts, Gauges
+from edgespec.endpoint.errors import ApiError, stopping
+from edgespec.endpoint.events import ChatShape, CompletionShape, Envelope, Shape, usage_of
+from edgespec.endpoint.prompting import (
+    chat_tokens,
+    choices_of,
+    prompt_tokens,
+    sampling_of,
+)
+from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, completion_request
+from edgespec.endpoint.run import Run
+from edgespec.endpoint.verifiers import VerifierWatch, context_of
+from edgespec.models.chat_template import ChatTokenizer
+
+ALIAS: Final = "edgespec"
+"""A model name that always means whatever the verifier serves."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request asks for, ready to run."""
+
+    envelope: Envelope
+    choices: list[Choice]
+    prompt_tokens: int
+    stream: bool
+    seed: int
+    began_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    """When the first tokens came."""
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.choices, self.prompt_tokens, self.seed)
+
+
+class Endpoint:
+    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        tokenizer: ChatTokenizer,
+        verifiers: VerifierWatch,
+        settings: EndpointSection,
+        sampling: SamplingParams | None = None,
+        *,
+        key: str = "",
+    ) -> None:
+        self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
+        self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
+        self.admission = Admission(settings.max_concurrent, settings.max_queue)
+        self.counts = EndpointCounts()
+        self.started = int(time.time())
+        self.stopping = False
+        """New requests are refused; those that run may end."""
+        self._runs: set[Run] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def model(self) -> str:
+        """The name of what is served: the verifier's word, what was asked of it, or the alias."""
+        info = self.verifiers.known
+        return info.model.name if info is not None else self.agent.options.model or ALIAS
+
+    @property
+    def active(self) -> int:
+        """Requests that are being answered."""
+        return len(self._runs)
+
+    def gauges(self) -> Gauges:
+        return Gauges(self.admission.running, self.admission.waiting, self.verifiers.ready)
+
+    async def idle(self) -> None:
+        """Returns when no request is being answered."""
+        await self._idle.wait()
+
+    def begin_stop(self) -> None:
+        """Take nothing new; who waits for a turn is told."""
+        self.stopping = True
+        self.admission.close(stopping())
+
+    def cut(self) -> None:
+        """What still runs is told that it ends here."""
+        for run in tuple(self._runs):
+            run.fail(stopping())
+
+    # --- requests ---------------------------------------------------------------------------
+
+    async def chat(self, data: Mapping[str, Any]) -> Answer:
+        """Raises ``ApiError``."""
+        request = chat_request(data, self.sampling, self.settings.max_concurrent)
+        self._check_model(request.asked.model)
+        tokens = await chat_tokens(self.tokenizer, request)
+        return self._answer(ChatShape(), request.asked, [tokens], request)
+
+    async def completion(self, data: Mapping[str, Any]) -> Answer:
+        """Raises ``ApiError``."""
+        request = completion_request(data, self.sampling, self.settings.max_concurrent)
+        self._check_model(request.asked.model)
+        prompts = [await prompt_tokens(self.tokenizer, one) for one in request.prompts]
+        return self._answer(CompletionShape(), request.asked, prompts)
+
+    @asynccontextmanager
+    async def running(self, answer: Answer) -> AsyncIterator[Run]:
+        """The generations of ``answer``, once it is their turn. Raises ``ApiError``."""
+        async with self.admission.turn(len(answer.choices)):
+            run = Run(self.agent, [choice.job for choice in answer.choices])
+            self._runs.add(run)
+            self._idle.clear()
+            came = False
+            try:
+                async with run:
+                    yield run
+                came = True
+            finally:
+                if came is not self.verifiers.ready:
+                    self.verifiers.hurry()
+                self._runs.discard(run)
+                if not self._runs:
+                    self._idle.set()
+                self.counts.add_answer(answer.prompt_tokens, answer.choices)
+                self.counts.duration_s.add(time.monotonic() - answer.began_s)
+
+    def note_first(self, answer: Answer) -> None:
+        """Tokens of ``answer`` have come."""
+        if answer.first_s is None:
+            answer.first_s = time.monotonic() - answer.began_s
+            self.counts.first_token_s.add(answer.first_s)
+
+    def _answer(
+        self,
+        shape: Shape,
+        asked: Asked,
+        prompts: list[Any],
+        request: ChatRequest | None = None,
+    ) -> Answer:
+        info = self.verifiers.known
+        context = None if info is None else context_of(info)
+        longest = self.settings.default_max_tokens or self.sampling.max_tokens
+        if request is not None and context and self.settings.default_max_tokens is None:
+            longest = context
+        samplings = [sampling_of(asked, tokens, context, longest) for tokens in prompts]
+        fingerprint = "" if info is None else info.model.fingerprint
+        envelope = Envelope(
+            shape,
+            shape.id_prefix + secrets.token_hex(12),
+            int(time.time()),
+            self.model if info is not None else asked.model or self.model,
+            f"fp_{fingerprint[:12]}" if fingerprint else None,
+            asked.include_usage,
+        )
+        choices = choices_of(asked, prompts, samplings, self.tokenizer, request)
+        count = sum(len(tokens) for tokens in prompts)
+        return Answer(envelope, choices, count, asked.stream, asked.sampling.seed)
+
+    def _check_model(self, name: str) -> None:
+        """A name is checked once it is known what is served."""
+        info = self.verifiers.known
+        if info is None or name in ("", ALIAS, info.model.name):
+            return
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} does not exist here; this is {info.model.name!r}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,256 @@
+"""Finds the tool calls in a text that grows, in the format that the model's template teaches it.
+
+    Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated
+    Mistral        [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...}
+    Llama 3        {"name": "f", "parameters": {...}} as the whole answer, several with ; between
+
+What cannot be read as a call stays text. However the text is cut up, the same pieces of text and
+the same calls come out, so that a streamed answer equals one at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Protocol, assert_never
+
+MISTRAL_MARK: Final = "[TOOL_CALLS]"
+LLAMA_MARK: Final = "<|python_tag|>"
+_OPEN: Final = "<tool_call>"
+_CLOSE: Final = "</tool_call>"
+MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, _OPEN, _CLOSE)
+"""Where one of these is a special token, decoded text does not show it; it is put back."""
+_NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+_ALPHANUMERIC: Final = string.ascii_letters + string.digits
+
+
+class ToolFormat(Enum):
+    """How a model writes that it wants a tool called."""
+
+    HERMES = "hermes"
+    MISTRAL = "mistral"
+    LLAMA = "llama"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Found = str | ToolCall
+
+
+class ToolReader(Protocol):
+    """Reads one answer."""
+
+    def push(self, text: str) -> list[Found]:
+        """What is certain now."""
+
+    def flush(self) -> list[Found]:
+        """The rest, when no text will follow."""
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """What a chat template's source teaches; None: nothing that is known here."""
+    if _OPEN in template:
+        return ToolFormat.HERMES
+    if MISTRAL_MARK in template:
+        return ToolFormat.MISTRAL
+    if "python_tag" in template or ("ipython" in template and "parameters" in template):
+        return ToolFormat.LLAMA
+    return None
+
+
+def tool_reader(
+    form: ToolFormat, names: Collection[str], new_id: Callable[[], str] | None = None
+) -> ToolReader:
+    """A reader for one answer; ``names`` are the tools that there are."""
+    match form:
+        case ToolFormat.HERMES:
+            return _Hermes(new_id or _call_id)
+        case ToolFormat.MISTRAL:
+            return _Mistral(new_id or _short_id)
+        case ToolFormat.LLAMA:
+            return _Llama(frozenset(names), new_id or _call_id)
+        case _:
+            assert_never(form)
+
+
+def _call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def _short_id() -> str:
+    """Mistral's templates take nine letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class _Hermes:
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._held, self._inside, self._after_call = "", False, False
+
+    def push(self, text: str) -> list[Found]:
+        self._held += text
+        found: list[Found] = []
+        while True:
+            mark = _CLOSE if self._inside else _OPEN
+            before, there, rest = self._held.partition(mark)
+            if not there:
+                break
+            self._held = rest
+            if self._inside:
+                found += self._read(before, _CLOSE)
+            else:
+                found += self._say(before.rstrip())
+            self._inside = not self._inside
+        if not self._inside:
+            cut = len(self._held) - _may_begin(_OPEN, self._held)
+            said, self._held = self._held[:cut], self._held[cut:]
+            found += self._say(said)
+        return found
+
+    def flush(self) -> list[Found]:
+        held, self._held = self._held, ""
+        found = self._read(held, "") if self._inside else self._say(held)
+        self._inside = False
+        return found
+
+    def _read(self, body: str, close: str) -> list[Found]:
+        call = _call(_json(body), self._new_id, ("arguments", "parameters"))
+        if call is None:
+            return self._say(_OPEN + body + close)
+        self._after_call = True
+        return [call]
+
+    def _say(self, text: str) -> list[Found]:
+        """White space between and behind calls is nobody's text."""
+        if self._after_call:
+            text = text.lstrip()
+        self._after_call = self._after_call and not text
+        return [text] if text else []
+
+
+class _Mistral:
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._held, self._calling = "", False
+
+    def push(self, text: str) -> list[Found]:
+        self._held += text
+        if self._calling:
+            return []
+        before, there, rest = self._held.partition(MISTRAL_MARK)
+        if there:
+            self._held, self._calling = rest, True
+            said = before.rstrip()
+        else:
+            cut = len(self._held) - _may_begin(MISTRAL_MARK, self._held)
+            said, self._held = self._held[:cut], self._held[cut:]
+        return [said] if said else []
+
+    def flush(self) -> list[Found]:
+        held, self._held = self._held, ""
+        if self._calling:
+            self._calling = False
+            calls = self._calls(held)
+            return list(calls) if calls else [MISTRAL_MARK + held]
+        return [held] if held else []
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """None of them if one cannot be read."""
+        calls: list[ToolCall] = []
+        for part in text.split(MISTRAL_MARK):
+            value = _json(part)
+            entries = value if isinstance(value, list) else list(_named(part))
+            read = [_call(one, self._new_id, ("arguments",)) for one in entries]
+            if not read or None in read:
+                return []
+            calls += [one for one in read if one is not None]
+        return calls
+
+
+class _Llama:
+    def __init__(self, names: frozenset[str], new_id: Callable[[], str]) -> None:
+        self._names, self._new_id = names, new_id
+        self._held, self._is_text = "", False
+
+    def push(self, text: str) -> list[Found]:
+        if self._is_text:
+            return [text] if text else []
+        self._held += text
+        start = self._held.lstrip()
+        if start.startswith(("{", LLAMA_MARK)) or LLAMA_MARK.startswith(start):
+            return []
+        self._is_text = True
+        said, self._held = self._held, ""
+        return [said]
+
+    def flush(self) -> list[Found]:
+        held, self._held = self._held, ""
+        calls = [
+            _call(value, self._new_id, ("parameters", "arguments"))
+            for value in _sequence(held.replace(LLAMA_MARK, ""))
+        ]
+        if calls and all(call is not None and call.name in self._names for call in calls):
+            return [call for call in calls if call is not None]
+        return [held] if held else []
+
+
+def _call(value: Any, new_id: Callable[[], str], keys: tuple[str, ...]) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    if isinstance(arguments, str) and isinstance(_json(arguments), dict):
+        return ToolCall(new_id(), value["name"], arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(new_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _sequence(text: str) -> Iterator[Any]:
+    """JSON values with white space, commas or semicolons between; a None for what is none."""
+    decoder = json.JSONDecoder()
+    while text := text.strip(" \t\r\n;,"):
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            yield None
+            return
+        yield value
+        text = text[end:]
+
+
+def _named(text: str) -> Iterator[Any]:
+    """``name[ARGS]{...}``, as newer Mistral models write it."""
+    found = _NAMED.match(text)
+    if found is None:
+        return
+    values = list(_sequence(text[found.end() :]))
+    yield {"name": found[1], "arguments": values[0] if len(values) == 1 else None}
+
+
+def _may_begin(mark: str, text: str) -> int:
+    """How much of the end of ``text`` must be held: what may begin ``mark``, and the white space
+    before it, which is dropped where it does."""
+    longest = min(len(mark) - 1, len(text))
+    begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+    before = text[: len(text) - begun]
+    return begun + len(before) - len(before.rstrip())

@@ -1,0 +1,243 @@
+"""Endpoints for tests: a real HTTP server on a free port in this event loop, over the toy's
+verifier or over an agent that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from edgespec.agent.agent import Agent, AgentOptions, Chunk, GenerationStats, Piece
+from edgespec.compose import build_agent, connect
+from edgespec.config import AgentConfig, DraftSection, EndpointSection
+from edgespec.core.device.events import TokenKind
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.app import build_app
+from edgespec.endpoint.server import EndpointServer, listen
+from edgespec.endpoint.service import Endpoint
+from edgespec.endpoint.verifiers import VerifierWatch
+from edgespec.models.chat_template import ChatTokenizer
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import TargetModel
+from edgespec.verifier.daemon import Verifier
+from tests.shell.live_verifier import serving
+
+QUICK = ReconnectPolicy(give_up_first_s=0.2, first_s=0.01, longest_s=0.05)
+
+
+@dataclass(slots=True)
+class Live:
+    """A running endpoint; ``verifier`` None where there is none."""
+
+    endpoint: Endpoint
+    server: EndpointServer
+    watch: VerifierWatch
+    verifier: Verifier | None = None
+    address: str = ""
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, key: str = "none", **more: Any) -> AsyncOpenAI:
+        """OpenAI's own, unchanged; it tries nothing twice. Close it, or use ``async with``."""
+        return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, **more)
+
+
+@contextlib.asynccontextmanager
+async def live(
+    agent: Agent,
+    tokenizer: ChatTokenizer,
+    watch: VerifierWatch,
+    settings: EndpointSection | None = None,
+    sampling: SamplingParams | None = None,
+    key: str = "",
+    **app: Any,
+) -> AsyncIterator[Live]:
+    """An endpoint in front of these."""
+    settings = settings or EndpointSection()
+    endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
+    with listen("127.0.0.1", 0) as listener:
+        server = EndpointServer(endpoint, build_app(endpoint, **app), listener)
+        await server.start()
+        try:
+            yield Live(endpoint, server, watch)
+        finally:
+            await server.stop(0.0)
+            await watch.close()
+
+
+@contextlib.asynccontextmanager
+async def over_toy(
+    target: TargetModel | None = None, *, draft: str = "toy", **more: Any
+) -> AsyncIterator[Live]:
+    """An endpoint over the toy's verifier, which has been looked at."""
+    async with serving(target) as (address, verifier):
+        watch = VerifierWatch({address: connect(address)})
+        await watch.look()
+        config = AgentConfig(verifier=address, draft=DraftSection(model=draft), tokenizer="toy")
+        async with build_agent(config) as agent:
+            async with live(agent, ToyTokenizer(), watch, **more) as found:
+                found.verifier, found.address = verifier, address
+                yield found
+
+
+@contextlib.asynccontextmanager
+async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterator[Live]:
+    """An endpoint whose verifier is not there."""
+    watch = VerifierWatch({address: connect(address)}, away_every_s=0.05)
+    await watch.look()
+    config = AgentConfig(
+        verifier=address,
+        draft=DraftSection(model="none"),
+        tokenizer="toy",
+        reconnect=more.pop("reconnect", QUICK),
+    )
+    async with build_agent(config) as agent:
+        async with live(agent, ToyTokenizer(), watch, **more) as found:
+            yield found
+
+
+@dataclass(slots=True)
+class ScriptedAgent:
+    """Says ``pieces``, one a token with ids from 0, and then why it stops. ``between`` is awaited
+    before each piece."""
+
+    pieces: Sequence[str] = ()
+    finish: FinishReason = FinishReason.STOP
+    ids: Sequence[int] = ()
+    between: Callable[[int], Any] | None = None
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    samplings: list[SamplingParams] = field(default_factory=list)
+    closed: int = 0
+    options: AgentOptions = field(default_factory=AgentOptions)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        logprobs: int = 0,
+        started: Callable[[GenerationStats], None] | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        self.prompts.append(tuple(prompt))
+        self.samplings.append(sampling)
+        try:
+            for place, piece in enumerate(self.pieces):
+                if self.between is not None:
+                    await self.between(place)
+                token = self.ids[place] if self.ids else place
+                yield Chunk(place, (token,), (Piece(piece, TokenKind.DECODED),))
+            yield Chunk(len(self.pieces), (), (), self.finish)
+        finally:
+            self.closed += 1
+
+
+@contextlib.asynccontextmanager
+async def over_script(
+    agent: ScriptedAgent, tokenizer: ChatTokenizer | None = None, **more: Any
+) -> AsyncIterator[Live]:
+    """An endpoint over an agent that says what it is told to."""
+    inner: Any = agent
+    async with live(inner, tokenizer or ToyTokenizer(), VerifierWatch({}), **more) as found:
+        yield found
+
+
+# --- HTTP as it is on the wire ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back over a connection, until it was closed."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["error"]
+        return found
+
+
+def request_bytes(
+    path: str, body: bytes = b"", *, method: str = "", headers: dict[str, str] | None = None
+) -> bytes:
+    """One HTTP request; the connection is to be closed behind it."""
+    method = method or ("POST" if body else "GET")
+    every = {"Host": "127.0.0.1", "Connection": "close", **(headers or {})}
+    if body and "Transfer-Encoding" not in every:
+        every.setdefault("Content-Length", str(len(body)))
+    head = "".join(f"{name}: {value}\r\n" for name, value in every.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+async def exchange(port: int, data: bytes) -> Reply:
+    """Send, and read until the other side closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        return parse_reply(await reader.read())
+    finally:
+        writer.close()
+
+
+async def ask(
+    live: Live, path: str, data: Any = None, *, method: str = "", **headers: str
+) -> Reply:
+    """One request with this JSON; ``headers`` with underscores for dashes."""
+    body = b"" if data is None else json.dumps(data).encode()
+    every = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await exchange(live.port, request_bytes(path, body, method=method, headers=every))
+
+
+def parse_reply(raw: bytes) -> Reply:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    if headers.get("transfer-encoding") == "chunked":
+        body = _dechunked(body)
+    return Reply(int(first.split()[1]), headers, body)
+
+
+def _dechunked(raw: bytes) -> bytes:
+    """As far as it came."""
+    found = b""
+    while raw:
+        size, _, rest = raw.partition(b"\r\n")
+        count = int(size or b"0", 16)
+        found += rest[:count]
+        raw = rest[count + 2 :]
+        if count == 0:
+            break
+    return found
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The data of the events of a stream; comments and ``[DONE]`` as they are."""
+    found: list[Any] = []
+    for block in body.decode().split("\n\n"):
+        if block.startswith("data: {"):
+            found.append(json.loads(block.removeprefix("data: ")))
+        elif block:
+            found.append(block.removeprefix("data: "))
+    return found

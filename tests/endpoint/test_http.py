@@ -1,0 +1,378 @@
+"""What is on the wire: bodies that are none, clients that leave, verifiers that are away, limits.
+Oracle: the status, the fields of the error and what the verifier still holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from edgespec.config import EndpointSection, PacingSection, VerifierConfig
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.requests import seed_of
+from edgespec.endpoint.verifiers import Presence
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.endpoint.live_endpoint import (
+    ScriptedAgent,
+    ask,
+    events_of,
+    exchange,
+    over_nobody,
+    over_script,
+    over_toy,
+    parse_reply,
+    request_bytes,
+)
+from tests.shell.gate import Gate
+from tests.shell.live_verifier import serving, toy_text
+
+WITHIN_S = 30
+TEXT = ToyTokenizer()
+PATH = "/v1/completions"
+HELLO = {"prompt": "abc", "max_tokens": 4}
+
+
+def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
+    """Worked number: the first 16 digits of ``printf 5:1 | sha256sum``."""
+    assert seed_of(5, 0) == 5
+    assert seed_of(5, 1) == 0xA5886F21FCB5F028
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "the request is no JSON: Expecting property name"),
+        (b'{"prompt": NaN}', "NaN is no JSON"),
+        (b"[1]", "a JSON list, not an object"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 200_000, "nested too deep"),
+        (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"prompt": [1, -1]}', r"prompt holds -1, but token ids are in"),
+        (b'{"prompt": [999]}', "token 999 is outside the vocabulary of 64"),
+        (b'{"prompt": ""}', "prompt is missing or empty"),
+        (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
+        (b'{"prompt": "a", "echo": true}', "echo is True, but echo is not supported"),
+        (b'{"prompt": "a", "best_of": true}', "best_of is True"),
+        (b'{"prompt": "a", "stream_options": {}}', "stream is not true"),
+        (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias is .1., but must be an object"),
+    ],
+)
+async def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
+    async with over_toy(draft="none") as live:
+        reply = await exchange(live.port, request_bytes(PATH, body))
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert re.search(message, reply.error["message"]), reply.error["message"]
+
+
+async def test_a_body_beyond_the_limit_is_not_read() -> None:
+    settings = EndpointSection(max_body_bytes=1024)
+    async with over_script(ScriptedAgent(["a"]), settings=settings) as live:
+        told = request_bytes(PATH, b"{}", headers={"Content-Length": "1025"})
+        reply = await exchange(live.port, told)
+        assert (reply.status, reply.error["code"]) == (413, "too_large")
+        parts = b"400\r\n" + b" " * 1024 + b"\r\n1\r\n \r\n0\r\n\r\n"
+        reply = await exchange(
+            live.port, request_bytes(PATH, parts, headers={"Transfer-Encoding": "chunked"})
+        )
+        assert (reply.status, reply.error["code"]) == (413, "too_large")
+        assert (await ask(live, PATH, HELLO)).status == 200
+
+
+async def test_a_body_that_does_not_come() -> None:
+    settings = EndpointSection(body_within_s=0.1)
+    async with over_script(ScriptedAgent(["a"]), settings=settings) as live:
+        half = request_bytes(PATH, b"{", headers={"Content-Length": "2"})
+        reply = await exchange(live.port, half)
+        assert reply.status == 408
+        assert "within 0.1 s" in reply.error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> None:
+    async with over_toy(draft="toy") as live:
+        verifier = live.verifier
+        assert verifier is not None
+        data = {"prompt": "abc", "max_tokens": 4000, "stream": stream, "ignore_eos": True}
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps(data).encode()))
+        await writer.drain()
+        if stream:
+            await reader.readuntil(b"data: ")
+        await until(lambda: verifier.info.sessions == 1)
+        writer.transport.abort()
+        await until(lambda: live.endpoint.active == 0)
+        await until(lambda: verifier.info.sessions == 0)
+        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
+        assert live.endpoint.counts.completion_tokens < 4000
+        assert live.endpoint.admission.running == 0
+        assert (await ask(live, PATH, HELLO)).status == 200
+
+
+async def until(condition: Any) -> None:
+    """Turns the event loop until it holds."""
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110 # of things that have no event
+            await asyncio.sleep(0)
+
+
+class Held:
+    """Lets a script go on when it is told to."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.reached = asyncio.Event()
+
+    async def __call__(self, place: int) -> None:
+        if place == 1:
+            self.reached.set()
+            await self.gate.wait()
+
+
+async def test_a_full_queue_is_a_429_and_the_rest_is_served_in_order() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1, max_queue=1)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live:
+        first = asyncio.create_task(ask(live, PATH, HELLO))
+        await held.reached.wait()
+        second = asyncio.create_task(ask(live, PATH, HELLO))
+        await until(lambda: live.endpoint.admission.waiting == 1)
+        third = await ask(live, PATH, HELLO)
+        assert (third.status, third.error["code"]) == (429, "queue_full")
+        assert third.headers["retry-after"] == "1"
+        assert third.error["type"] == "rate_limit_error"
+        held.gate.set()
+        for reply in (await first, await second):
+            assert reply.json["choices"][0]["text"] == "ab"
+        assert live.endpoint.admission.running == 0
+
+
+async def test_who_leaves_the_queue_makes_room() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1, max_queue=1)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live:
+        first = asyncio.create_task(ask(live, PATH, HELLO))
+        await held.reached.wait()
+        _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps(HELLO).encode()))
+        await until(lambda: live.endpoint.admission.waiting == 1)
+        writer.transport.abort()
+        await until(lambda: live.endpoint.admission.waiting == 0)
+        held.gate.set()
+        assert (await first).status == 200
+
+
+# --- gaps, and verifiers that are away -------------------------------------------------------
+
+
+async def test_a_stream_with_nothing_to_say_is_kept_alive() -> None:
+    held = Held()
+    settings = EndpointSection(keep_alive_s=0.02)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live:
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        raw = await reader.readuntil(b": keep-alive\n\n")
+        raw += await reader.readuntil(b": keep-alive\n\n")
+        held.gate.set()
+        reply = parse_reply(raw + await reader.read())
+        writer.close()
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = events_of(reply.body)
+    assert events.count(": keep-alive") >= 2
+    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
+    assert "".join(texts) == "ab"
+    assert events[-1] == "[DONE]"
+
+
+async def test_a_verifier_that_comes_later_is_waited_for() -> None:
+    patient = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0)
+    settings = EndpointSection(keep_alive_s=0.02)
+    async with (
+        Gate(None) as gate,
+        over_nobody(gate.address, reconnect=patient, settings=settings) as live,
+    ):
+        live.watch.start()
+        health = await ask(live, "/health")
+        assert (health.status, health.json["status"]) == (200, "waiting")
+        assert health.json["verifiers"][0]["state"] == "away"
+        at_once = asyncio.create_task(ask(live, PATH, {**HELLO, "model": "toy"}))
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        raw = await reader.readuntil(b": keep-alive\n\n")
+        async with serving() as (address, _):
+            gate.port = int(address.rpartition(":")[2])
+            reply = parse_reply(raw + await reader.read())
+            assert events_of(reply.body)[-1] == "[DONE]"
+            done = await at_once
+            assert done.status == 200
+            await until(lambda: live.watch.ready)
+            health = await ask(live, "/health")
+            assert (health.json["status"], health.json["model"]) == ("ok", "toy")
+        writer.close()
+
+
+async def test_a_stream_goes_on_when_its_verifier_comes_back() -> None:
+    patient = ReconnectPolicy(first_s=0.01, longest_s=0.05)
+    settings = EndpointSection(keep_alive_s=0.02)
+    config = VerifierConfig(model="toy", port=0, pacing=PacingSection(pass_ms=2.0))
+    data = {"prompt": "abc", "max_tokens": 150, "stream": True, "ignore_eos": True}
+    async with (
+        serving(config=config) as (address, _),
+        Gate(int(address.rpartition(":")[2])) as gate,
+    ):
+        async with over_nobody(gate.address, reconnect=patient, settings=settings) as live:
+            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+            writer.write(request_bytes(PATH, json.dumps(data).encode()))
+            raw = await reader.readuntil(b"data: {")
+            port, gate.port = gate.port, None
+            gate.kill()
+            raw += await reader.readuntil(b": keep-alive\n\n")
+            gate.port = port
+            events = events_of(parse_reply(raw + await reader.read()).body)
+            writer.close()
+    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
+    tokens = toy_text(TEXT.encode("abc"), SamplingParams(max_tokens=150, ignore_eos=True))
+    assert "".join(texts) == TEXT.decode(tokens)
+    assert events[-1] == "[DONE]"
+
+
+async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:
+    async def fail(place: int) -> None:
+        if place == 1:
+            raise RuntimeError("broken")
+
+    agent = ScriptedAgent(["a", "b"], between=fail)
+    async with over_script(agent) as live:
+        reply = await ask(live, PATH, {**HELLO, "stream": True})
+        events = events_of(reply.body)
+        assert reply.status == 200
+        assert events[0]["choices"][0]["text"] == "a"
+        assert events[-1]["error"]["message"] == "the generation failed: RuntimeError: broken"
+        assert events[-1]["error"]["type"] == "server_error"
+        whole = await ask(live, PATH, HELLO)
+        assert whole.status == 500
+        assert live.endpoint.counts.requests[PATH, "cut"] == 1
+
+
+async def test_of_several_texts_one_that_fails_ends_the_others() -> None:
+    calls = 0
+
+    async def fail(place: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("broken")
+        await asyncio.Event().wait()
+
+    agent = ScriptedAgent(["a"], between=fail)
+    async with over_script(agent) as live:
+        reply = await ask(live, PATH, {**HELLO, "n": 2})
+        assert reply.status == 500
+        assert agent.closed == 2
+        assert live.endpoint.admission.running == 0
+
+
+async def test_a_stop_lets_streams_end_and_then_tells_them() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live:
+        streams = asyncio.create_task(ask(live, PATH, {**HELLO, "stream": True}))
+        await held.reached.wait()
+        waits = asyncio.create_task(ask(live, PATH, HELLO))
+        await until(lambda: live.endpoint.admission.waiting == 1)
+        stop = asyncio.create_task(live.server.stop(0.05))
+        refused = await waits
+        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+        events = events_of((await streams).body)
+        assert events[0]["choices"][0]["text"] == "a"
+        assert events[-1]["error"]["code"] == "shutting_down"
+        await stop
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", live.port)
+
+
+async def test_a_stop_waits_for_what_ends_soon() -> None:
+    held = Held()
+    async with over_script(ScriptedAgent(["a", "b"], between=held)) as live:
+        streams = asyncio.create_task(ask(live, PATH, {**HELLO, "stream": True}))
+        await held.reached.wait()
+        stop = asyncio.create_task(live.server.stop(WITHIN_S))
+        await until(lambda: live.endpoint.stopping)
+        late, health = await ask(live, PATH, HELLO), await ask(live, "/health")
+        assert late.status == health.status == 503
+        assert health.json["status"] == "stopping"
+        held.gate.set()
+        assert events_of((await streams).body)[-1] == "[DONE]"
+        await stop
+
+
+async def test_a_client_that_reads_nothing_is_let_go() -> None:
+    agent = ScriptedAgent(["x" * 100_000] * 400)
+    settings = EndpointSection(write_within_s=0.1)
+    async with over_script(agent, settings=settings) as live:
+        _, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=1024)
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        await until(lambda: agent.prompts)
+        await until(lambda: live.endpoint.active == 0)
+        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
+        writer.transport.abort()
+
+
+async def test_a_generation_cancelled_on_the_device_is_no_answer() -> None:
+    async with over_script(ScriptedAgent(["a"], finish=FinishReason.CANCELLED)) as live:
+        reply = await ask(live, PATH, HELLO)
+        assert (reply.status, reply.error["code"]) == (503, "cancelled")
+
+
+# --- the other places ------------------------------------------------------------------------
+
+
+async def test_metrics_version_and_places_that_are_not() -> None:
+    async with over_script(ScriptedAgent(["a"])) as live:
+        await ask(live, PATH, HELLO)
+        await ask(live, PATH, {"prompt": ""})
+        metrics = (await ask(live, "/metrics")).body.decode()
+        assert f'edgespec_endpoint_requests_total{{outcome="200",path="{PATH}"}} 1.0' in metrics
+        assert f'edgespec_endpoint_requests_total{{outcome="400",path="{PATH}"}} 1.0' in metrics
+        assert "edgespec_endpoint_completion_tokens_total 1.0" in metrics
+        assert 'edgespec_endpoint_time_to_first_token_seconds_bucket{le="+Inf"} 1.0' in metrics
+        assert set((await ask(live, "/version")).json) == {"version"}
+        nowhere = await ask(live, "/v1/embeddings", {})
+        assert (nowhere.status, nowhere.error["type"]) == (404, "not_found_error")
+        assert (await ask(live, PATH)).status == 405
+
+
+async def test_extra_routes_are_served_and_guarded() -> None:
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("here")
+
+    async with over_script(ScriptedAgent(), key="k", extra_routes=[Route("/", page)]) as live:
+        assert (await ask(live, "/")).status == 401
+        assert (await ask(live, "/", Authorization="Bearer k")).body == b"here"
+
+
+async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
+    from edgespec.compose import connect
+    from edgespec.endpoint.verifiers import VerifierWatch
+
+    async with serving() as (address, _):
+        watch = VerifierWatch({address: connect(address)}, lambda model: f"no {model.name} here")
+        await watch.look()
+        await watch.close()
+        (status,) = watch.statuses
+        assert (status.presence, status.why) == (Presence.MISFIT, "no toy here")
+        assert watch.known is None
+        assert not watch.ready

@@ -1,0 +1,330 @@
+"""OpenAI's own client, unchanged, against a real server. Oracle: the toy's text, by the scalar
+specification, and for scores what ``Agent.generate`` says itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from edgespec.api import connect
+from edgespec.config import EndpointSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.requests import seed_of
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
+from tests.shell.live_verifier import toy_text
+
+TEXT = ToyTokenizer()
+PROMPT = "once upon a time"
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+SAMPLED = {"temperature": 0.9, "seed": 5, "max_tokens": 24}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Live]:
+    async with over_toy() as live:
+        yield live
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(served: Live) -> AsyncIterator[Any]:
+    async with served.client() as found:
+        yield found
+
+
+def said(prompt: str, **sampling: Any) -> str:
+    """The oracle."""
+    return TEXT.decode(toy_text(TEXT.encode(prompt), SamplingParams(**sampling)))
+
+
+def chatted(**sampling: Any) -> str:
+    return TEXT.decode(toy_text(TEXT.encode_chat(MESSAGES), SamplingParams(**sampling)))
+
+
+async def test_a_chat_at_once(client: Any) -> None:
+    done = await client.chat.completions.create(model="toy", messages=MESSAGES, **SAMPLED)
+    (choice,) = done.choices
+    assert choice.message.content == chatted(**SAMPLED)
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert done.object == "chat.completion"
+    assert done.model == "toy"
+    assert done.usage is not None
+    prompt = len(TEXT.encode_chat(MESSAGES))
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (prompt, 24)
+    assert done.usage.total_tokens == prompt + 24
+
+
+async def test_a_chat_as_a_stream_is_the_same_text(client: Any) -> None:
+    options = {"include_usage": True}
+    stream = await client.chat.completions.create(
+        model="toy", messages=MESSAGES, stream=True, stream_options=options, **SAMPLED
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(one.delta.content or "" for one in deltas) == chatted(**SAMPLED)
+    assert [one.finish_reason for one in deltas if one.finish_reason] == ["length"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_completions_both_ways(client: Any) -> None:
+    asked = {"model": "toy", "prompt": PROMPT, **SAMPLED}
+    done = await client.completions.create(**asked)
+    assert done.choices[0].text == said(PROMPT, **SAMPLED)
+    stream = await client.completions.create(stream=True, **asked)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == said(PROMPT, **SAMPLED)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    ids = await client.completions.create(**{**asked, "prompt": TEXT.encode(PROMPT)})
+    assert ids.choices[0].text == done.choices[0].text
+
+
+async def test_several_prompts_and_n(client: Any) -> None:
+    asked = {"model": "toy", "n": 2, **SAMPLED}
+    done = await client.completions.create(prompt=[PROMPT, "abc"], **asked)
+    seeds = [5, seed_of(5, 1)]
+    expected = [said(one, **{**SAMPLED, "seed": seed}) for one in (PROMPT, "abc") for seed in seeds]
+    assert [choice.text for choice in done.choices] == expected
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert len(set(expected)) == 4
+    texts = dict.fromkeys(range(4), "")
+    async for chunk in await client.completions.create(
+        prompt=[PROMPT, "abc"], stream=True, **asked
+    ):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == expected
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == len(PROMPT) + 3
+
+
+async def test_a_stop_string_over_several_tokens(client: Any) -> None:
+    whole = said(PROMPT, max_tokens=40)
+    stop = whole[10:14]
+    expected = whole[: whole.index(stop)]
+    asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 40, "stop": ["never", stop]}
+    asked["temperature"] = 0
+    done = await client.completions.create(**asked)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (expected, "stop")
+    streamed = [chunk async for chunk in await client.completions.create(stream=True, **asked)]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+    assert streamed[-1].choices[0].finish_reason == "stop"
+
+
+async def test_a_seed_makes_a_text_repeatable(client: Any) -> None:
+    asked: Any = {"model": "toy", "prompt": PROMPT, "temperature": 1.0, "max_tokens": 24}
+    first, second = [await client.completions.create(**asked) for _ in range(2)]
+    assert first.choices[0].text != second.choices[0].text
+    drawn = ours(first)["seed"]
+    again = await client.completions.create(seed=drawn, **asked)
+    assert again.choices[0].text == first.choices[0].text
+    assert first.choices[0].text == said(PROMPT, temperature=1.0, max_tokens=24, seed=drawn)
+
+
+def ours(done: Any) -> dict[str, Any]:
+    """Our extension of ``usage``."""
+    found: dict[str, Any] = done.usage.model_extra["edgespec"]
+    return found
+
+
+async def test_usage_says_how_much_was_drafted(client: Any) -> None:
+    done = await client.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=200, extra_body={"ignore_eos": True}
+    )
+    found = ours(done)
+    assert found["drafted_tokens"] >= found["accepted_tokens"] > 0
+    assert 0 < found["verifier_passes"] <= 200
+    assert found["reconnects"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "extra", "sampling"),
+    [
+        ({"temperature": 0.5, "top_p": 0.6}, {}, {"temperature": 0.5, "top_p": 0.6}),
+        ({"temperature": 2.0}, {"top_k": 3}, {"temperature": 2.0, "top_k": 3}),
+        ({"temperature": 2.0}, {"top_k": -1}, {"temperature": 2.0}),
+        ({"temperature": 1.0}, {"min_p": 0.2}, {"temperature": 1.0, "min_p": 0.2}),
+        ({}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"presence_penalty": 2.0}, {}, {"presence_penalty": 2.0}),
+        ({"frequency_penalty": 1.5}, {}, {"frequency_penalty": 1.5}),
+        ({"logit_bias": {"7": 50}}, {}, {"logit_bias": {7: 50.0}}),
+        ({}, {"stop_token_ids": [7, 8, 9, 10, 11]}, {"stop_token_ids": (7, 8, 9, 10, 11)}),
+    ],
+)
+async def test_sampling_parameters_reach_the_target(
+    client: Any,
+    given: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+) -> None:
+    done = await client.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=40, seed=3, extra_body=dict(extra), **given
+    )
+    expected = said(PROMPT, max_tokens=40, seed=3, **sampling)
+    assert done.choices[0].text == expected
+    if "top_k" not in extra:
+        assert expected != said(PROMPT, max_tokens=40, seed=3)
+
+
+async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
+    scores = []
+    async with connect(served.address, draft="toy") as agent:
+        params = SamplingParams(max_tokens=12)
+        async for chunk in agent.generate(TEXT.encode_chat(MESSAGES), params, logprobs=3):
+            scores += list(zip(chunk.tokens, chunk.logprobs, strict=True))
+    asked: Any = {"model": "toy", "messages": MESSAGES, "max_tokens": 12}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    done = await client.chat.completions.create(**asked)
+    streamed: list[Any] = []
+    async for event in await client.chat.completions.create(stream=True, **asked):
+        if event.choices[0].logprobs is not None:
+            streamed += event.choices[0].logprobs.content or []
+    found = done.choices[0].logprobs
+    assert found is not None
+    for content in (found.content or [], streamed):
+        assert [one.token for one in content] == [TEXT.decode([token]) for token, _ in scores]
+        assert [one.logprob for one in content] == [score.logprob for _, score in scores]
+        tops = [[(top.token, top.logprob) for top in one.top_logprobs] for one in content]
+        assert tops == [
+            [(TEXT.decode([token]), logprob) for token, logprob in score.top] for _, score in scores
+        ]
+        assert bytes(content[0].bytes or ()) == content[0].token.encode()
+
+
+async def test_logprobs_of_completions(client: Any) -> None:
+    asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 12, "logprobs": 2}
+    done = await client.completions.create(**asked)
+    found = done.choices[0].logprobs
+    assert found is not None
+    assert "".join(found.tokens or ()) == done.choices[0].text
+    assert [len(top) for top in found.top_logprobs or ()] == [2] * 12
+    assert list(found.text_offset or ()) == list(range(12))
+    offsets: list[int] = []
+    async for event in await client.completions.create(stream=True, **asked):
+        if event.choices[0].logprobs is not None:
+            offsets += event.choices[0].logprobs.text_offset or []
+    assert offsets == list(range(12))
+    plain = await client.completions.create(model="toy", prompt=PROMPT, max_tokens=4)
+    assert plain.choices[0].logprobs is None
+
+
+async def test_a_chat_may_fill_the_context(client: Any) -> None:
+    done = await client.chat.completions.create(
+        model="toy", messages=MESSAGES, extra_body={"ignore_eos": True}
+    )
+    assert done.usage is not None
+    assert done.usage.total_tokens == 4096
+    assert done.choices[0].finish_reason == "length"
+
+
+async def test_models(client: Any) -> None:
+    (model,) = [one async for one in client.models.list()]
+    assert model.id == "toy"
+    assert (await client.models.retrieve("edgespec")).id == "toy"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist here; this is 'toy'"):
+        await client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "message"),
+    [
+        ({"temperature": -1.0}, "temperature", r"temperature is -1.0, but must be in \[0.0, 100"),
+        ({"n": 9}, "n", r"n is 9, but must be in \[1, 8\]"),
+        ({"top_p": 0.0}, "top_p", "top_p is 0.0"),
+        ({"stop": ["a"] * 17}, "stop", "stop holds 17 texts, but at most 16"),
+        ({"stop": [""]}, "stop", "empty string"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "key 'a', which is no token id"),
+        ({"tool_choice": "required"}, "tool_choice", "a call cannot be forced yet"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "reasoning_effort is not supported"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            "structured output is not supported yet",
+        ),
+        ({"extra_body": {"temprature": 1}}, "temprature", "unknown parameter 'temprature'"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),
+        ({"messages": []}, "messages", "at least one message"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "'image_url', but this model reads text only",
+        ),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'"),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages", "5001 tokens"),
+    ],
+)
+async def test_what_cannot_be_is_named(
+    client: Any, given: dict[str, Any], param: str, message: str
+) -> None:
+    asked: Any = {"model": "toy", "messages": MESSAGES, **given}
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await client.chat.completions.create(**asked)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+async def test_what_changes_nothing_is_ignored(client: Any) -> None:
+    done = await client.chat.completions.create(
+        model="edgespec",
+        messages=[
+            {"role": "developer", "content": "once"},
+            {"role": "user", "content": [{"type": "text", "text": "upon a time"}]},
+        ],
+        max_completion_tokens=8,
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+        modalities=["text"],
+    )
+    sampling = SamplingParams(max_tokens=8)
+    tokens = TEXT.encode("once upon a time ")
+    assert done.choices[0].message.content == TEXT.decode(toy_text(tokens, sampling))
+
+
+async def test_an_unknown_model(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist") as caught:
+        await client.chat.completions.create(model="gpt", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_nobody_there_is_a_503_that_says_when_to_come_back() -> None:
+    async with over_nobody() as live, live.client() as client:
+        for stream in (False, True):
+            with pytest.raises(
+                openai.InternalServerError, match="gave up on the verifier"
+            ) as error:
+                await client.completions.create(model="any", prompt="a", stream=stream)
+            assert error.value.status_code == 503
+            assert error.value.response.headers["retry-after"] == "5"
+
+
+async def test_a_key() -> None:
+    async with over_toy(key="right") as live:
+        async with live.client("wrong") as client:
+            with pytest.raises(openai.AuthenticationError, match="not the right one"):
+                await client.completions.create(model="toy", prompt="a", max_tokens=2)
+        async with live.client("right") as client:
+            done = await client.completions.create(model="toy", prompt="a", max_tokens=2)
+            assert done.usage is not None
+
+
+async def test_more_texts_than_may_run_are_named() -> None:
+    async with (
+        over_toy(settings=EndpointSection(max_concurrent=2)) as live,
+        live.client() as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="4 texts, but a request may ask for"):
+            await client.completions.create(model="toy", prompt=["a", "b"], n=2)

@@ -1,0 +1,186 @@
+"""``edgespec serve`` as a process: what it says at first, what it refuses, how it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from edgespec.access import endpoint_key
+from edgespec.cli.main import app
+from edgespec.config import ConfigError, EndpointSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.live_verifier import daemon, start, toy_text
+
+WITHIN_S = 60
+TOY = ("--draft", "toy", "--port", "0")
+
+
+@contextlib.contextmanager
+def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The real process; yields its URL."""
+    with start("serve", *TOY, *options) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"ready on (http://\S+)/v1", line)
+            assert found is not None, line + (process.stderr.read() if process.stderr else "")
+            yield found[1], process
+        finally:
+            process.kill()
+
+
+def curl(*arguments: str) -> Any:
+    done = subprocess.run(
+        ["curl", "-sN", "--max-time", "30", *arguments], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
+    with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(6)]
+        words = [line.split()[0] for line in lines]
+        assert words == ["draft", "verifier", "memory", "policy", "clients", "try:"]
+        assert f"{address}: serves toy, context 4096" in lines[1]
+        done = subprocess.run(
+            ["bash", "-c", lines[5].partition("try: ")[2].replace("curl ", "curl -s ")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        answer = json.loads(done.stdout)
+        tokens = ToyTokenizer().encode("Hello! ")
+        expected = ToyTokenizer().decode(toy_text(tokens, SamplingParams(max_tokens=64)))
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert curl(f"{url}/health")["status"] == "ok"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WITHIN_S) == 0
+
+
+def test_a_verifier_that_is_not_there_is_a_state() -> None:
+    with endpoint("--verifier", "127.0.0.1:1") as (url, process):
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert "no verifier answers at 127.0.0.1:1; requests wait for it" in lines[1]
+        assert "edgespec verifier --port 1" in lines[1]
+        assert curl(f"{url}/health")["verifiers"][0]["state"] == "away"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN_S) == 0
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
+    with daemon("--pass-ms", "50") as (address, _):
+        with endpoint("--verifier", address, "--drain-s", "0.2") as (url, process):
+            body = {"prompt": "abc", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            asking = subprocess.Popen(
+                ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            with asking:
+                assert asking.stdout is not None
+                assert asking.stdout.readline().startswith("data: {")
+                process.send_signal(signal.SIGTERM)
+                rest = asking.stdout.read()
+            assert '"code":"shutting_down"' in rest.splitlines()[-2]
+            assert process.wait(WITHIN_S) == 0
+            assert process.stderr is not None
+            said = process.stderr.read()
+            assert "stopping: 1 requests may go on for 0.2 s" in said
+            assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_misfit_is_refused_at_once() -> None:
+    with daemon() as (address, _):
+        done = call("--verifier", address, "--port", "0")  # the bundled draft
+        assert done.exit_code == 1
+        assert "is not that of the verifier's 'toy'" in done.stderr
+
+
+def test_beyond_this_machine_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call(*TOY, "--host", "0.0.0.0")
+    assert done.exit_code == 2
+    assert "endpoint.host is '0.0.0.0', where others can ask: set a key" in done.stderr
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = call("--draft", "no/such", "--port", port)
+    assert done.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "choose another with --port" in done.stderr
+
+
+def test_print_config_reads_back(tmp_path: Path) -> None:
+    given = (
+        "--port",
+        "9",
+        "--allow-origin",
+        "https://a.example",
+        "--insecure",
+        "--max-tokens",
+        "7",
+    )
+    first = call(*given, "--print-config").stdout
+    shown = yaml.safe_load(first)
+    assert shown["endpoint"]["port"] == 9
+    assert shown["endpoint"]["allow_origins"] == ["https://a.example"]
+    assert (shown["endpoint"]["insecure"], shown["insecure"]) == (True, False)
+    assert shown["endpoint"]["default_max_tokens"] == 7
+    path = tmp_path / "device.yaml"
+    path.write_text(first)
+    assert call("--config", str(path), "--print-config").stdout == first
+    assert call("--insecure-verifier", "--print-config").stdout.count("insecure: true") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--allow-origin", "chat.example"), "but must be like https://chat.example or *"),
+        (("--max-concurrent", "0"), "max_concurrent is 0, but must be in [1, 1024]"),
+        (("--port", "70000"), "port is 70000"),
+    ],
+)
+def test_settings_that_cannot_be(given: tuple[str, str], message: str) -> None:
+    done = call(*given)
+    assert done.exit_code == 2
+    assert message in done.stderr.replace("\n", " ")
+
+
+def test_help_teaches() -> None:
+    shown = call("--help").stdout
+    for word in ("http://127.0.0.1:7421/v1", "--key-file", "--allow-origin", "Exit codes"):
+        assert word in shown
+
+
+def test_where_the_key_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    section = EndpointSection(key_file=str(path))
+    assert endpoint_key(section, {}) == "from-file"
+    assert endpoint_key(section, {"EDGESPEC_ENDPOINT_KEY": "from-there"}) == "from-there"
+    assert endpoint_key(section, {"EDGESPEC_API_KEY": "the-verifiers"}) == "from-file"
+    assert endpoint_key(EndpointSection(), {}) == ""
+    path.write_text("")
+    with pytest.raises(ConfigError, match="holds no key"):
+        endpoint_key(section, {})

@@ -1,0 +1,279 @@
+"""Tool calls, and text whose characters and stop strings straddle tokens. Oracle: the text at once;
+however it is cut, the same comes out, and a stream is what the answer at once is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_format, tool_reader
+from edgespec.endpoint.verifiers import VerifierWatch
+from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer
+from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, events_of, live, over_script
+from tests.shell.scripted_verifier import QUICK, loopback, streaming
+from tests.shell.tiny_checkpoints import write_tokenizer
+
+CHAT = "/v1/chat/completions"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
+    for name in ("weather", "time")
+]
+HERMES = "{{ tools|tojson }}<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln"}}]'
+LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
+KOELN = ("weather", {"city": "Köln"})
+
+
+def calls_in(found: Sequence[str | ToolCall]) -> list[tuple[str, Any]]:
+    calls = [one for one in found if isinstance(one, ToolCall)]
+    return [(one.name, json.loads(one.arguments)) for one in calls]
+
+
+def text_in(found: Sequence[str | ToolCall]) -> str:
+    return "".join(one for one in found if isinstance(one, str))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        ("hermes", CALL, "", [KOELN]),
+        ("hermes", f"I look.\n{CALL}\n{CALL}\n", "I look.", [KOELN, KOELN]),
+        ("hermes", f"{CALL} and more ", "and more ", [KOELN]),
+        ("hermes", "a < b <tool> c ", "a < b <tool> c ", []),
+        ("hermes", "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", []),
+        ("hermes", CALL.removesuffix("</tool_call>"), "", [KOELN]),
+        ("hermes", '<tool_call>{"name": "we', '<tool_call>{"name": "we', []),
+        ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [("time", {})]),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}', None, []),
+        ("mistral", MISTRAL, "", [KOELN]),
+        ("mistral", f"I look. {MISTRAL}", "I look.", [KOELN]),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}', "", [KOELN]),
+        (
+            "mistral",
+            '[TOOL_CALLS]time{}[TOOL_CALLS]weather{"city": "Köln"}',
+            "",
+            [("time", {}), KOELN],
+        ),
+        ("mistral", "[TOOL_CALLS]oh", "[TOOL_CALLS]oh", []),
+        ("mistral", "a [TOOL", "a [TOOL", []),
+        ("llama", LLAMA, "", [KOELN]),
+        ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [KOELN, KOELN]),
+        ("llama", '{"name": "unknown", "parameters": {}}', None, []),
+        ("llama", '{"answer": 42}', None, []),
+        ("llama", f"It is {LLAMA}", None, []),
+        ("llama", "  ", None, []),
+    ],
+)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_calls_are_found_however_the_text_is_cut(
+    form: str, text: str, said: str | None, calls: list[Any], data: st.DataObject
+) -> None:
+    reader = tool_reader(ToolFormat(form), ["weather", "time"])
+    found: list[str | ToolCall] = []
+    rest = text
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        found += reader.push(rest[:count])
+        rest = rest[count:]
+    found += reader.flush()
+    assert calls_in(found) == calls
+    assert text_in(found) == (text if said is None else said)
+    assert all(found)
+
+
+def test_a_template_says_which_format_it_teaches() -> None:
+    assert tool_format(HERMES) is ToolFormat.HERMES
+    assert tool_format("{{ '[TOOL_CALLS]' }}") is ToolFormat.MISTRAL
+    assert tool_format("'ipython' ... \"parameters\"") is ToolFormat.LLAMA
+    assert tool_format("{{ messages }}") is None
+
+
+def test_ids_are_what_the_templates_take() -> None:
+    (hermes,) = tool_reader(ToolFormat.HERMES, ()).push(CALL)
+    mistral = tool_reader(ToolFormat.MISTRAL, ())
+    mistral.push(MISTRAL)
+    (short,) = mistral.flush()
+    assert isinstance(hermes, ToolCall)
+    assert isinstance(short, ToolCall)
+    assert hermes.id.startswith("call_")
+    assert len(short.id) == 9
+    assert short.id.isalnum()
+
+
+# --- over HTTP -------------------------------------------------------------------------------
+
+
+def chat_tokenizer(folder: Path, template: str, special: Sequence[str] = ()) -> TextTokenizer:
+    write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    if special:
+        inner = Tokenizer.from_file(str(path))
+        inner.add_special_tokens([AddedToken(one, special=True) for one in special])
+        inner.save(str(path))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return TextTokenizer(folder)
+
+
+def request(stream: bool = False, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    return {"messages": messages, "tools": TOOLS, "stream": stream, **more}
+
+
+async def test_tool_calls_at_once_and_streamed(tmp_path: Path) -> None:
+    text = f"I look.\n{CALL}{CALL}"
+    agent = ScriptedAgent([text[at : at + 3] for at in range(0, len(text), 3)])
+    async with over_script(agent, chat_tokenizer(tmp_path, HERMES)) as found:
+        (choice,) = (await ask(found, CHAT, request())).json["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I look."
+        called = [one["function"] for one in choice["message"]["tool_calls"]]
+        assert [(one["name"], json.loads(one["arguments"])) for one in called] == [KOELN, KOELN]
+        events = events_of((await ask(found, CHAT, request(stream=True))).body)
+        deltas = [one["choices"][0] for one in events if isinstance(one, dict)]
+        assert "".join(one["delta"].get("content", "") for one in deltas) == "I look."
+        streamed = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
+        assert [one["index"] for one in streamed] == [0, 1]
+        assert [one["function"] for one in streamed] == called
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        one_only = await ask(found, CHAT, request(parallel_tool_calls=False))
+        assert len(one_only.json["choices"][0]["message"]["tool_calls"]) == 1
+        plain = await ask(found, CHAT, request(tool_choice="none"))
+        assert plain.json["choices"][0]["message"]["content"] == text
+    assert "weather" in TextTokenizer(tmp_path).decode(agent.prompts[0])
+    assert "weather" not in TextTokenizer(tmp_path).decode(agent.prompts[-1])
+
+
+async def test_a_mark_that_is_a_special_token_is_seen(tmp_path: Path) -> None:
+    template = "[TOOL_CALLS]{{ tools }}{{ messages[0].content }}"
+    tokenizer = chat_tokenizer(tmp_path, template, ["[TOOL_CALLS]"])
+    mark = tokenizer.special_id("[TOOL_CALLS]")
+    assert mark is not None
+    agent = ScriptedAgent(["", MISTRAL.removeprefix("[TOOL_CALLS]")], ids=[mark, 1])
+    async with over_script(agent, tokenizer) as found:
+        (choice,) = (await ask(found, CHAT, request())).json["choices"]
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+async def test_earlier_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
+    template = "{{ tools|length }}{% for m in messages %}{{ m|tojson }}\n{% endfor %}"
+    tokenizer, agent = chat_tokenizer(tmp_path, template), ScriptedAgent(["x"])
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "K"}'},
+    }
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]
+    async with over_script(agent, tokenizer) as found:
+        reply = await ask(found, CHAT, {"messages": messages, "tools": TOOLS})
+        assert reply.status == 200, reply.body
+    shown = tokenizer.decode(agent.prompts[0])
+    lines = [json.loads(line) for line in shown.removeprefix("2").splitlines()]
+    assert lines[1]["content"] == ""
+    assert lines[1]["tool_calls"][0]["function"]["arguments"] == {"city": "K"}
+    assert lines[2] == {"role": "tool", "content": "rain", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "message"),
+    [
+        ("{{ messages }}", {}, "knows no tools"),
+        (HERMES, {"tools": [{"type": "web_search"}]}, "only tools of type 'function'"),
+        (HERMES, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "'a b'"),
+        ("{{ tools }}{{ raise_exception('no') }}", {}, "refuses the messages: no"),
+        (HERMES, {"chat_template_kwargs": {"messages": []}}, "'messages' is no variable"),
+    ],
+)
+async def test_tools_that_cannot_be(
+    tmp_path: Path, template: str, more: dict[str, Any], message: str
+) -> None:
+    async with over_script(ScriptedAgent(), chat_tokenizer(tmp_path, template)) as found:
+        reply = await ask(found, CHAT, {**request(), **more})
+    assert reply.status == 400
+    assert message in reply.error["message"]
+
+
+async def test_without_a_template_there_are_completions(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    async with over_script(ScriptedAgent(["a"]), TextTokenizer(tmp_path)) as found:
+        reply = await ask(found, CHAT, {"messages": [{"role": "user", "content": "a"}]})
+        assert (reply.status, reply.error["code"]) == (400, "no_chat_template")
+        assert "/v1/completions" in reply.error["message"]
+        assert (await ask(found, "/v1/completions", {"prompt": "a"})).status == 200
+
+
+async def test_further_variables_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }}{{ messages[0].content }}"
+    tokenizer, agent = chat_tokenizer(tmp_path, template), ScriptedAgent(["x"])
+    data = {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    async with over_script(agent, tokenizer) as found:
+        assert (await ask(found, CHAT, data)).status == 200
+    assert tokenizer.decode(agent.prompts[0]) == "Falsea"
+
+
+# --- characters and stop strings over several tokens ------------------------------------------
+
+TEXT = "naïve 漢字 👩‍🚀 Ω and the end"
+
+
+@asynccontextmanager
+async def saying(folder: Path, text: str, sizes: Sequence[int]) -> AsyncIterator[Live]:
+    """An endpoint over a real agent, whose verifier commits this text in parts of these sizes."""
+    write_tokenizer(folder)
+    tokenizer = TextTokenizer(folder)
+    tokens = tokenizer.encode(text)
+    transport = loopback(streaming(tokens, sizes, FinishReason.STOP))
+    options = AgentOptions(reconnect=QUICK)
+    async with Agent(transport, None, tokenizer.encode, tokenizer.stream, options) as agent:
+        async with live(agent, tokenizer, VerifierWatch({})) as found:
+            yield found
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), (3,), (64,)])
+@pytest.mark.parametrize("stop", [None, "字 👩", "🚀 Ω a", "never"])
+async def test_characters_and_stop_strings_over_tokens(
+    tmp_path: Path, sizes: Sequence[int], stop: str | None
+) -> None:
+    expected = TEXT if stop in (None, "never") else TEXT[: TEXT.index(str(stop))]
+    async with saying(tmp_path, TEXT, sizes) as found:
+        asked = {"prompt": "a", "max_tokens": 200, "stop": stop}
+        done = (await ask(found, "/v1/completions", asked)).json["choices"][0]
+        streamed = await ask(found, "/v1/completions", {**asked, "stream": True})
+    parts = [one["choices"][0]["text"] for one in events_of(streamed.body)[:-1]]
+    assert done["text"] == "".join(parts) == expected
+    assert done["finish_reason"] == "stop"
+    assert not any(REPLACEMENT in part for part in parts)
+
+
+async def test_the_text_is_what_the_agent_says(tmp_path: Path) -> None:
+    async with saying(tmp_path, TEXT, (2,)) as found:
+        params = SamplingParams(max_tokens=200, stop=("Ω",))
+        chunks = [chunk async for chunk in found.endpoint.agent.generate("a", params)]
+        asked = {"prompt": "a", "max_tokens": 200, "stop": "Ω"}
+        done = (await ask(found, "/v1/completions", asked)).json
+    assert done["choices"][0]["text"] == "".join(chunk.text for chunk in chunks)
+    assert done["usage"]["completion_tokens"] == sum(len(chunk.tokens) for chunk in chunks)
