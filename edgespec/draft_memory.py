@@ -194,7 +194,10 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     guard = MemoryGuard(
         plan.budget_bytes, plan.margin_bytes // 2, full, plan.variant.kv_bytes_per_token
     )
-    return GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic)
+    budget = plan.budget_bytes
+    guarded = GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic, budget)
+    guarded.restriction = full
+    return guarded
 
 
 def summary(plan: MemoryPlan, best: MemoryPlan) -> str:

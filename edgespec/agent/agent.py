@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from edgespec.agent.activity import Activity
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.text import StopFinder, TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
@@ -138,6 +139,8 @@ class Agent:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
         """Of the generation started last."""
+        self.activity = Activity()
+        """What its generations do, for a status."""
         self._transport, self._drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer = tracer or NoTrace()
@@ -176,25 +179,35 @@ class Agent:
         route, link = None, self._transport
         if isinstance(link, VerifierPool):
             link = route = link.route(len(tokens) + sampling.max_tokens)
-        driver = SessionDriver(
-            self._session(tokens, sampling, drafter, logprobs),
-            link,
-            drafter,
-            self._thread,
-            tracer=self._tracer,
-        )
+        session = self._session(tokens, sampling, drafter, logprobs)
+        notes = self.activity.began(session, route, self._tracer)
+        driver = SessionDriver(session, link, drafter, self._thread, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
         try:
             async for chunk in self._chunks(driver, sampling, tokens):
                 yield chunk
         finally:
+            notes.ended()
             self._tell_of_failure(driver.session.counters.draft_failure)
             # A step that still runs ends soon, and what comes next waits behind it in its thread.
             self._drafter_taken = self._drafter_taken and drafter is None
             await driver.close()
             if route is not None:
                 await route.close()
+
+    @property
+    def transport(self) -> Transport | VerifierPool:
+        return self._transport
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
+
+    @property
+    def price(self) -> RowPrice:
+        """What the verifier last said that a draft node costs."""
+        return self._price
 
     async def close(self) -> None:
         """End what runs, and free the model."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from edgespec.core.device.memory_guard import MemoryGovernor, Observation
+from edgespec.core.device.memory_guard import MemoryGovernor, Observation, Restriction
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 
@@ -35,7 +35,8 @@ class Restrictable(Protocol):
 
 
 class GuardedDrafter:
-    """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes."""
+    """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes, and
+    ``budget_bytes`` is what they are kept below, for whoever shows it."""
 
     def __init__(
         self,
@@ -44,8 +45,11 @@ class GuardedDrafter:
         governor: MemoryGovernor,
         measure: Callable[[], int],
         clock: Callable[[], float],
+        budget_bytes: int = 0,
     ) -> None:
-        self.inner = inner
+        self.inner, self.budget_bytes = inner, budget_bytes
+        self.restriction: Restriction | None = None
+        """The last one that the governor laid on; None: none yet."""
         self._restrictable, self._governor = restrictable, governor
         self._measure, self._clock = measure, clock
         self._measured_at = -MEASURE_EVERY_S
@@ -94,4 +98,5 @@ class GuardedDrafter:
             restriction.window,
             restriction.width,
         )
+        self.restriction = restriction
         self._restrictable.restrict(restriction.window, restriction.width)
