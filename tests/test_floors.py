@@ -117,6 +117,15 @@ FLOORS = (
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
     Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
+    # HTTP in front of an agent that is handed to it.
+    Floor(
+        "edgespec.endpoint",
+        (
+            *(CORE, PORTS, TELEMETRY, CONFIG),
+            *("edgespec.agent", "edgespec.models.chat_template", "edgespec.__version__"),
+        ),
+        HEAVY,
+    ),
     Floor("edgespec.report", (CORE, TELEMETRY, ARMS), HEAVY | {"asyncio", "numpy"}),
     Floor(ARMS, (CORE,), HEAVY | IMPURE, stdlib_only=True),
     # Measures agents it is handed; links, models and processes are the command line's.

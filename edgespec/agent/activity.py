@@ -67,6 +67,8 @@ class Activity:
         self.running: dict[int, GenerationNotes] = {}
         self.last: GenerationNotes | None = None
         """The generation started last."""
+        self.last_drafted: GenerationNotes | None = None
+        """The one that ended last of those whose drafts were judged."""
         self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
         self.rate = RecentRate()
         self.last_event = 0
@@ -130,6 +132,8 @@ class Activity:
             if self.running.pop(notes.number, None) is None:
                 return
             _add(self._ended, {**notes.counted(), notes.ending: 1})
+            if notes.session.counters.tried:
+                self.last_drafted = notes
             idle = not self.running
         if idle and self.reach.state is VerifierState.SERVING:
             self.reached(VerifierState.READY, self.clock())

@@ -247,11 +247,11 @@ class StatusSource:
         )
 
     def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:
-        agent, last = self._agent, self._agent.activity.last
+        agent, activity = self._agent, self._agent.activity
         if agent.drafter is None:
             return DraftingStatus(False, "this agent has no draft model: it only streams")
         drafts = [one for one in running if one.session.drafting]
-        notes = drafts[-1] if drafts else last
+        notes = drafts[-1] if drafts else activity.last_drafted or activity.last
         session = None if notes is None else notes.session
         found = draft_worth(
             agent.options.policy,
