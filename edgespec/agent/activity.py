@@ -214,7 +214,8 @@ class GenerationNotes:
         self._activity.rate.add(count, at_s)
 
     def _on_connect(self, at_s: float, item: Any) -> None:
-        if self._activity.reach.state is not VerifierState.AWAY:  # it stays away until it answers
+        # It stays away until it answers, and serves on while another generation runs there.
+        if self._activity.reach.state in (VerifierState.UNKNOWN, VerifierState.READY):
             self._activity.reached(VerifierState.CONNECTING, at_s)
 
     def _on_connected(self, at_s: float, item: Any) -> None:

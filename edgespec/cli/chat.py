@@ -111,26 +111,31 @@ def chat(
     [dim]edgespec chat --no-history --temperature 0.7[/]
     """
     with reported():
-        if resume and history is False:
-            raise ConfigError("--continue needs the history that --no-history turns off")
-        keeps = (resume or sys.stdin.isatty()) if history is None else history
-        settings = agent_settings(context)
-        text = load_tokenizer(reference := tokenizer_reference(settings))
-        if not text.has_chat_template:
-            why = f"the tokenizer of {reference!r} has no chat template"
-            raise SetupError(f"{why}; use `edgespec generate`")
-        signal.signal(signal.SIGTERM, _leave)
-        colored = use_color(color)
-        drawn = markdown and colored and is_drawable()
-        with asyncio.Runner() as runner, trace_to(settings.trace) as tracer:
-            settings, info = runner.run(greet(settings))
-            found, path = _record(info, resume=resume, history=keeps)
-            say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
-            if found.messages:
-                say(described(found))
-                if found.model and found.model != info.name:
-                    say(f"(it was with {found.model})")
-            _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
+        _chat(agent_settings(context), color, markdown, resume, history)
+
+
+def _chat(
+    settings: AgentConfig, color: bool | None, markdown: bool, resume: bool, history: bool | None
+) -> None:
+    if resume and history is False:
+        raise ConfigError("--continue needs the history that --no-history turns off")
+    keeps = (resume or sys.stdin.isatty()) if history is None else history
+    text = load_tokenizer(reference := tokenizer_reference(settings))
+    if not text.has_chat_template:
+        why = f"the tokenizer of {reference!r} has no chat template"
+        raise SetupError(f"{why}; use `edgespec generate`")
+    signal.signal(signal.SIGTERM, _leave)
+    colored = use_color(color)
+    drawn = markdown and colored and is_drawable()
+    with asyncio.Runner() as runner, trace_to(settings.trace) as tracer:
+        settings, info = runner.run(greet(settings))
+        found, path = _record(info, resume=resume, history=keeps)
+        say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
+        if found.messages:
+            say(described(found))
+            if found.model and found.model != info.name:
+                say(f"(it was with {found.model})")
+        _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
 
 
 def _talk(

@@ -131,7 +131,8 @@ function drawTimeline() {
     pen.fillRect(left, lane * (index + 1) - 1, width - left - 8, 1);
   });
   pen.fillStyle = css("--soft");
-  for (let second = 0; second <= SPAN_S; second += 2) {
+  const step = width < 480 ? 5 : 2;
+  for (let second = 0; second <= SPAN_S; second += step) {
     pen.textAlign = second === 0 ? "right" : second === SPAN_S ? "left" : "center";
     pen.fillText(second === 0 ? "now" : `−${second} s`, x(now - second), height - foot / 2);
   }
