@@ -113,6 +113,11 @@ class StatusSource:
         self._asking = asyncio.create_task(self._ask())
         return self._asking
 
+    @property
+    def asked(self) -> bool:
+        """Whether the verifiers were ever asked to the end, whatever they said."""
+        return bool(self._answers)
+
     async def ask(self) -> None:
         """Ask now, if it is time to, and wait for the answers for ``ASK_WITHIN_S`` at most."""
         if (task := self.ask_soon()) is not None:

@@ -42,7 +42,7 @@ def status_routes(status: StatusSource) -> list[Route]:
     async def numbers(request: Request) -> Response:
         asking = status.ask_soon()
         after = request.query_params.get("after", "0")
-        if asking is not None and not _count(after):
+        if asking is not None and not status.asked:
             await asyncio.wait([asking], timeout=_FIRST_ANSWER_S)
         return JSONResponse(status.snapshot(_count(after)).as_json(), headers=_HEADERS)
 
