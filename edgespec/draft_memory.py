@@ -194,7 +194,8 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
     guard = MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
-    caches = CacheGroup(drafter, settings.caches)
+    caches = CacheGroup(drafter, settings.caches, plan.budget_bytes)
+    caches.restriction = full
     return GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic, caches)
 
 

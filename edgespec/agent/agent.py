@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
+from edgespec.agent.activity import Activity
 from edgespec.agent.reply import Chunk as Chunk
 from edgespec.agent.reply import Piece as Piece
 from edgespec.agent.reply import ReplyEvent, ReplyReader
@@ -127,6 +128,8 @@ class Agent:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
         """Of the generation started last."""
+        self.activity = Activity()
+        """What its generations do, for a status."""
         self._transport, self._drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer = tracer or NoTrace()
@@ -186,12 +189,10 @@ class Agent:
         route, link = None, self._transport
         if isinstance(link, VerifierPool):
             link = route = link.route(len(tokens) + sampling.max_tokens)
-        driver = SessionDriver(
-            self._session(tokens, sampling, drafter, logprobs),
-            link,
-            None if drafter is None else self._sharing(drafter),
-            tracer=self._tracer,
-        )
+        session = self._session(tokens, sampling, drafter, logprobs)
+        notes = self.activity.began(session.session, route, self._tracer)
+        seat = None if drafter is None else self._sharing(drafter)
+        driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
         try:
@@ -202,10 +203,24 @@ class Agent:
             async for event in self._events(driver, reader):
                 yield event
         finally:
+            notes.ended()
             self._tell_of_failure(driver.session.counters.draft_failure)
             await driver.close()
             if route is not None:
                 await route.close()
+
+    @property
+    def transport(self) -> Transport | VerifierPool:
+        return self._transport
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
+
+    @property
+    def price(self) -> RowPrice:
+        """What the verifier last said that a draft node costs."""
+        return self._price
 
     async def close(self) -> None:
         """End what runs, and free the model."""

@@ -75,6 +75,11 @@ class VerifierPool:
         """For one generation, whose prompt and longest output are so many tokens."""
         return RoutedTransport(self, next(self._numbers), needed_length)
 
+    async def known(self) -> Mapping[str, Transport]:
+        """The verifiers, to ask them how they are. Raises ``LinkError``."""
+        self._transports = self._transports or await self._directory.find()
+        return self._transports
+
     async def close(self) -> None:
         """End what is under way, and the transports."""
         if self._timer is not None:
@@ -275,6 +280,11 @@ class RoutedTransport:
     def served(self) -> tuple[str, ...]:
         """The addresses that brought tokens of this text so far."""
         return tuple(self._route.served)
+
+    @property
+    def using(self) -> str:
+        """The address of the stream in use, or else of the last token; empty before the first."""
+        return self._route.using or self.last
 
     @property
     def last(self) -> str:

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from edgespec.agent.agent import Agent, GenerationError
+from edgespec import __version__
+from edgespec.agent.status import StatusSource
 from edgespec.cli import options
-from edgespec.cli.device import agent_settings, check_prompt, greet, stream
+from edgespec.cli.device import agent_settings, greet
 from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, say, trace_to
-from edgespec.cli.streaming import Progress, TextView, legend, summary, use_color
+from edgespec.cli.streaming import use_color
+from edgespec.cli.talk import record
+from edgespec.cli.talk.editor import is_drawable, make_editor
+from edgespec.cli.talk.loop import Conversation, described
 from edgespec.compose import (
     PromptTokenizer,
     SetupError,
     build_agent,
     load_tokenizer,
     tokenizer_reference,
+    with_port,
 )
-from edgespec.config import AgentConfig
-from edgespec.export_cache import cache_folder
+from edgespec.config import AgentConfig, ConfigError
 from edgespec.ports import ModelInfo
+from edgespec.telemetry.trace import Tracer
 
-HELP = "/reset forgets the conversation, /stats shows numbers, /quit or Ctrl-D leaves"
-_HISTORY_LINES = 1000
-_PROMPT = "> "
+_OUTPUT, _KEPT = "Output", "The conversation"
+
+Markdown = Annotated[
+    bool,
+    typer.Option(
+        "--markdown/--no-markdown",
+        help="On a terminal with colors, draw replies as markdown; off: tell accepted from "
+        "corrected tokens",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Continue = Annotated[
+    bool,
+    typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),
+]
+History = Annotated[
+    bool | None,
+    typer.Option(
+        "--history/--no-history",
+        help="Keep conversations and what was typed, for you alone (default: at a terminal)",
+        rich_help_panel=_KEPT,
+    ),
+]
 
 
 def chat(
@@ -68,6 +91,9 @@ def chat(
     seed: options.Seed = None,
     max_tokens: options.MaxTokens = None,
     ignore_eos: options.IgnoreEos = None,
+    markdown: Markdown = True,
+    resume: Continue = False,
+    history: History = None,
     color: options.Color = None,
     trace: options.Trace = None,
     log_level: options.LogLevel = None,
@@ -77,127 +103,90 @@ def chat(
 ) -> None:
     """Talk with the target model.
 
-    /reset forgets the conversation, /stats shows numbers, /quit or Ctrl-D leaves. Ctrl-C ends a
-    reply; what has come of it stays in the conversation.
+    Enter sends, Alt-Enter begins another line, Ctrl-C ends a reply and keeps what came of it,
+    Ctrl-D leaves. /help lists the commands: /system, /save, /load, /model, /stats, /reset, /quit.
+
+    Conversations are kept under $XDG_STATE_HOME/edgespec, readable for you alone.
+
+    [dim]edgespec chat --continue[/]
+
+    [dim]edgespec chat --no-history --temperature 0.7[/]
     """
     with reported():
-        settings = agent_settings(context)
-        text = load_tokenizer(reference := tokenizer_reference(settings))
-        if not text.has_chat_template:
-            why = f"the tokenizer of {reference!r} has no chat template"
-            raise SetupError(f"{why}; use `edgespec generate`")
-        signal.signal(signal.SIGTERM, _leave)
-        with asyncio.Runner() as runner, trace_to(settings.trace) as tracer, _history():
-            settings, info = runner.run(greet(settings))
-            agent = build_agent(settings, tracer=tracer, say=say)
-            try:
-                say(f"talking with {info.name}; {HELP}")
-                Conversation(agent, text, settings, use_color(color), runner, info).run()
-            finally:
-                runner.run(agent.close())
+        _chat(agent_settings(context), color, markdown, resume, history)
+
+
+def _chat(
+    settings: AgentConfig, color: bool | None, markdown: bool, resume: bool, history: bool | None
+) -> None:
+    if resume and history is False:
+        raise ConfigError("--continue needs the history that --no-history turns off")
+    keeps = (resume or sys.stdin.isatty()) if history is None else history
+    text = load_tokenizer(reference := tokenizer_reference(settings))
+    if not text.has_chat_template:
+        why = f"the tokenizer of {reference!r} has no chat template"
+        raise SetupError(f"{why}; use `edgespec generate`")
+    signal.signal(signal.SIGTERM, _leave)
+    colored = use_color(color)
+    drawn = markdown and colored and is_drawable()
+    with asyncio.Runner() as runner, trace_to(settings.trace) as tracer:
+        settings, info = runner.run(greet(settings))
+        found, path = _record(info, resume=resume, history=keeps)
+        say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
+        if found.messages:
+            say(described(found))
+            if found.model and found.model != info.name:
+                say(f"(it was with {found.model})")
+        _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
+
+
+def _talk(
+    settings: AgentConfig,
+    info: ModelInfo,
+    text: PromptTokenizer,
+    runner: asyncio.Runner,
+    tracer: Tracer,
+    kept: tuple[record.Record, Path | None],
+    shown: tuple[bool, bool],
+) -> None:
+    found, path = kept
+    colored, drawn = shown
+    agent = build_agent(settings, tracer=tracer, say=say)
+    try:
+        addresses = tuple(with_port(one) for one in settings.verifiers)
+        source = StatusSource(agent, addresses, __version__)
+
+        talk = Conversation(
+            agent=agent,
+            tokenizer=text,
+            config=settings,
+            runner=runner,
+            info=info,
+            status=source,
+            record=found,
+            path=path,
+            color=colored,
+            markdown=drawn,
+        )
+        talk.editor = make_editor(runner, talk.line, remember=path is not None)
+        talk.run()
+    finally:
+        runner.run(agent.close())
+
+
+def _record(info: ModelInfo, *, resume: bool, history: bool) -> tuple[record.Record, Path | None]:
+    """The conversation to go on with and where it is kept; a new one if there is none."""
+    fresh = record.Record(info.name, begun=record.now_text())
+    if not history:
+        return fresh, None
+    record.forget_oldest()
+    path = record.newest() if resume else None
+    if path is not None:
+        return record.read(path), path
+    if resume:
+        say("there is no earlier conversation; this is a new one")
+    return fresh, record.new_path()
 
 
 def _leave(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The turns so far, and the loop that adds to them."""
-
-    agent: Agent
-    tokenizer: PromptTokenizer
-    config: AgentConfig
-    color: bool
-    runner: asyncio.Runner
-    info: ModelInfo
-    messages: list[dict[str, str]] = field(default_factory=list)
-    last: Progress | None = None
-
-    def run(self) -> None:
-        """Until /quit or the end of the input."""
-        while True:
-            try:
-                line = input(_PROMPT).strip()
-            except EOFError:
-                say("")
-                return
-            except KeyboardInterrupt:
-                say("\n(Ctrl-D or /quit leaves)")
-                continue
-            if line == "/quit":
-                return
-            if line.startswith("/"):
-                self.command(line)
-            elif line:
-                self.turn(line)
-
-    def command(self, line: str) -> None:
-        match line:
-            case "/reset":
-                self.messages.clear()
-                say("the conversation is forgotten")
-            case "/stats":
-                say("nothing yet" if self.last is None else summary(self.last, self.agent.stats))
-            case _:
-                say(f"unknown command {line.split()[0]!r}; {HELP}")
-
-    def turn(self, line: str) -> None:
-        """One message and its reply; a turn that fails leaves the conversation as it was."""
-        asked = [*self.messages, {"role": "user", "content": line}]
-        reply = _Reply(TextView(self.color))
-        try:
-            prompt = self.tokenizer.encode_chat(asked)
-            check_prompt(prompt, self.info)
-            self.last = Progress()
-            sampling = self.config.sampling
-            self.runner.run(stream(self.agent, prompt, sampling, reply, self.last))
-        except KeyboardInterrupt:
-            say("(stopped)")
-        except (GenerationError, SetupError, ValueError) as error:
-            say(f"error: {error}\n(your message was not kept; /reset makes room)")
-            return
-        if self.color and not self.messages:
-            from rich.console import Console
-
-            Console(stderr=True).print(legend())
-        self.messages = [*asked, {"role": "assistant", "content": "".join(reply.parts)}]
-
-
-@dataclass(slots=True)
-class _Reply:
-    """A view that also remembers the text."""
-
-    view: TextView
-    parts: list[str] = field(default_factory=list)
-
-    def show(self, chunk: Any) -> None:
-        self.parts.append(chunk.text)
-        self.view.show(chunk)
-
-    def end(self) -> None:
-        self.view.end()
-
-
-@contextlib.contextmanager
-def _history() -> Iterator[None]:
-    """Line editing and the lines of earlier chats, where there is a terminal and readline."""
-    try:
-        import readline
-    except ImportError:
-        yield
-        return
-    if not sys.stdin.isatty():
-        yield
-        return
-    path = cache_folder() / "chat_history"
-    with contextlib.suppress(OSError):
-        readline.read_history_file(path)
-    readline.set_history_length(_HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
-            path.chmod(0o600)

@@ -22,6 +22,7 @@ from edgespec.cli.plan import plan
 from edgespec.cli.profile import profile
 from edgespec.cli.running import EXIT_CODES
 from edgespec.cli.serve import serve
+from edgespec.cli.top import top
 from edgespec.cli.verifier import verifier
 
 app = typer.Typer(
@@ -75,6 +76,7 @@ for command in (demo, verifier, generate, chat, serve, doctor, health, export):
 if importlib.util.find_spec("edgespec.cli.bench") is not None:
     app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
 app.command(epilog=EXIT_CODES)(profile)
+app.command(epilog=EXIT_CODES)(top)
 app.add_typer(plan)
 app.add_typer(draft)
 app.add_typer(keys)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.device.memory_guard import MemoryGovernor, Observation
+from edgespec.core.device.memory_guard import MemoryGovernor, Observation, Restriction
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.twins import twin_of
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
@@ -37,10 +37,14 @@ class Restrictable(Protocol):
 
 
 class CacheGroup:
-    """The caches of one draft: they are bounded together. ``most``: so many may there be."""
+    """The caches of one draft: they are bounded together. ``most``: so many may there be;
+    ``budget_bytes``: what the process is kept below, for whoever shows it."""
 
-    def __init__(self, first: Restrictable, most: int = 1) -> None:
+    def __init__(self, first: Restrictable, most: int = 1, budget_bytes: int = 0) -> None:
         self.members: list[Restrictable] = [first]
+        self.budget_bytes = budget_bytes
+        self.restriction: Restriction | None = None
+        """The last one that the governor laid on; None: none yet."""
         self._most = most
 
     def add(self, member: Restrictable) -> None:
@@ -56,9 +60,10 @@ class CacheGroup:
         """Rows that the fullest one holds: a governor bounds them all alike."""
         return max(member.held_tokens for member in self.members)
 
-    def restrict(self, window: int, width: int) -> None:
+    def restrict(self, restriction: Restriction) -> None:
+        self.restriction = restriction
         for member in self.members:
-            member.restrict(window, width)
+            member.restrict(restriction.window, restriction.width)
 
 
 class GuardedDrafter:
@@ -78,7 +83,7 @@ class GuardedDrafter:
         caches: CacheGroup | None = None,
     ) -> None:
         self.inner = inner
-        self._caches = caches or CacheGroup(restrictable)
+        self.caches = caches or CacheGroup(restrictable)
         self._restrictable, self._governor = restrictable, governor
         self._measure, self._clock = measure, clock
         self._measured_at = -MEASURE_EVERY_S
@@ -91,13 +96,11 @@ class GuardedDrafter:
 
     def twin(self) -> GuardedDrafter:
         """Another cache under the same governor. Raises ``MemoryError`` when there is no room."""
-        self._caches.check_room()
+        self.caches.check_room()
         inner = twin_of(self.inner)
         assert isinstance(inner, Restrictable)
-        self._caches.add(inner)
-        return GuardedDrafter(
-            inner, inner, self._governor, self._measure, self._clock, self._caches
-        )
+        self.caches.add(inner)
+        return GuardedDrafter(inner, inner, self._governor, self._measure, self._clock, self.caches)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self.inner.begin(prompt_length, sampling)
@@ -127,7 +130,7 @@ class GuardedDrafter:
             if not self._failed:
                 self._failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
-        seen = Observation(self._resident, growth, self._caches.held_tokens)
+        seen = Observation(self._resident, growth, self.caches.held_tokens)
         restriction = self._governor.observe(seen, now)
         if restriction is None:
             return
@@ -137,4 +140,4 @@ class GuardedDrafter:
             restriction.window,
             restriction.width,
         )
-        self._caches.restrict(restriction.window, restriction.width)
+        self.caches.restrict(restriction)

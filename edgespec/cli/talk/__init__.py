@@ -1,0 +1,1 @@
+"""The parts of ``edgespec chat``: its editor, commands, conversations, and how a reply is shown."""

@@ -1,0 +1,236 @@
+"""The conversation itself: ask, answer, keep, until the user leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.agent.status import StatusSource
+from edgespec.cli.device import check_prompt, stream
+from edgespec.cli.running import say
+from edgespec.cli.streaming import Progress, TextView, View, legend, summary
+from edgespec.cli.talk import record as records
+from edgespec.cli.talk.commands import (
+    Command,
+    CommandError,
+    Name,
+    command_help,
+    is_command,
+    message_of,
+    parse,
+)
+from edgespec.cli.talk.editor import Editor, PlainEditor, TerminalEditor, silent_keyboard
+from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
+from edgespec.cli.talk.status_line import status_line
+from edgespec.compose import PromptTokenizer, SetupError
+from edgespec.config import AgentConfig
+from edgespec.core.protocol.printable import one_line
+from edgespec.ports import ModelInfo
+
+_SHOWN = 60
+"""Characters of a message that are quoted."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, and the loop that adds to them. ``path`` None: they are not kept."""
+
+    agent: Agent
+    tokenizer: PromptTokenizer
+    config: AgentConfig
+    runner: asyncio.Runner
+    info: ModelInfo
+    status: StatusSource
+    record: records.Record
+    editor: Editor = field(default_factory=PlainEditor)
+    path: Path | None = None
+    color: bool = False
+    markdown: bool = False
+    last: Progress | None = None
+    _legend_shown: bool = False
+    _warned: bool = field(default=False)
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        edited = isinstance(self.editor, TerminalEditor)
+        with silent_keyboard() if edited else contextlib.nullcontext():
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line = self.editor.ask().strip()
+            except EOFError:
+                say("")
+                return
+            except KeyboardInterrupt:
+                say("\n(Ctrl-D or /quit leaves)")
+                continue
+            if is_command(line):
+                if not self.command(line):
+                    return
+            elif line:
+                self.turn(message_of(line))
+
+    # --- commands --------------------------------------------------------------------------
+
+    def command(self, line: str) -> bool:
+        """Whether to go on."""
+        try:
+            command = parse(line)
+            if command.name is Name.QUIT:
+                return False
+            self._do(command)
+        except (CommandError, records.ConversationError) as error:
+            say(f"error: {error}")
+        return True
+
+    def _do(self, command: Command) -> None:
+        match command.name:
+            case Name.HELP:
+                say(command_help())
+            case Name.SYSTEM:
+                self._system(command.argument)
+            case Name.SAVE:
+                path = Path(command.argument).expanduser()
+                records.write_new(path, self.record)
+                say(f"{len(self.record.messages)} messages written to {path}")
+            case Name.LOAD:
+                path = Path(command.argument).expanduser()
+                self._begin_anew(records.read(path))
+                say(described(self.record))
+            case Name.MODEL:
+                say(self._model())
+            case Name.STATS:
+                say("nothing yet" if self.last is None else self._stats(self.last))
+            case Name.RESET:
+                self._begin_anew(records.Record(self.info.name, begun=records.now_text()))
+                say("the conversation is forgotten")
+
+    def _begin_anew(self, found: records.Record) -> None:
+        """Go on with ``found``; the conversation before stays in its own file."""
+        self.record = found
+        if self.path is not None:
+            self.path = records.new_path()
+
+    def _system(self, text: str) -> None:
+        if not text:
+            say(f"system: {self.record.system}" if self.record.system else "no system message")
+            return
+        self.record.system = "" if text == "-" else text
+        say("the system message counts from the next reply on")
+        self._keep()
+
+    def _model(self) -> str:
+        drafter = self.agent.drafter
+        lines = [
+            f"target  {self.info.name}, context {self.info.context_length} tokens",
+            f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
+            f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
+        ]
+        for one in self.status.snapshot().verifiers:
+            lines.append(f"served  by {one.address} ({one.state.value})")
+        return "\n".join(lines)
+
+    def _stats(self, last: Progress) -> str:
+        totals, drafting = self.status.snapshot().totals, self.status.snapshot().drafting
+        lines = [summary(last, self.agent.stats)]
+        acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
+        lines.append(
+            f"this chat: {totals.tokens} tokens in {totals.generations} replies{acceptance},"
+            f" {totals.reconnects} reconnects"
+        )
+        verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
+        lines.append(f"{verdict[drafting.worth]}: {drafting.why}")
+        return "\n".join(lines)
+
+    # --- turns -----------------------------------------------------------------------------
+
+    def turn(self, line: str) -> None:
+        """One message and its reply; a turn that fails leaves the conversation as it was."""
+        message = {"role": "user", "content": line}
+        reply = _Reply(self._view())
+        try:
+            prompt = self.tokenizer.encode_chat([*self.record.asked, message])
+            check_prompt(prompt, self.info)
+            self.last = Progress()
+            self.runner.run(self._reply(prompt, reply, self.last))
+        except KeyboardInterrupt:
+            say("(stopped)")
+        except (GenerationError, SetupError, ValueError) as error:
+            say(f"error: {error}\n(your message was not kept; /reset makes room)")
+            return
+        if self.color and not self.markdown and not self._legend_shown:
+            self._legend_shown = True
+            Console(stderr=True).print(legend())
+        said = "".join(reply.parts)
+        self.record.messages += [message, {"role": "assistant", "content": said}]
+        self._keep()
+
+    def _view(self) -> View:
+        return MarkdownView(self.line) if self.markdown else TextView(self.color)
+
+    def line(self, width: int) -> str:
+        """The numbers of the moment, in one line."""
+        last_s = None if self.last is None else self.last.per_token_s
+        status = self.status.snapshot(after=1 << 62)  # without events
+        return status_line(status, width, 1.0 / last_s if last_s else None)
+
+    async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
+        ticking = asyncio.create_task(_tick(view.view))
+        try:
+            await stream(self.agent, prompt, self.config.sampling, view, progress)
+        finally:
+            ticking.cancel()
+
+    def _keep(self) -> None:
+        """Write the conversation down; a disk that is full costs no chat."""
+        if self.path is None or not self.record.messages:
+            return
+        try:
+            records.write(self.path, self.record)
+        except records.ConversationError as error:
+            if not self._warned:
+                say(f"this conversation is not kept: {error}")
+            self._warned = True
+
+
+async def _tick(view: View) -> None:
+    """The line of numbers goes on while no token comes."""
+    while isinstance(view, MarkdownView):
+        await asyncio.sleep(2 * FRAME_S)
+        view.tick()
+
+
+def described(found: records.Record) -> str:
+    """What a conversation is that is gone on with."""
+    count = len(found.messages)
+    about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
+    if found.begun:
+        about += f", begun {found.begun}"
+    if found.messages:
+        last = one_line(found.messages[-1]["content"])
+        about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
+    return about
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A view that also remembers the text."""
+
+    view: View
+    parts: list[str] = field(default_factory=list)
+
+    def show(self, chunk: Any) -> None:
+        self.parts.append(chunk.text)
+        self.view.show(chunk)
+
+    def end(self) -> None:
+        self.view.end()

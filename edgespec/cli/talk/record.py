@@ -1,0 +1,183 @@
+"""Conversations as files: one JSON object each, for the user's eyes only.
+
+They lie in ``$XDG_STATE_HOME/edgespec/conversations`` (by default ``~/.local/state``), with mode
+0600 in a folder of mode 0700, and are replaced in one step, so a file is never half written. Of
+those that were kept by themselves the newest ``MAX_KEPT`` stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = "edgespec-conversation"
+VERSION: Final = 1
+MAX_KEPT: Final = 200
+MAX_BYTES: Final = 16 << 20
+MAX_MESSAGES: Final = 10_000
+_ROLES: Final = ("system", "user", "assistant")
+
+
+class ConversationError(ValueError):
+    """A conversation cannot be read or written; the message names the file and what is wrong."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A conversation: who said what, oldest first. ``system`` comes before all messages."""
+
+    model: str = ""
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    begun: str = ""
+    """When, in UTC, as ISO 8601."""
+
+    @property
+    def asked(self) -> list[dict[str, str]]:
+        """What the model is told: the system's text, if there is one, and the messages."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages]
+
+    def as_json(self) -> str:
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "begun": self.begun,
+            "system": self.system,
+            "messages": self.messages,
+        }
+        return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+
+
+def now_text() -> str:
+    """This moment, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def state_folder() -> Path:
+    """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "edgespec"
+
+
+def conversations_folder() -> Path:
+    return state_folder() / "conversations"
+
+
+def new_path() -> Path:
+    """Where a conversation that begins now is kept; its name sorts by time."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return conversations_folder() / f"{stamp}-{secrets.token_hex(3)}.json"
+
+
+def private_folder(folder: Path) -> None:
+    """Make ``folder``, which only its owner may enter. Raises ``OSError``."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write(path: Path, record: Record) -> None:
+    """Replace ``path`` in one step. Raises ``ConversationError``; then ``path`` is as it was."""
+    try:
+        private_folder(path.parent)
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # of mode 0600
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.write(record.as_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except (OSError, UnicodeError) as error:
+        raise ConversationError(f"{path}: cannot be written: {_why(error)}") from error
+
+
+def write_new(path: Path, record: Record) -> None:
+    """As ``write``, but a file that is there is only replaced if it is a conversation."""
+    if path.exists():
+        try:
+            read(path)
+        except ConversationError as error:
+            raise ConversationError(
+                f"{path} exists and is no conversation; it stays as it is, give another name"
+            ) from error
+    write(path, record)
+
+
+def read(path: Path) -> Record:
+    """Raises ``ConversationError``."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes, but at most {MAX_BYTES} are read")
+        return _record(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConversationError(f"{path}: no conversation: {_why(error)}") from error
+
+
+def newest() -> Path | None:
+    """The conversation that was changed last, if one was kept."""
+    found = _kept()
+    return found[-1] if found else None
+
+
+def forget_oldest() -> None:
+    """Keep the newest ``MAX_KEPT`` conversations."""
+    for path in _kept()[:-MAX_KEPT]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _kept() -> list[Path]:
+    """By the time of their last change, the newest last."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in conversations_folder().glob("*.json"):
+            with contextlib.suppress(OSError):
+                found.append((path.stat().st_mtime_ns, path.name, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _record(data: Any) -> Record:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if data.get("version") != VERSION:
+        raise ValueError(f"its version is {data.get('version')!r}, but must be {VERSION}")
+    messages = data.get("messages")
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages must be a list of at most {MAX_MESSAGES}")
+    return Record(
+        model=_text(data, "model"),
+        system=_text(data, "system"),
+        messages=[_message(number, one) for number, one in enumerate(messages)],
+        begun=_text(data, "begun"),
+    )
+
+
+def _message(number: int, one: Any) -> dict[str, str]:
+    if not isinstance(one, dict) or one.get("role") not in _ROLES:
+        raise ValueError(f"messages[{number}] must have a role of {', '.join(_ROLES)}")
+    if not isinstance(one.get("content"), str):
+        raise ValueError(f"messages[{number}] must have a content, which is text")
+    return {"role": one["role"], "content": one["content"]}
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    value = data.get(name, "")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, but must be text")
+    return value
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

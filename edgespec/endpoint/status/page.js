@@ -1,0 +1,233 @@
+"use strict";
+const POLL_MS = 1000, SPAN_S = 10, KEY = "edgespec-key";
+const place = id => document.getElementById(id);
+const say = (id, text) => { place(id).textContent = text; };
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const number = (value, digits = 0) => value.toLocaleString("en", {
+  minimumFractionDigits: digits, maximumFractionDigits: digits });
+const percent = value => value === null ? "–" : number(100 * value) + " %";
+const ms = seconds => seconds === null ? "–" : number(1e3 * seconds, seconds < 0.01 ? 1 : 0) + " ms";
+const mib = bytes => number(bytes / 1048576) + " MiB";
+function duration(seconds) {
+  if (seconds === null) return "";
+  if (seconds < 90) return number(seconds) + " s";
+  if (seconds < 5400) return number(seconds / 60) + " min";
+  return number(seconds / 3600, seconds < 36000 ? 1 : 0) + " h";
+}
+const made = (tag, text, kind) => {
+  const found = document.createElement(tag);
+  found.textContent = text;
+  if (kind) found.className = kind;
+  return found;
+};
+const STATES = {
+  unknown: ["not asked yet", ""], connecting: ["connecting", ""], ready: ["ready", "good"],
+  serving: ["serving", "good"], away: ["not reachable", "bad"],
+};
+let events = [], last = 0, heard = null, offset = 0;
+
+function showVerifiers(found) {
+  const best = ["serving", "ready", "connecting"].map(
+    state => found.find(one => one.state === state)).find(Boolean) || found[0];
+  const [word, kind] = best ? STATES[best.state] : ["no verifier", "bad"];
+  const since = best && best.state === "away" ? " for " + duration(best.since_s) : "";
+  say("state", best ? `${word}${since}: ${best.address}` : word);
+  place("state").className = "pill " + kind;
+  const there = best && best.state !== "away";
+  say("rtt", there ? ms(best.rtt_s) : "–");
+  say("pass", there && best.pass_s ? "pass " + ms(best.pass_s) : "");
+  place("verifiers").replaceChildren(...found.map(one => {
+    const row = document.createElement("li"), [words, how] = STATES[one.state];
+    row.append(made("span", one.address), made("span", words + (one.since_s === null ||
+      one.state === "unknown" ? "" : " for " + duration(one.since_s)), how));
+    if (one.model) row.append(made("span", one.model, "soft"));
+    if (one.max_sessions) row.append(
+      made("span", `${one.sessions} of ${one.max_sessions} sessions`, "soft"));
+    if (one.why && one.state === "away") row.append(made("span", one.why, "soft"));
+    return row;
+  }));
+}
+
+function showDrafting(found, drafted) {
+  const words = found.worth === null ? "Not known yet:" : found.worth ? "Yes:" : "Not now:";
+  say("worth", words);
+  say("why", found.why + ".");
+  const verdict = document.querySelector(".verdict");
+  verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
+  say("acceptance", drafted ? percent(found.acceptance) : "–");
+  say("per-pass", found.tokens_per_pass === null ? "" :
+    number(found.tokens_per_pass, 1) + " tokens a pass");
+}
+
+function showMemory(found) {
+  const bar = place("bar"), budget = found.budget_bytes, share = found.resident_bytes / budget;
+  bar.hidden = budget === null;
+  if (budget === null) {
+    say("memory", mib(found.resident_bytes) + " held; no budget was given (--memory-budget)");
+    return;
+  }
+  place("held").style.width = Math.min(100, 100 * share) + "%";
+  bar.classList.toggle("full", share > 0.97);
+  bar.setAttribute("aria-valuemax", budget);
+  bar.setAttribute("aria-valuenow", found.resident_bytes);
+  const draft = found.resting ? "; the draft rests" : found.window === null ? "" :
+    `; the draft may hold ${number(found.window)} tokens, ${found.width} guesses a step`;
+  say("memory", `${mib(found.resident_bytes)} of ${mib(budget)}${draft}`);
+}
+
+function showGenerations(found, running) {
+  place("none").hidden = running > 0;
+  place("table").hidden = running === 0;
+  say("running", running === 1 ? "1 text runs" : running + " texts run");
+  place("generations").replaceChildren(...found.map(one => {
+    const row = document.createElement("tr");
+    row.append(...["#" + one.number, one.link.replace("_", " "), number(one.tokens),
+      one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1), percent(one.acceptance),
+      one.drafting ? "yes" : "no"].map(text => made("td", text)));
+    return row;
+  }));
+}
+
+function showTotals(found) {
+  const rows = [["texts", found.generations], ["of them failed", found.failed],
+    ["prompt tokens", found.prompt_tokens], ["tokens", found.tokens],
+    ["of them drafted here", found.accepted], ["of them corrected", found.corrected],
+    ["draft steps", found.steps], ["draft nodes sent", found.sent],
+    ["passes", found.passes], ["reconnects", found.reconnects]];
+  place("totals").replaceChildren(...rows.map(([name, count]) => {
+    const row = document.createElement("div");
+    row.append(made("dt", name), made("dd", number(count)));
+    return row;
+  }));
+}
+
+function showBattery(found) {
+  place("battery-card").hidden = found === null;
+  if (found === null) return;
+  say("battery", number(found.percent) + " %");
+  say("plugged", found.plugged ? "charging" : found.left_s === null ? "" :
+    duration(found.left_s) + " left");
+}
+
+const LANES = ["draft", "send", "pass", "commit"];
+const NAMES = ["drafts", "sent", "passes", "commits"];
+
+function drawTimeline() {
+  const canvas = place("timeline"), ratio = devicePixelRatio || 1;
+  const width = canvas.clientWidth, height = canvas.clientHeight;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.font = "12px system-ui, sans-serif";
+  const left = 72, foot = 20, lane = (height - foot) / LANES.length, now = performance.now() / 1e3 + offset;
+  const x = at => left + (width - left - 8) * (1 - (now - at) / SPAN_S);
+  pen.textBaseline = "middle";
+  LANES.forEach((name, index) => {
+    pen.fillStyle = css("--soft");
+    pen.textAlign = "left";
+    pen.fillText(NAMES[index], 10, lane * (index + 0.5));
+    pen.fillStyle = css("--line");
+    pen.fillRect(left, lane * (index + 1) - 1, width - left - 8, 1);
+  });
+  pen.fillStyle = css("--soft");
+  const step = width < 480 ? 5 : 2;
+  for (let second = 0; second <= SPAN_S; second += step) {
+    pen.textAlign = second === 0 ? "right" : second === SPAN_S ? "left" : "center";
+    pen.fillText(second === 0 ? "now" : `−${second} s`, x(now - second), height - foot / 2);
+  }
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, 0, width - left - 8, height - foot);
+  pen.clip();
+  for (const one of events) drawEvent(pen, one, x, lane);
+  pen.restore();
+}
+
+function drawEvent(pen, one, x, lane) {
+  const index = LANES.indexOf(one.kind), end = x(one.at_s);
+  if (one.kind === "link") {
+    pen.fillStyle = css(one.count ? "--good" : "--bad");
+    pen.fillRect(end - 1, 0, 2, lane * LANES.length);
+    return;
+  }
+  const top = lane * index + 5, room = lane - 10;
+  if (one.kind === "draft" || one.kind === "pass") {
+    const begin = x(one.at_s - one.took_s);
+    pen.fillStyle = css(one.kind === "draft" ? "--draft" : "--pass");
+    pen.fillRect(begin, top, Math.max(1.5, end - begin - 0.5), room);
+  } else if (one.kind === "send") {
+    const high = room * Math.min(1, 0.25 + one.count / 8);
+    pen.fillStyle = css("--send");
+    pen.fillRect(end - 1, top + room - high, 2, high);
+  } else {
+    const high = room * Math.min(1, one.count / 8), ours = high * one.accepted / one.count;
+    pen.fillStyle = css("--decoded");
+    pen.fillRect(end - 2, top + room - high, 4, high - ours);
+    pen.fillStyle = css("--accepted");
+    pen.fillRect(end - 2, top + room - ours, 4, ours);
+  }
+}
+
+function show(found) {
+  offset = found.clock_s - performance.now() / 1e3;
+  if (found.last_event < last) events = [];
+  last = found.last_event;
+  events = events.concat(found.events).filter(one => one.at_s > found.clock_s - SPAN_S - 1);
+  say("speed", number(found.tokens_per_s, 1));
+  showVerifiers(found.verifiers);
+  showDrafting(found.drafting, found.totals.tried);
+  showMemory(found.memory);
+  showGenerations(found.generations, found.running);
+  showTotals(found.totals);
+  showBattery(found.battery);
+  drawTimeline();
+  say("version", `edgespec ${found.version}, up for ${duration(found.uptime_s)}` +
+    (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft"));
+}
+
+function trouble(text) {
+  place("trouble").hidden = !text;
+  say("trouble", text);
+  if (text) {
+    say("state", "no answer from the agent");
+    place("state").className = "pill bad";
+  }
+}
+
+async function poll() {
+  const key = sessionStorage.getItem(KEY);
+  const answer = await fetch("status.json?after=" + last, {
+    cache: "no-store", signal: AbortSignal.timeout(5000),
+    headers: key ? { Authorization: "Bearer " + key } : {} });
+  place("ask").hidden = answer.status !== 401;
+  if (answer.status === 401) {
+    trouble(key ? "That is not its key." : "");
+    return;
+  }
+  if (!answer.ok) throw new Error("the agent answered " + answer.status);
+  show(await answer.json());
+  heard = performance.now();
+  trouble("");
+  document.documentElement.dataset.polled = 1 + Number(document.documentElement.dataset.polled || 0);
+}
+
+async function pollForEver() {
+  try {
+    if (!document.hidden) await poll();
+  } catch (error) {
+    const since = heard === null ? "" : ` for ${duration((performance.now() - heard) / 1e3)}`;
+    trouble(`The agent has not answered${since}; what stands below is what it said last.`);
+  }
+  setTimeout(pollForEver, POLL_MS);
+}
+
+place("ask").addEventListener("submit", event => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, place("key").value);
+  place("key").value = "";
+});
+addEventListener("resize", drawTimeline);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTimeline);
+drawTimeline();
+pollForEver();

@@ -1,0 +1,254 @@
+"""What an agent does at one moment, as plain values for a page, a terminal or a metric.
+
+A status is bounded however long an agent runs, and holds no prompt and no text: addresses, counts,
+times and reasons only. All times are seconds; those named ``at_s`` are of the agent's own clock,
+whose value at the moment of the status is ``clock_s``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+FORMAT: Final = "edgespec-agent-status"
+VERSION: Final = 1
+MAX_GENERATIONS: Final = 32
+"""Running generations that a status lists; ``running`` counts all."""
+MAX_EVENTS: Final = 1024
+"""Events of the timeline that are kept."""
+
+
+class VerifierState(Enum):
+    """How a verifier stands, as far as this agent knows."""
+
+    UNKNOWN = "unknown"
+    """It was not asked yet."""
+    CONNECTING = "connecting"
+    READY = "ready"
+    """It answered when it was last asked; no generation runs there."""
+    SERVING = "serving"
+    """A generation runs there."""
+    AWAY = "away"
+    """It cannot be reached, or refuses."""
+
+
+class EventKind(Enum):
+    """What an event of the timeline is."""
+
+    DRAFT = "draft"
+    """A draft step ended: ``took_s``, and ``count`` guesses."""
+    SEND = "send"
+    """``count`` draft nodes left."""
+    PASS = "pass"
+    """The verifier ended a pass that took ``took_s`` and looked at ``count`` draft nodes; noted
+    when its commit came, so half a round trip late."""
+    COMMIT = "commit"
+    """``count`` tokens came, ``accepted`` of them were drafted here."""
+    LINK = "link"
+    """The link came up (``count`` 1) or broke (0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Something that happened to the generation ``generation``. ``number`` counts all events."""
+
+    number: int
+    at_s: float
+    generation: int
+    kind: EventKind
+    count: int = 0
+    accepted: int = 0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """One verifier. What it never told is None."""
+
+    address: str
+    state: VerifierState
+    since_s: float | None = None
+    """For how long it has been in this state."""
+    why: str = ""
+    """Why it is away."""
+    model: str = ""
+    rtt_s: float | None = None
+    pass_s: float | None = None
+    sessions: int | None = None
+    max_sessions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStatus:
+    """One generation that runs."""
+
+    number: int
+    link: str
+    """The state of its session, such as ``streaming`` or ``backing_off``."""
+    verifier: str
+    age_s: float
+    quiet_s: float
+    """Since its last token, or since it began."""
+    prompt_tokens: int
+    tokens: int
+    tokens_per_s: float | None
+    """After the first commit; None before the second."""
+    acceptance: float | None
+    drafting: bool
+    accepted: int
+    sent: int
+    passes: int
+    reconnects: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTotals:
+    """Counts since the agent was made, running generations included."""
+
+    generations: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    corrected: int = 0
+    steps: int = 0
+    sent: int = 0
+    stale: int = 0
+    passes: int = 0
+    rows: int = 0
+    tried: int = 0
+    hits: int = 0
+    reconnects: int = 0
+    draft_failures: int = 0
+    """Generations whose drafter failed."""
+
+    @property
+    def acceptance(self) -> float | None:
+        return self.hits / self.tried if self.tried else None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingStatus:
+    """Whether drafting is worth its cost now, and the numbers that say so."""
+
+    worth: bool | None
+    """None: there is nothing to judge by yet."""
+    why: str
+    acceptance: float | None = None
+    """Estimated chance that the draft's first choice is the target's token."""
+    least_chance: float = 0.0
+    """The verifier's price: a less likely node does not pay for its row."""
+    credit: int | None = None
+    """Nodes that the verifier takes now; None: as many as its limits say."""
+    step_s: float | None = None
+    tokens_per_pass: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatus:
+    """``budget_bytes`` and ``window`` are None without a budget; ``resting``: the guard has taken
+    everything from the draft."""
+
+    resident_bytes: int
+    budget_bytes: int | None = None
+    window: int | None = None
+    width: int | None = None
+    resting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatteryStatus:
+    """``left_s`` is what the system expects, None while it does not."""
+
+    percent: float
+    plugged: bool | None
+    left_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStatus:
+    """Everything about one agent."""
+
+    version: str
+    clock_s: float
+    uptime_s: float
+    running: int
+    tokens_per_s: float
+    """Of all generations, over the last seconds."""
+    verifiers: tuple[VerifierStatus, ...]
+    generations: tuple[GenerationStatus, ...]
+    totals: AgentTotals
+    drafting: DraftingStatus
+    memory: MemoryStatus
+    battery: BatteryStatus | None = None
+    events: tuple[TimelineEvent, ...] = ()
+    last_event: int = 0
+    """The number of the newest event, to ask for those behind it."""
+    draft: str = ""
+    """The name of the draft model; empty without."""
+    policy: str = ""
+
+    @property
+    def verifier(self) -> VerifierStatus | None:
+        """The one that serves; else the first that is not away, else the first."""
+        for wanted in (VerifierState.SERVING, VerifierState.READY, VerifierState.CONNECTING):
+            for one in self.verifiers:
+                if one.state is wanted:
+                    return one
+        return self.verifiers[0] if self.verifiers else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, for ``json.dumps``."""
+        return {"format": FORMAT, "version_of_format": VERSION, **_plain(asdict(self))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Enum):
+        return value.value
+    return round(value, 6) if isinstance(value, float) else value
+
+
+@dataclass(slots=True)
+class RecentRate:
+    """How many a second there were of late, in buckets of one second each.
+
+    Formula: what the buckets of the last ``window_s`` seconds hold, over the time they cover. 30
+    tokens in the 3 s since the first of them are 10 a second.
+    """
+
+    window_s: int = 5
+    _counts: list[int] = field(default_factory=list)
+    _seconds: list[int] = field(default_factory=list)
+    _began_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (self.window_s + 1)
+        self._seconds = [-1] * (self.window_s + 1)
+
+    def add(self, count: int, now: float) -> None:
+        second = int(now)
+        slot = second % len(self._counts)
+        if self._seconds[slot] != second:
+            self._seconds[slot], self._counts[slot] = second, 0
+        self._counts[slot] += count
+        if self._began_s is None:
+            self._began_s = now
+
+    def per_s(self, now: float) -> float:
+        if self._began_s is None:
+            return 0.0
+        first = int(now) - self.window_s
+        seconds, counts = tuple(self._seconds), tuple(self._counts)
+        found = [(s, n) for s, n in zip(seconds, counts, strict=True) if s >= max(first, 0) and n]
+        if not found:
+            self._began_s = None
+            return 0.0
+        since = max(float(min(s for s, _ in found)), self._began_s, now - self.window_s - 1)
+        return sum(n for _, n in found) / max(now - since, 1.0)

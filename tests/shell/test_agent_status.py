@@ -1,0 +1,230 @@
+"""The status of an agent. Oracles: its own counters, and what was done to its verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from edgespec.agent.activity import Activity
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.agent.draft_worth import draft_worth
+from edgespec.agent.status import StatusSource
+from edgespec.compose import build_agent
+from edgespec.config import AgentConfig, DraftSection, LinkSection
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.telemetry.agent_status import (
+    MAX_EVENTS,
+    AgentStatus,
+    BatteryStatus,
+    EventKind,
+    RecentRate,
+    VerifierState,
+)
+from tests.shell.live_verifier import serving
+
+SECRET = "zebra quartz vixen"
+COUNT = 40
+PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+QUICK = ReconnectPolicy(give_up_s=0.2, answer_s=0.2)
+
+
+def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
+    config = AgentConfig(verifier=address, draft=DraftSection("toy"))
+    return build_agent(replace(config, **changes))  # type: ignore[arg-type]
+
+
+async def text_of(agent: Agent) -> int:
+    return sum([len(chunk.tokens) async for chunk in agent.generate(SECRET, PARAMS)])
+
+
+async def test_counts_are_those_of_the_generations() -> None:
+    async with serving() as (address, _), agent_for(address) as agent:
+        source = StatusSource(agent, (address,))
+        counters = []
+        for _ in range(2):
+            assert await text_of(agent) == COUNT
+            assert agent.stats is not None
+            counters.append(agent.stats.counters)
+        found = source.snapshot()
+    totals = found.totals
+    assert (totals.generations, totals.finished, totals.failed, totals.cancelled) == (2, 2, 0, 0)
+    assert totals.tokens == 2 * COUNT == sum(one.committed for one in counters)
+    assert totals.prompt_tokens == 2 * len(SECRET)
+    for name in ("accepted", "corrected", "steps", "sent", "passes", "rows", "tried", "hits"):
+        assert getattr(totals, name) == sum(getattr(one, name) for one in counters), name
+    assert (found.running, found.generations) == (0, ())
+    assert found.drafting.worth is True
+    assert found.tokens_per_s > 0
+
+
+async def test_a_running_generation_is_listed_and_its_events_follow_one_another() -> None:
+    link = LinkSection(rtt_ms=5.0)
+    async with serving() as (address, _), agent_for(address, link=link) as agent:
+        source = StatusSource(agent, (address,))
+        chunks = agent.generate(SECRET, replace(PARAMS, max_tokens=2000))
+        seen = 0
+        async for chunk in chunks:
+            if (seen := seen + len(chunk.tokens)) >= COUNT:
+                break
+        found = source.snapshot()
+        (one,) = found.generations
+        assert (one.tokens, one.link, one.verifier) == (seen, "streaming", address)
+        assert one.drafting
+        verifier = found.verifier
+        assert verifier is not None
+        assert verifier.state is VerifierState.SERVING
+        assert verifier.rtt_s is not None
+        assert verifier.rtt_s >= 0.005
+        await chunks.aclose()
+        after = source.snapshot(found.last_event)
+        assert source.snapshot(after.last_event).events == ()
+    numbers = [event.number for event in (*found.events, *after.events)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    kinds = {event.kind for event in found.events}
+    assert kinds == set(EventKind)
+    commits = [e.count for e in (*found.events, *after.events) if e.kind is EventKind.COMMIT]
+    assert sum(commits) >= seen
+    assert after.totals.cancelled == 1
+
+
+async def test_no_text_is_in_it() -> None:
+    async with serving() as (address, _), agent_for(address) as agent:
+        await text_of(agent)
+        shown = json.dumps(StatusSource(agent, (address,)).snapshot().as_json())
+    for word in SECRET.split():
+        assert word not in shown.replace(address, "")
+    assert "prompt_tokens" in shown
+
+
+async def test_the_ring_is_bounded() -> None:
+    activity = Activity()
+    for _ in range(3 * MAX_EVENTS):
+        activity.note(0.0, 1, EventKind.SEND, 1)
+    events = activity.events_after(0)
+    assert len(events) == MAX_EVENTS
+    assert events[-1].number == activity.last_event == 3 * MAX_EVENTS
+    assert len(activity.events_after(3 * MAX_EVENTS - 5)) == 5
+    assert activity.events_after(3 * MAX_EVENTS + 5) == ()
+
+
+async def test_a_verifier_that_is_away_is_a_state() -> None:
+    async with serving() as (address, _):
+        pass
+    async with agent_for(address, reconnect=QUICK) as agent:
+        source = StatusSource(agent, (address,))
+        assert source.snapshot().verifiers[0].state is VerifierState.UNKNOWN
+        await source.ask()
+        (away,) = source.snapshot().verifiers
+        assert away.state is VerifierState.AWAY
+        assert address in away.why
+        with pytest.raises(GenerationError):
+            await text_of(agent)
+        (after,) = source.snapshot().verifiers
+        assert after.state is VerifierState.AWAY
+        assert after.since_s is not None
+        assert source.snapshot().totals.failed == 1
+        await source.close()
+
+
+async def test_an_idle_verifier_is_asked_and_ready() -> None:
+    async with serving() as (address, _), agent_for(address) as agent:
+        source = StatusSource(agent, (address,))
+        await source.ask()
+        (ready,) = source.snapshot().verifiers
+        assert (ready.state, ready.model, ready.sessions) == (VerifierState.READY, "toy", 0)
+        assert ready.rtt_s is not None
+        assert source.ask_soon() is None, "it was asked just now"
+        await source.close()
+
+
+async def test_of_several_verifiers_each_has_a_state() -> None:
+    async with serving() as (gone, _):
+        pass
+    async with serving() as (here, _), agent_for((gone, here)) as agent:
+        source = StatusSource(agent, (gone, here))
+        assert [one.address for one in source.snapshot().verifiers] == [gone, here]
+        await text_of(agent)
+        await source.ask()
+        states = {one.address: one.state for one in source.snapshot().verifiers}
+        assert states == {gone: VerifierState.AWAY, here: VerifierState.READY}
+        await source.close()
+
+
+async def test_any_thread_may_ask_while_generations_run() -> None:
+    stop, found, failed = threading.Event(), [0], list[BaseException]()
+
+    def look(source: StatusSource) -> None:
+        try:
+            while not stop.is_set():
+                json.dumps(source.snapshot().as_json())
+                found[0] += 1
+        except BaseException as error:
+            failed.append(error)
+
+    async with serving() as (address, _), agent_for(address) as agent:
+        thread = threading.Thread(target=look, args=(StatusSource(agent, (address,)),))
+        thread.start()
+        try:
+            await asyncio.gather(*(text_of(agent) for _ in range(4)))
+        finally:
+            stop.set()
+            await asyncio.to_thread(thread.join)
+    assert not failed
+    assert found[0] > 0
+
+
+def judged(**changes: object) -> tuple[bool | None, str]:
+    counters = DraftCounters(tried=10, hits=8, committed=20, passes=10)
+    price = RowPrice()
+    for name, value in changes.items():
+        setattr(price if hasattr(price, name) else counters, name, value)
+    found = draft_worth(WindowedPolicy(), price, DraftEstimates(price=price), counters)
+    return found.worth, found.why
+
+
+def test_drafting_is_judged_by_the_verifiers_price() -> None:
+    assert judged() == (
+        True,
+        "the draft's first choice is right with 0.70; a pass brings 2.0 tokens",
+    )
+    assert judged(least_chance=0.3)[0] is True
+    worth, why = judged(least_chance=0.8)
+    assert worth is False
+    assert "0.80" in why
+    assert judged(credit=0) == (False, "the verifier is full: it takes no drafts now")
+    worth, why = judged(draft_failure="RuntimeError: no memory")
+    assert worth is False
+    assert "no memory" in why
+    assert draft_worth(WindowedPolicy(), RowPrice(), None, None).worth is None
+    dear = RowPrice(least_chance=0.8)
+    counters = DraftCounters(tried=1)
+    found = draft_worth(FixedPolicy(), dear, DraftEstimates(price=dear), counters)
+    assert found.worth is True, "this policy does not look at prices"
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    rate = RecentRate()
+    assert rate.per_s(100.0) == 0.0
+    for tenth in range(1000, 1100):  # ten seconds, twenty a second
+        rate.add(2, tenth / 10)
+    assert rate.per_s(110.0) == pytest.approx(20.0, rel=0.15)
+    assert rate.per_s(200.0) == 0.0
+    rate.add(5, 300.0)
+    assert rate.per_s(300.5) == pytest.approx(5.0)
+
+
+async def test_a_battery_that_cannot_be_read_is_none() -> None:
+    async with serving() as (address, _), agent_for(address) as agent:
+        source = StatusSource(agent, (address,), battery=lambda: BatteryStatus(50.0, False, 60.0))
+        found: AgentStatus = source.snapshot()
+        assert found.battery == BatteryStatus(50.0, False, 60.0)
+        assert found.memory.resident_bytes > 1 << 20
+        assert found.memory.budget_bytes is None

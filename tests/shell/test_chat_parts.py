@@ -1,0 +1,373 @@
+"""The parts of the chat that need no terminal.
+
+Oracles: blocks together are the text, and the same however it was cut; the screen of a terminal
+after many small frames is that of one large one; a conversation reads back as it was written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.agent.agent import Chunk, Piece
+from edgespec.cli.talk import record
+from edgespec.cli.talk.commands import (
+    Command,
+    CommandError,
+    Name,
+    command_help,
+    is_command,
+    message_of,
+    parse,
+)
+from edgespec.cli.talk.live_region import LiveRegion
+from edgespec.cli.talk.markdown_blocks import BlockSplitter
+from edgespec.cli.talk.markdown_view import MarkdownView
+from edgespec.cli.talk.record import ConversationError, Record
+from edgespec.cli.talk.status_line import status_line
+from edgespec.core.device.events import TokenKind
+from edgespec.telemetry.agent_status import (
+    AgentStatus,
+    AgentTotals,
+    BatteryStatus,
+    DraftingStatus,
+    MemoryStatus,
+    VerifierState,
+    VerifierStatus,
+)
+from tests.shell.terminal import Screen
+
+REPLY = """# Title
+A paragraph
+of two lines.
+
+- one
+
+- two
+
+  still two
+1. three
+
+```python
+# no heading
+
+x = 1
+```
+after
+## Next
+last"""
+BLOCKS = [
+    "# Title\n",
+    "A paragraph\nof two lines.\n\n",
+    "- one\n\n- two\n\n  still two\n1. three\n\n",
+    "```python\n# no heading\n\nx = 1\n```\n",
+    "after\n",
+    "## Next\n",
+]
+
+
+# --- blocks -----------------------------------------------------------------------------------
+
+
+def split(pieces: list[str]) -> tuple[list[str], str]:
+    splitter = BlockSplitter()
+    blocks = [block for piece in pieces for block in splitter.push(piece)]
+    return blocks, splitter.finish()
+
+
+def test_a_reply_is_cut_where_nothing_can_change_any_more() -> None:
+    assert split([REPLY]) == (BLOCKS, "last")
+    assert split(list(REPLY)) == (BLOCKS, "last")
+
+
+MARKDOWN = st.lists(
+    st.sampled_from(["a", " ", "\n", "\n\n", "# h\n", "- i\n", "```\n", "```py\n", "~~~\n", "1. x"])
+)
+
+
+@given(MARKDOWN, st.data())
+def test_blocks_are_the_text_however_it_was_cut(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    blocks, rest = split(pieces)
+    assert "".join(blocks) + rest == text
+    assert (blocks, rest) == split([text])
+
+
+def test_what_is_inside_of_a_code_block_ends_nothing() -> None:
+    splitter = BlockSplitter()
+    assert splitter.push("````\n```\n# x\n\n") == []
+    assert splitter.fence_opener == "````\n"
+    assert splitter.push("````\n") == ["````\n```\n# x\n\n````\n"]
+    assert splitter.fence_opener == ""
+    assert splitter.push("```inline```\n\n") == ["```inline```\n\n"]
+
+
+# --- the terminal -----------------------------------------------------------------------------
+
+
+def on_a_terminal(text: str) -> str:
+    """A terminal's driver makes a new line of a line feed."""
+    return text.replace("\n", "\r\n")
+
+
+FRAMES = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(["", "a", "bb", "ccc"]), max_size=4),
+        st.lists(st.sampled_from(["above", "x"]), max_size=2),
+    )
+)
+
+
+@given(FRAMES)
+def test_a_region_shows_its_last_frame_and_what_was_put_above(
+    frames: list[tuple[list[str], list[str]]],
+) -> None:
+    out, screen = io.StringIO(), Screen()
+    region = LiveRegion(out)
+    kept: list[str] = []
+    for lines, above in frames:
+        region.draw(lines, above)
+        kept += above
+        expected = [*kept, *lines]
+        screen.feed(on_a_terminal(out.getvalue()))
+        out.seek(0)
+        out.truncate()
+        shown = screen.text.split("\n")
+        assert "\n".join(shown).rstrip("\n") == "\n".join(expected).rstrip("\n")
+    region.clear()
+    screen.feed(on_a_terminal(out.getvalue()))
+    assert screen.text.rstrip("\n") == "\n".join(kept).rstrip("\n")
+
+
+def test_a_line_that_did_not_change_is_not_written_again() -> None:
+    out = io.StringIO()
+    region = LiveRegion(out)
+    region.draw(["same", "one"])
+    out.seek(0)
+    out.truncate()
+    region.draw(["same", "two"])
+    assert "same" not in out.getvalue()
+    assert "\x1b[J" not in out.getvalue()
+    out.seek(0)
+    out.truncate()
+    region.draw(["same", "two"])
+    assert out.getvalue() == ""
+
+
+def shown(text: str, step: int) -> tuple[str, str]:
+    """What a terminal shows after a reply that came in pieces, and all that was written."""
+    out, now = io.StringIO(), iter(range(100_000))
+    view = MarkdownView(lambda width: "numbers", out, lambda: float(next(now)), (40, 24))
+    for start in range(0, len(text), step):
+        piece = Piece(text[start : start + step], TokenKind.DECODED)
+        view.show(Chunk(start, (1,), (piece,)))
+    view.end()
+    screen = Screen()
+    screen.feed(on_a_terminal(out.getvalue()))
+    return screen.text, out.getvalue()
+
+
+def test_a_reply_looks_the_same_however_it_came() -> None:
+    whole, _ = shown(REPLY, len(REPLY))
+    by_letter, written = shown(REPLY, 1)
+    assert by_letter == whole
+    assert "numbers" not in whole
+    assert "numbers" in written
+    for word in ("Title", "A paragraph of two lines.", "still two", "x = 1", "Next", "last"):
+        assert whole.count(word) == 1, word
+    assert "```" not in whole
+
+
+def test_a_reply_cannot_control_the_terminal() -> None:
+    assert "\x1b]" not in shown("a\x1b]0;owned\x07 [x](http://e\x1bvil)", 3)[1]
+
+
+def test_a_long_code_block_is_printed_once_and_whole() -> None:
+    code = "```\n" + "".join(f"line {number}\n" for number in range(200)) + "```\n"
+    text, written = shown(code, 40)
+    for number in range(200):
+        assert text.split().count(str(number)) == 1
+    assert len(written) < 40 * len(code)
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+def test_commands() -> None:
+    assert parse("/quit") == Command(Name.QUIT)
+    assert parse("  /system  be brief ") == Command(Name.SYSTEM, "be brief")
+    assert parse("/save a b.json") == Command(Name.SAVE, "a b.json")
+    assert is_command("/x")
+    assert not is_command("//x")
+    assert message_of("//x") == "/x"
+    assert all(name.value in command_help() for name in Name)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/foo", "unknown command '/foo'; /help lists the commands"),
+        ("/quti", "did you mean /quit?"),
+        ("/save", "/save needs the name of a file"),
+        ("/reset now", "/reset takes nothing behind it, but got 'now'"),
+    ],
+)
+def test_what_is_no_command_says_what_would_be_one(line: str, said: str) -> None:
+    with pytest.raises(CommandError) as error:
+        parse(line)
+    assert said in str(error.value)
+
+
+# --- conversations ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "edgespec"
+
+
+TALK = Record(
+    "m",
+    "be brief",
+    [{"role": "user", "content": "hä?\n"}, {"role": "assistant", "content": ""}],
+    "2026-01-31T12:00:00+00:00",
+)
+
+
+def test_a_conversation_reads_back_and_is_for_its_owner_alone(home: Path) -> None:
+    path = record.new_path()
+    record.write(path, TALK)
+    assert record.read(path) == TALK
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert os.listdir(path.parent) == [path.name]
+    assert path.is_relative_to(home)
+    assert TALK.asked[0] == {"role": "system", "content": "be brief"}
+    assert len(TALK.asked) == 3
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record.new_path()
+    record.write(path, TALK)
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ConversationError, match="No space left"):
+        record.write(path, replace(TALK, system=""))
+    monkeypatch.undo()
+    assert record.read(path) == TALK
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_newest_is_found_and_the_oldest_forgotten(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert record.newest() is None
+    monkeypatch.setattr(record, "MAX_KEPT", 2)
+    paths = [record.conversations_folder() / f"{name}.json" for name in "cab"]
+    for second, path in enumerate(paths):
+        record.write(path, TALK)
+        os.utime(path, (second, second))
+    assert record.newest() == paths[-1]
+    record.forget_oldest()
+    assert sorted(paths[1:]) == sorted(record.conversations_folder().glob("*.json"))
+
+
+def test_a_file_that_is_no_conversation_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("years of work")
+    with pytest.raises(ConversationError, match="is no conversation; it stays as it is"):
+        record.write_new(path, TALK)
+    assert path.read_text() == "years of work"
+    record.write_new(tmp_path / "talk.json", TALK)
+    record.write_new(tmp_path / "talk.json", replace(TALK, system=""))
+    assert record.read(tmp_path / "talk.json").system == ""
+
+
+GOOD = json.loads(TALK.as_json())
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "its format is not"),
+        ({**GOOD, "version": 9}, "its version is 9, but must be 1"),
+        ({**GOOD, "messages": 3}, "messages must be a list"),
+        (
+            {**GOOD, "messages": [{"role": "root", "content": ""}]},
+            r"messages\[0\] must have a role",
+        ),
+        ({**GOOD, "messages": [{"role": "user"}]}, r"messages\[0\] must have a content"),
+        ({**GOOD, "system": 3}, "system is 3, but must be text"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(data: object, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConversationError, match=said) as error:
+        record.read(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_too_large_or_missing_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConversationError, match="No such file"):
+        record.read(tmp_path / "x.json")
+    (tmp_path / "y.json").write_text("[" * 100)
+    with pytest.raises(ConversationError):
+        record.read(tmp_path / "y.json")
+    monkeypatch.setattr(record, "MAX_BYTES", 10)
+    with pytest.raises(ConversationError, match="100 bytes, but at most 10"):
+        record.read(tmp_path / "y.json")
+
+
+# --- the line of numbers ----------------------------------------------------------------------
+
+STATUS = AgentStatus(
+    version="1",
+    clock_s=9.0,
+    uptime_s=9.0,
+    running=1,
+    tokens_per_s=42.14,
+    verifiers=(VerifierStatus("gpu-box:7420", VerifierState.SERVING, 5.0, rtt_s=0.0514),),
+    generations=(),
+    totals=AgentTotals(tried=10, hits=8),
+    drafting=DraftingStatus(True, "", acceptance=0.784),
+    memory=MemoryStatus(412 << 20, 600 << 20),
+    battery=BatteryStatus(55.0, False),
+)
+
+
+def test_the_line_leaves_out_what_matters_least() -> None:
+    assert status_line(STATUS, 120) == (
+        "42.1 tok/s · accepted 78% · RTT 51 ms · memory 412/600.0 MiB · battery 55 % · gpu-box:7420"
+    )
+    assert status_line(STATUS, 40) == "42.1 tok/s · accepted 78% · RTT 51 ms"
+    assert status_line(STATUS, 12) == "42.1 tok/s"
+    for width in range(100):
+        assert len(status_line(STATUS, width)) <= width
+    idle = replace(STATUS, running=0)
+    assert status_line(idle, 12, 9.96) == "10.0 tok/s"
+    assert status_line(idle, 13) == "accepted 78%"
+
+
+def test_a_verifier_that_is_away_comes_first() -> None:
+    gone = replace(STATUS.verifiers[0], state=VerifierState.AWAY, since_s=12.2)
+    line = status_line(replace(STATUS, verifiers=(gone,)), 60)
+    assert line.startswith("gpu-box:7420 away for 12 s · 42.1 tok/s")

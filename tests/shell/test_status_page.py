@@ -1,0 +1,129 @@
+"""The status page: over HTTP, and in headless Chromium, which must have nothing to complain of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.agent.status import StatusSource
+from edgespec.compose import build_agent
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.status_page import rendered_page
+from tests.report.test_report_pages import BROWSER, DARK
+from tests.shell.live_verifier import serving
+from tests.shell.status_server import status_page
+
+PROMPT = "quixotic zephyr"
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on the path to look at pages with"
+)
+
+
+async def fetched(url: str) -> tuple[dict[str, str], str]:
+    def fetch() -> tuple[dict[str, str], str]:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return dict(answer.headers), answer.read().decode()
+
+    return await asyncio.to_thread(fetch)
+
+
+async def status(url: str) -> Any:
+    return json.loads((await fetched(url))[1])
+
+
+async def looked_at(url: str, folder: Path, *options: str) -> tuple[str, list[str]]:
+    """The page after a few polls, and what was said on the console."""
+    assert BROWSER is not None
+    chromium = await asyncio.create_subprocess_exec(
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+        *("--virtual-time-budget=5000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
+        *(*options, url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(120):
+        out, err = await chromium.communicate()
+    return out.decode(), [line for line in err.decode().splitlines() if "CONSOLE" in line]
+
+
+async def test_the_numbers_come_with_events_once_and_without_a_text() -> None:
+    async with serving() as (address, _):
+        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
+            async with status_page(StatusSource(agent, (address,), "9.9")) as url:
+                async for _chunk in agent.generate(PROMPT, PARAMS):
+                    pass
+                first = await status(url + "status.json")
+                again = await status(f"{url}status.json?after={first['last_event']}")
+                nonsense = await status(url + "status.json?after=-1e9")
+    assert (first["format"], first["version"]) == ("edgespec-agent-status", "9.9")
+    assert first["totals"]["tokens"] == 40
+    assert first["verifiers"][0]["state"] == "ready"
+    assert {event["kind"] for event in first["events"]} == {
+        "draft",
+        "send",
+        "pass",
+        "commit",
+        "link",
+    }
+    assert again["events"] == []
+    assert again["last_event"] == first["last_event"]
+    assert len(nonsense["events"]) == len(first["events"])
+    assert not any(word in json.dumps(first) for word in PROMPT.split())
+
+
+async def test_the_page_runs_its_own_script_only() -> None:
+    page, policy = rendered_page()
+    assert "unsafe" not in policy
+    text = page.decode()
+    fetches = re.findall(r"(?:src|href)=\"([^\"]*)\"", text) + re.findall(r"url\(|@import", text)
+    assert sorted(fetches) == ["data:,", "status.json"]
+    assert not re.findall(r"\son\w+=|\sstyle=", text)
+    async with serving() as (address, _):
+        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
+            async with status_page(StatusSource(agent, (address,))) as url:
+                headers, body = await fetched(url)
+    assert headers["content-security-policy"] == policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert body == text
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
+async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> None:
+    async with serving() as (address, _):
+        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
+            source = StatusSource(agent, (address,), "9.9")
+            async with status_page(source) as url:
+                chunks = agent.generate(PROMPT, replace(PARAMS, max_tokens=3000))
+                await anext(chunks)
+                dom, said = await looked_at(url, tmp_path, *options)
+                await chunks.aclose()
+    assert said == []
+    assert int(re.findall(r'data-polled="(\d+)"', dom)[0]) >= 2
+    assert f"serving: {address}" in dom
+    assert "<td>#1</td><td>streaming</td>" in dom
+    assert 'id="trouble" class="trouble" role="alert" hidden' in dom
+
+
+@browser
+@pytest.mark.slow
+async def test_a_verifier_that_is_away_is_shown_and_so_is_an_agent(tmp_path: Path) -> None:
+    async with serving() as (address, _):
+        pass
+    async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:
+        async with status_page(StatusSource(agent, (address,))) as url:
+            dom, said = await looked_at(url, tmp_path)
+    assert said == []
+    assert re.search(rf"not reachable for \d+ s: {address}", dom)
+    assert "this agent has no draft model: it only streams." in dom
+    assert "no budget was given" in dom
