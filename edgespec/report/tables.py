@@ -56,7 +56,7 @@ def table(
     )
 
 
-_TIMES = ("TTFT p50 ms", "TPOT p50 ms", "p95 ms", "p99 ms")
+_TIMES = ("TTFT p50 ms", "TPOT mean ms", "p50 ms", "p95 ms", "p99 ms")
 _WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes down")
 
 
@@ -66,7 +66,7 @@ def arms_table(run: RunSummary) -> str:
         (
             _named(arm),
             *_times(arm.all),
-            figures.times(arm.speedup),
+            figures.speedup(arm),
             *_work(arm.all),
             figures.number(arm.all.energy_j_per_token),
             figures.percent(_mean_utilisation(arm)),
@@ -76,8 +76,9 @@ def arms_table(run: RunSummary) -> str:
         for arm in run.arms
     ]
     caption = (
-        "Arms side by side, ours marked. Speed-up: against target-only, of the median TPOT. Bytes "
-        "and energy are per token; differ: tokens that are not the target's own."
+        "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
+        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not the "
+        "target's own."
     )
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
 
@@ -87,10 +88,11 @@ def _named(arm: ArmSummary) -> str:
     return f"{arm.arm}{ours}\n{arm.label}"
 
 
-def _times(group: GroupSummary) -> tuple[str, str, str, str]:
+def _times(group: GroupSummary) -> tuple[str, ...]:
     ttft, tpot = group.ttft_s, group.tpot_s
     return (
         _ms(ttft, _MEDIAN),
+        figures.milliseconds(None if tpot is None else tpot.mean),
         _ms(tpot, _MEDIAN),
         _ms(tpot, _P95),
         _ms(tpot, _P99),

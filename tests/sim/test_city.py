@@ -56,7 +56,7 @@ ROUGH = replace(
 
 def run(scenario: Scenario, seed: int = 1) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, seed, HERE)]
-    return summarise(scenario, seed, HERE, outcomes)
+    return summarise(scenario, (seed,), HERE, outcomes)
 
 
 @pytest.mark.parametrize("scenario", [SMALL, ROUGH], ids=["small", "rough"])

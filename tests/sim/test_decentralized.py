@@ -65,7 +65,7 @@ def outcome(scenario: Scenario) -> WorldOutcome:
 
 def summary(scenario: Scenario) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, HERE)]
-    return summarise(scenario, 1, HERE, outcomes)
+    return summarise(scenario, (1,), HERE, outcomes)
 
 
 def one_arm(scenario: Scenario) -> ArmSummary:

@@ -16,7 +16,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import VerifierSummary, spread_of
+from edgespec.telemetry.run_summary import VerifierSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.city.allocation import FixedAssociation
 from edgespec_sim.city.conservation import Conservation
@@ -170,18 +170,13 @@ class World:
 
     def _verifier(self, site: Site, hardware: Hardware) -> VerifierSummary:
         counters = hardware.counters
-        queues_s = [
-            one.counters.queue_s / one.counters.passes
-            for one in self.meters.records
-            if one.verifier == site.name and one.counters.passes
-        ]
         return VerifierSummary(
             name=site.name,
             utilisation=min(1.0, counters.busy_s / (hardware.machines * self.scenario.duration_s)),
             passes=counters.passes,
             rows_per_pass=counters.rows / counters.passes if counters.passes else 0.0,
             sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
-            queue_s=spread_of(queues_s),
+            queue_s=self.meters.queue_s(site.name),
         )
 
 
