@@ -1,4 +1,4 @@
-"""The first picture of a run's page: each arm's speed-up with its interval, and what cannot be beaten.
+"""The first picture of a run's page: each arm's speed-up, its interval, and its limit.
 
 Target-only is the line at 1. The bar around a point is the 95 % interval; the open diamond is where
 the arm would be at its own lower bound on the time per token.

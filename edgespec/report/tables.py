@@ -77,8 +77,8 @@ def arms_table(run: RunSummary) -> str:
     ]
     caption = (
         "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
-        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not the "
-        "target's own."
+        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
+        "the target's own."
     )
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
 

@@ -35,6 +35,7 @@ from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.replication import Interval, speedup
 from edgespec_sim.scenario.costs import Operation, law_of, measured
 from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
+from edgespec_sim.scenario.stage_links import link_delays_s
 from edgespec_sim.tape_source import TapeSource, tape_named
 from edgespec_sim.tokens import TokenSource
 from edgespec_sim.toy_source import ToySource
@@ -318,4 +319,7 @@ def _runs(ranks: Sequence[Sequence[int]], arm: Arm) -> RunLengths | None:
 
 def _least_pass_s(section: VerifierSection, folder: Path) -> float:
     law = law_of(section.pass_time, Operation.TARGET_PASS, folder)
-    return law.seconds(1, 0, 0.0) + (section.stages.links_s if section.stages else 0.0)
+    if section.stages is None:
+        return law.seconds(1, 0, 0.0)
+    delays_s = link_delays_s(section.stages, folder)
+    return law.seconds(1, 0, 0.0) + section.stages.least_links_s(delays_s)
