@@ -168,9 +168,9 @@ def mean_of(settings: Settings, way: Way, nodes: int, link_ms: float) -> Outcome
 
 
 def print_formula(settings: Settings) -> None:
-    print(
-        "communication saved a token, (N-1) t1 (k-1)/k (stop-and-wait of 4, k of the same run), ms:"
-    )
+    print("communication saved a token, (N-1) t1 (k-1)/k (stop-and-wait of 4), in ms.")
+    print("links constant, k of the same run, so an identity of pipelines:")
+
     way = Way("fixed", False, FixedPolicy(4), RunAhead.NEVER)
     for nodes, link_ms in ((2, 5.0), (4, 15.0), (8, 30.0)):
 
