@@ -89,7 +89,7 @@ class GroupSummary:
     down_bytes_per_token: float
     reconnects: int
     energy_j_per_token: float | None = None
-    """Of the device: drafting and radio."""
+    """Of the device: drafting, and its radio in every state; None where a part is not known."""
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
 
@@ -104,6 +104,8 @@ class VerifierSummary:
     sessions_per_pass: float
     queue_s: Spread | None
     """From the arrival of drafts to the start of the pass that takes them."""
+    energy_j: float | None = None
+    """While passes ran, at the power that the scenario names; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class RequestRecord:
     complete: bool
     """False: the world ended first."""
     failed: str = ""
+    energy_known: bool = False
+    """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
 
 
 @dataclass(slots=True)
@@ -160,7 +162,7 @@ class Meters:
 
         tokens = int(total(lambda one: one.tokens))
         tried = total(lambda one: one.counters.tried)
-        energy_j = total(lambda one: one.energy_j)
+        known = tokens and all(one.energy_known for one in records)
         return GroupSummary(
             requests=sum(one.complete and not one.failed for one in records),
             failed=sum(bool(one.failed) for one in records),
@@ -177,7 +179,7 @@ class Meters:
             up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
-            energy_j_per_token=_ratio(energy_j, tokens) if energy_j else None,
+            energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
         )
 

@@ -34,7 +34,12 @@ from edgespec_sim.lossy import LossySource
 from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.replication import Interval, speedup
 from edgespec_sim.scenario.costs import Operation, law_of, measured
-from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    VerifierSection,
+)
 from edgespec_sim.scenario.stage_links import link_delays_s
 from edgespec_sim.tape_source import TapeSource, tape_named
 from edgespec_sim.tokens import TokenSource
@@ -249,6 +254,9 @@ def _pooled_verifiers(
                 sessions_per_pass=sum(o.sessions_per_pass * o.passes for o in same)
                 / max(1, passes),
                 queue_s=meters.queue_s(name),
+                energy_j=None
+                if same[0].energy_j is None
+                else sum(one.energy_j or 0.0 for one in same),
             )
         )
     return tuple(pooled)
@@ -263,7 +271,19 @@ def _notes(scenario: Scenario) -> tuple[str, ...]:
         f"Passes of {name}: {measured(section.pass_time)}."
         for name, section in scenario.verifiers.items()
     ]
+    notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
     return tuple(notes)
+
+
+def _energy_note(name: str, section: DeviceSection) -> str:
+    if section.radio_power and section.draft_w:
+        return (
+            f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
+            f" powers of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
+            " stays connected and idles, until the next question."
+        )
+    missing = "radio_power" if not section.radio_power else "draft_w"
+    return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
 
 
 def _is_lossy(scenario: Scenario, arm: Arm) -> bool:

@@ -135,7 +135,7 @@ class World:
         if self.conservation is not None:
             least_s = self.network.least_ways_s(user.settings.group, site.name)
             watch = self.conservation.watch(site, key, *least_s)
-        stream = MeteredStream(self.queue, up, down, airtime, watch)
+        stream = MeteredStream(self.queue, up, down, airtime, watch, user.radio)
         site.accept(stream, key)
         self.network.watch_breaks(user.settings.group, user.number, stream)
         return stream, rtt_s
@@ -177,6 +177,7 @@ class World:
             rows_per_pass=counters.rows / counters.passes if counters.passes else 0.0,
             sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
             queue_s=self.meters.queue_s(site.name),
+            energy_j=site.section.busy_w * counters.busy_s if site.section.busy_w else None,
         )
 
 

@@ -9,6 +9,7 @@ from enum import Enum
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.protocol.ranges import bounded
+from edgespec_sim.radio_power import RADIOS
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000
@@ -174,6 +175,9 @@ class VerifierSection:
     """The process dies there, and every session with it; lost nodes are in ``stages``."""
     restart_s: float = 5.0
     """Until it can be reached again."""
+    busy_w: float = 0.0
+    """Of each machine while a pass runs; the data sheet's most is an upper bound. Idle time, fans
+    and the host are not in it. 0: not known, and not reported."""
 
     def __post_init__(self) -> None:
         bounded("count", self.count, 1, 10_000)
@@ -183,6 +187,7 @@ class VerifierSection:
         for at_s in self.restarts_at_s:
             bounded("restarts_at_s", at_s, 0.0, 1e6)
         bounded("restart_s", self.restart_s, 0.0, 1e6)
+        bounded("busy_w", self.busy_w, 0.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,10 @@ class DeviceSection:
     draft_w: float = 0.0
     """Power while a draft step runs, in watts, above idle."""
     radio_w: float = 0.0
-    """Power while sending."""
+    """Power while sending; taken where no ``radio_power`` is named."""
+    radio_power: str = ""
+    """lte or wifi: what the radio takes in each of its states (``radio_power.py``). Without it, or
+    without ``draft_w``, no energy is reported."""
     battery_j: float | None = None
     """Charge at the start; a device that has used it up goes on without drafting."""
 
@@ -232,6 +240,9 @@ class DeviceSection:
         bounded("draft_context_tokens", self.draft_context_tokens, 16, 1 << 24)
         bounded("draft_w", self.draft_w, 0.0, 1000.0)
         bounded("radio_w", self.radio_w, 0.0, 100.0)
+        if self.radio_power and self.radio_power not in RADIOS:
+            known = ", ".join(RADIOS)
+            raise ValueError(f"radio_power is {self.radio_power!r}, but must be one of {known}")
         if self.battery_j is not None:
             bounded("battery_j", self.battery_j, 0.0, 1e9)
 
