@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 WITHIN: Final = 0.05
@@ -98,6 +99,7 @@ def seeds_wanted(done: int, widest: float | None, within: float) -> int:
     return min(max(needed, done + 2), 4 * done, MOST_SEEDS) if done < MOST_SEEDS else done
 
 
+@lru_cache(maxsize=1024)
 def student(freedom: int) -> float:
     """The t within whose +/- lie 95 % of Student's distribution. Exact: found by bisection in its
     distribution function for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 4)."""

@@ -151,6 +151,9 @@ def _finish(point: Point, ask: Ask, limit_s: float) -> None:
     last = ask.first + point.seeds - 1
     found = widest(point.outcomes)
     which = f"seed {ask.first}" if point.seeds == 1 else f"seeds {ask.first} to {last}"
+    if found is None and point.seeds > 1:
+        point.said = (f"Some speed-ups are missing: an arm has no complete request in {which}.",)
+        return
     if found is None:
         sure = f"Speed-ups are of {which} alone, so nobody knows how sure they are"
         point.said = (f"{sure}; --seeds N or --max-seconds S plays more.",)

@@ -191,8 +191,8 @@ def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]]) -> dict[Arm, _Speedu
 
 
 def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
-    """The greatest relative half-width of any arm's interval so far; None: there is none yet. With
-    no arm to compare with, nothing has a width."""
+    """The greatest relative half-width of any arm's interval so far; None: there is none yet, or an
+    arm has no complete request. With no arm to compare with, nothing has a width."""
     arms = dict.fromkeys(arm for arm, _ in outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in arms}
     others = [found for arm, found in _speedups(worlds).items() if arm is not Arm.TARGET_ONLY]
