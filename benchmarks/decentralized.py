@@ -31,8 +31,10 @@ from edgespec_sim.city.site import Machine
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.lossy import LossySource, rule_of, rules_of
+from edgespec_sim.replication import mean_interval
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import CostSection, StagesSection
+from edgespec_sim.scenario.stage_links import straggling
 from edgespec_sim.server import SimulatedVerifier
 from edgespec_sim.stream import FixedDelay, Stream
 from edgespec_sim.tokens import TokenSource
@@ -41,6 +43,7 @@ from edgespec_sim.toy_source import ToySource
 NODES = (2, 3, 4, 6, 8)
 LINKS_MS = (1.0, 5.0, 15.0, 30.0)
 SEEDS = (1, 2)
+JITTER_SEEDS, OTHER_SEEDS = range(1, 9), range(101, 109)
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 NOISE = 0.3
 
@@ -94,18 +97,28 @@ def source_of(settings: Settings, way: Way, seed: int) -> TokenSource:
     return ToySource(MODEL, NOISE, sampling)
 
 
-def play(settings: Settings, way: Way, nodes: int, link_ms: float, seed: int) -> Outcome:
+def play(
+    settings: Settings,
+    way: Way,
+    nodes: int,
+    link_ms: float,
+    seed: int,
+    jitter_ms: float = 0.0,
+    stragglers: float = 0.0,
+) -> Outcome:
     queue, source = EventQueue(), source_of(settings, way, seed)
     cost = CostSection(ms=settings.compute_ms)
-    section = StagesSection(nodes=nodes, link_ms=link_ms)
+    section = StagesSection(
+        nodes=nodes, link_ms=link_ms, jitter_ms=jitter_ms, stragglers=stragglers
+    )
 
     def law_of_share(share: float) -> TimeLaw:
-        return law_of(cost, Operation.TARGET_PASS, Path(), share)
+        return straggling(law_of(cost, Operation.TARGET_PASS, Path(), share), section)
 
     machines = tuple(
-        Machine(queue, law_of_share(1.0 / nodes), f"{index}") for index in range(nodes)
+        Machine(queue, law_of_share(1.0 / nodes), f"{seed}/{index}") for index in range(nodes)
     )
-    compute = Stages(queue, section, law_of_share, machines)
+    compute = Stages(queue, section, law_of_share, machines, seed=f"{seed}")
     target = source.target()
     limits = Limits(context_length=1 << 16)
     engine = VerifyEngine(target.info, limits, EngineLimits(), rules_of(source))
@@ -155,7 +168,9 @@ def mean_of(settings: Settings, way: Way, nodes: int, link_ms: float) -> Outcome
 
 
 def print_formula(settings: Settings) -> None:
-    print("communication saved a token, (N-1) t1 (k-1)/k (stop-and-wait of 4, k measured), in ms:")
+    print("communication saved a token, (N-1) t1 (k-1)/k (stop-and-wait of 4), in ms.")
+    print("links constant, k of the same run, so an identity of pipelines:")
+
     way = Way("fixed", False, FixedPolicy(4), RunAhead.NEVER)
     for nodes, link_ms in ((2, 5.0), (4, 15.0), (8, 30.0)):
 
@@ -169,6 +184,29 @@ def print_formula(settings: Settings) -> None:
         print(
             f"  N {nodes}, t1 {link_ms:2g}: k {k:.2f}, measured {saved_ms:.2f},"
             f" formula {formula_ms:.2f}, off by {abs(saved_ms / formula_ms - 1.0):.2%}"
+        )
+
+
+def print_formula_under_jitter(settings: Settings) -> None:
+    """The same where it could fail: jittered links, stragglers, and k of other texts."""
+    way = Way("fixed", False, FixedPolicy(4), RunAhead.NEVER)
+    print("\nthe same with jitter (mean t1 / 2) and 5 % stragglers of 4 times, k of other seeds:")
+    for nodes, link_ms in ((2, 5.0), (4, 15.0), (8, 30.0)):
+        jitter_ms = link_ms / 2
+        k = fmean(play(settings, way, nodes, link_ms, seed).tokens_per_pass for seed in OTHER_SEEDS)
+        expected_ms = (nodes - 1) * (link_ms + jitter_ms) * (k - 1.0) / k
+        shares = []
+        for seed in JITTER_SEEDS:
+            saved_ms = 0.0
+            for one, sign in ((PLAIN, 1.0), (way, -1.0)):
+                far = play(settings, one, nodes, link_ms, seed, jitter_ms, 0.05)
+                near = play(settings, one, nodes, 0.0, seed, 0.0, 0.05)
+                saved_ms += sign * (far.tpot_ms - near.tpot_ms)
+            shares.append(saved_ms / expected_ms)
+        low, high = mean_interval(shares)
+        print(
+            f"  N {nodes}, t1 {link_ms:2g}: k {k:.2f}, formula {expected_ms:.2f} ms, measured"
+            f" {fmean(shares):.3f} of it (95 % over {len(shares)} seeds: {low:.3f} to {high:.3f})"
         )
 
 
@@ -201,6 +239,7 @@ def main() -> None:
     parser.add_argument("--rtt-ms", type=float, default=30.0)
     parser.add_argument("--tokens", type=int, default=240)
     parser.add_argument("--threshold", type=float, default=0.8)
+    parser.add_argument("--formula", action="store_true", help="the formula alone")
     options = parser.parse_args()
     settings = Settings(
         options.compute_ms, options.step_ms, options.rtt_ms, options.tokens, options.threshold
@@ -208,7 +247,9 @@ def main() -> None:
     source = source_of(settings, PLAIN, 1)
     print(f"{source.about}; {settings}")
     print_formula(settings)
-    print_speedups(settings)
+    print_formula_under_jitter(settings)
+    if not options.formula:
+        print_speedups(settings)
 
 
 if __name__ == "__main__":

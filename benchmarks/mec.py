@@ -78,11 +78,10 @@ def row_of(outcome: WorldOutcome) -> str:
     assert whole.tpot_s is not None
     assert whole.ttft_s is not None
     busy = " ".join(f"{100 * one.utilisation:3.0f}" for one in outcome.verifiers)
-    energy_mj = 1e3 * (whole.energy_j_per_token or 0.0)
     return (
         f"{1e3 * whole.tpot_s.median:6.1f} {1e3 * whole.tpot_s.p95:6.1f}"
         f" {1e3 * whole.ttft_s.median:6.0f} {1e3 * whole.ttft_s.p95:6.0f}"
-        f" {energy_mj:7.2f} {whole.tokens_per_second:6.0f}   {busy}"
+        f" {whole.tokens_per_second:6.0f}   {busy}"
     )
 
 
@@ -102,7 +101,7 @@ def main() -> None:
         for number in range(section.count)
     )
     print(f"{options.devices} phones, {options.duration:g} s, seed {options.seed}; {source.about}")
-    print("TPOT p50 p95, TTFT p50 p95 in ms; mJ a token at the phone; tokens/s of all;")
+    print("TPOT p50 p95, TTFT p50 p95 in ms; tokens/s of all;")
     print(f"share of time in a pass, %: {names}")
     for arm in ARMS:
         print(f"\n{arm.value}")

@@ -19,7 +19,7 @@ from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError
 
 if TYPE_CHECKING:
-    from edgespec_sim.planner import Mode, Plan
+    from edgespec_sim.plan_values import Mode, Plan
 
 _LEGEND = (
     "Speed against cloud streaming; passes and wasted draft nodes a token; uplink with framing; the"
@@ -64,17 +64,32 @@ def link(
         float | None,
         typer.Option("--local-tpot-ms", help="The draft model alone (default: --draft-ms)"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of texts and link")] = 0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Texts and link of this one alone")
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option("--seeds", min=1, max=1000, help="So many; else as many as it takes"),
+    ] = None,
+    within: Annotated[
+        float,
+        typer.Option("--within", min=0.1, max=100.0, help="Percent: how sure (95 %) speeds are"),
+    ] = 5.0,
+    max_seconds: Annotated[
+        float, typer.Option("--max-seconds", min=1.0, help="No further seed after so long")
+    ] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Say which way of decoding suits a link, and why.
 
-    Plays every way in virtual time: nothing is connected, loaded or measured.
+    Plays every way in virtual time: nothing is connected, loaded or measured. Seeds are played
+    until every speed is known within 5 %, or the time is up.
 
     [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]
     """
     with reported():
-        from edgespec_sim.planner import PlanSettings, plan_link
+        from edgespec.cli.plan_seeds import plan_many
+        from edgespec_sim.plan_values import PlanSettings
 
         try:
             settings = PlanSettings(
@@ -87,11 +102,12 @@ def link(
                 up_mbps=up_mbps,
                 tokens=tokens,
                 local_tpot_ms=local_tpot_ms,
-                seed=seed,
+                seed=seed or 0,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        found = plan_link(settings)
+        count = 1 if seed is not None and seeds is None else seeds
+        found = plan_many(settings, count, within / 100.0, max_seconds)
     if as_json:
         typer.echo(json.dumps(_plain(found), indent=2))
     else:
@@ -114,10 +130,24 @@ def _show(found: Plan) -> None:
     for line in _break_even(found):
         console.print(line)
     console.print(f"texts: {found.source}; {found.acceptance:.1%} in those played", style="dim")
+    console.print(_how_sure(found), style="dim")
+
+
+def _how_sure(found: Plan) -> str:
+    if found.half_width is None:
+        return "one seed: nobody knows how sure these speeds are"
+    return (
+        f"{found.seeds} seeds; ± is the 95 % interval of the speed (delta method), the widest"
+        f" {found.half_width:.1%}"
+    )
 
 
 def _row(mode: Mode) -> tuple[str, ...]:
-    times = f"{mode.tpot_s * 1e3:.1f}", f"{mode.speed_up:.2f}x"
+    sure = ""
+    if mode.speed_up_interval is not None:
+        half = max(abs(end - mode.speed_up) for end in mode.speed_up_interval)
+        sure = f" ±{half:.2f}"
+    times = f"{mode.tpot_s * 1e3:.1f}", f"{mode.speed_up:.2f}x{sure}"
     if mode.bound_s is None:
         return (f"{mode.title} *", *times, "-", "-", "-", "-")
     return (
@@ -155,6 +185,9 @@ def _plain(found: Plan) -> dict[str, Any]:
             "exact": mode.bound_s is not None,
             "tpot_ms": round(mode.tpot_s * 1e3, 3),
             "speed_up": round(mode.speed_up, 4),
+            "speed_up_interval": None
+            if mode.speed_up_interval is None
+            else [round(end, 4) for end in mode.speed_up_interval],
             "passes_per_token": round(mode.passes, 4),
             "wasted_per_token": round(mode.wasted, 4),
             "up_kbit_per_s": round(mode.up_bits_per_s / 1e3, 3),
@@ -166,6 +199,7 @@ def _plain(found: Plan) -> dict[str, Any]:
         "settings": asdict(found.settings),
         "source": found.source,
         "acceptance": found.acceptance,
+        "seeds": found.seeds,
         "modes": modes,
         "take": found.best.title,
         "reason": found.reason,

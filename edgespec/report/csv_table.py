@@ -54,6 +54,8 @@ def _arm_cells(arm: ArmSummary) -> dict[str, Cell]:
         "arm": arm.arm,
         "label": arm.label,
         "speedup": arm.speedup,
+        "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
+        "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
         "mean_utilisation": sum(busy) / len(busy) if busy else None,
         **{f"bound_{name}_s": bound for name, bound in arm.bounds.items()},
     }

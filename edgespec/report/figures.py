@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+
 MISSING: Final = "–"
 _NAME_MAX: Final = 28
 
@@ -37,6 +39,23 @@ def times(factor: float | None) -> str:
     if factor is None or not math.isfinite(factor):
         return MISSING
     return f"{factor:.2f}×" if factor < 100 else f"{factor:,.0f}×"
+
+
+def speedup(arm: ArmSummary) -> str:
+    """With its interval, if that is known: 1.45× (1.38–1.53)."""
+    if arm.speedup_interval is None:
+        return times(arm.speedup)
+    low, high = arm.speedup_interval
+    return f"{times(arm.speedup)} ({low:.2f}–{high:.2f})"
+
+
+def seeds(run: RunSummary) -> str:
+    """Which were played: "seed 3", "seeds 1 to 24"; empty where there is none."""
+    if run.seed is None:
+        return ""
+    return (
+        f"seed {run.seed}" if run.seeds == 1 else f"seeds {run.seed} to {run.seed + run.seeds - 1}"
+    )
 
 
 def count(value: int | None) -> str:

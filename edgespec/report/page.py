@@ -8,6 +8,7 @@ from typing import Final
 
 from edgespec.benchmark.arms import Arm
 from edgespec.report import figures, plots, tables
+from edgespec.report.answer_plot import answer_plot
 from edgespec.report.document import Document
 from edgespec.report.timeline import Timeline
 from edgespec.report.timeline_plot import SESSIONS_DRAWN, timeline_plots
@@ -25,6 +26,9 @@ def render(summary: RunSummary, timeline: Timeline | None = None, trace_note: st
         page.paragraph(summary.about)
     page.paragraph(headline(summary), "headline")
     page.paragraph(_facts(summary), "facts")
+    picture = answer_plot(summary)
+    if picture is not None:
+        page.figure(picture)
     page.heading("Arms")
     page.add(tables.arms_table(summary))
     few = plots.few_requests(summary)
@@ -59,26 +63,36 @@ def _optional(page: Document, heading: str, html: str) -> None:
 
 
 def headline(summary: RunSummary) -> str:
-    """The result in a sentence or two, in plain text."""
+    """The result in a sentence or two, in plain text. What is compared are means."""
     timed = [(arm, arm.all.tpot_s) for arm in summary.arms if arm.all.tpot_s is not None]
     if not timed:
         return "No request came to a second token, so there is no time per token to report."
-    arm, spread = min(timed, key=lambda pair: pair[1].median)
+    arm, spread = min(timed, key=lambda pair: pair[1].mean)
     base = next((arm for arm, _ in timed if arm.arm == Arm.TARGET_ONLY.value), None)
     first = arm.all.ttft_s
-    what = f"{figures.milliseconds(spread.median)} ms a token at the median"
+    what = f"{figures.milliseconds(spread.mean)} ms a token in the mean"
     if base is None or len(timed) == 1:
         begins = f", the first after {figures.duration(first.median)}" if first else ""
         return f"{arm.arm}: {what}{begins}, {_per_pass(arm)} tokens a pass."
     if arm is base:
         return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
-    against = figures.milliseconds(base.all.tpot_s.median) if base.all.tpot_s else figures.MISSING
+    against = figures.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else figures.MISSING
     ours = " (ours)" if tables.is_ours(arm.arm) else ""
     told = (
         f"{arm.arm}{ours} is {figures.times(_speedup(arm, base))} as fast as target-only "
-        f"streaming: {what} against {against} ms, with {_per_pass(arm)} tokens a pass."
+        f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
+        " a pass."
     )
     return told if ours else f"{told} {_of_ours(summary)}"
+
+
+def _sure(summary: RunSummary, arm: ArmSummary) -> str:
+    """How sure a speed-up is: its interval, or that one seed tells nothing of that."""
+    if arm.speedup_interval is not None:
+        low, high = arm.speedup_interval
+        return f" (95 % interval {low:.2f} to {high:.2f})"
+    alone = summary.simulated and summary.seed is not None and summary.seeds == 1
+    return " (one seed: nobody knows how sure that is)" if alone else ""
 
 
 def _per_pass(arm: ArmSummary) -> str:
@@ -88,15 +102,15 @@ def _per_pass(arm: ArmSummary) -> str:
 def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
     if arm.speedup is not None:
         return arm.speedup
-    if base.all.tpot_s is None or arm.all.tpot_s is None or not arm.all.tpot_s.median:
+    if base.all.tpot_s is None or arm.all.tpot_s is None or not arm.all.tpot_s.mean:
         return None
-    return base.all.tpot_s.median / arm.all.tpot_s.median
+    return base.all.tpot_s.mean / arm.all.tpot_s.mean
 
 
 def _of_ours(summary: RunSummary) -> str:
     parts = [
-        f"{arm.arm} (ours) takes {figures.milliseconds(arm.all.tpot_s.median)} ms"
-        + (f", {figures.times(arm.speedup)}" if arm.speedup is not None else "")
+        f"{arm.arm} (ours) takes {figures.milliseconds(arm.all.tpot_s.mean)} ms"
+        + (f", {figures.speedup(arm)}" if arm.speedup is not None else "")
         for arm in summary.arms
         if tables.is_ours(arm.arm) and arm.all.tpot_s is not None
     ]
@@ -108,7 +122,7 @@ def _facts(summary: RunSummary) -> str:
     facts = [
         f"{figures.duration(summary.duration_s)}, {kind}",
         f"tokens from {summary.tokens_from}" if summary.tokens_from else "",
-        f"seed {summary.seed}" if summary.seed is not None else "",
+        figures.seeds(summary),
     ]
     return " · ".join(fact for fact in facts if fact)
 

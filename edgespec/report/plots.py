@@ -173,7 +173,8 @@ def series_plots(run: RunSummary) -> list[Figure]:
     plots = []
     for name in names[:_SERIES_MAX]:
         lines = [(arm.arm, one) for arm in run.arms for one in arm.series if one.name == name]
-        data = [_line(arm, one, paint[arm]) for arm, one in lines]
+        data = [trace for arm, one in lines for trace in _band(one, paint[arm])]
+        data += [_line(arm, one, paint[arm]) for arm, one in lines]
         unit = lines[0][1].unit
         shape = layout(
             300,
@@ -183,8 +184,31 @@ def series_plots(run: RunSummary) -> list[Figure]:
         )
         who = ", ".join(arm for arm, _ in lines)
         caption = f"{name[:1].upper()}{name[1:]} over time"
-        plots.append(Figure(data, shape, f"{caption}.", f"{caption}, for {who}"))
+        bands = " Bands: 95 % intervals of the mean over seeds." if lines[0][1].low else ""
+        plots.append(Figure(data, shape, f"{caption}.{bands}", f"{caption}, for {who}"))
     return plots
+
+
+def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: str) -> Any:
+    """A filled area between two lines, without an entry in the legend."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [*xs, *reversed(xs)],
+        "y": [*high, *reversed(low)],
+        "fill": "toself",
+        "fillcolor": f"{color}33",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _band(series: Series, color: str) -> list[dict[str, Any]]:
+    if len(series.low) != len(series.values):
+        return []
+    xs = [round(index * series.step_s, 6) for index in range(len(series.values))]
+    return [band(xs, series.low, series.high, color)]
 
 
 def _line(arm: str, series: Series, color: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Many runs of one scenario side by side: each metric against what was varied.
 
 The first varied setting is the x axis, one line an arm; every combination of the others has a panel
-of its own, and the panels of a metric share their scale. Runs that differ in nothing but their seed
-are one point, the median.
+of its own, and the panels of a metric share their scale. A band is the speed-up's 95 % interval.
+Runs that differ in nothing but their seed are one point, the median.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 from edgespec.report import figures
 from edgespec.report.csv_table import csv_text
 from edgespec.report.document import Document, Figure
-from edgespec.report.plots import axis, colors, label, layout
+from edgespec.report.plots import axis, band, colors, label, layout
 from edgespec.report.tables import is_ours, table
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 
@@ -26,7 +26,7 @@ _SEED: Final = "seed"
 
 
 def _tpot_ms(arm: ArmSummary) -> float | None:
-    return None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.median
+    return None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean
 
 
 def _ttft_ms(arm: ArmSummary) -> float | None:
@@ -42,7 +42,7 @@ def _per_pass(arm: ArmSummary) -> float | None:
 
 
 _METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...]] = (
-    ("Time per output token", "median TPOT, ms", _tpot_ms),
+    ("Time per output token", "mean TPOT, ms", _tpot_ms),
     ("Speed-up over target-only", "speed-up, ×", _speedup),
     ("Tokens per pass", "tokens per pass", _per_pass),
     ("Time to first token", "median TTFT, ms", _ttft_ms),
@@ -81,10 +81,14 @@ def sweep_csv(points: Points) -> str:
         {
             **{key: _plain(value) for key, value in varied.items()},
             "arm": arm.arm,
+            "tpot_s_mean": None if arm.all.tpot_s is None else arm.all.tpot_s.mean,
             "tpot_s_median": None if arm.all.tpot_s is None else arm.all.tpot_s.median,
             "tpot_s_p95": None if arm.all.tpot_s is None else arm.all.tpot_s.p95,
             "ttft_s_median": None if arm.all.ttft_s is None else arm.all.ttft_s.median,
             "speedup": arm.speedup,
+            "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
+            "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
+            "seeds": run.seeds,
             "tokens_per_pass": arm.all.tokens_per_pass,
             "acceptance": arm.all.acceptance,
             "wasted_per_token": arm.all.wasted_per_token,
@@ -158,6 +162,8 @@ def _panel(
         line = [(x, statistics.median(found)) for x, found in values.items()]
         if _numeric(xs):
             line.sort()
+        if metric is _speedup and (sure := _sure(points, xs, arm_name)):
+            data.append(band(*sure, paint[arm_name]))
         data.append(
             {
                 "type": "scatter",
@@ -179,7 +185,28 @@ def _panel(
         margin={"l": 12, "r": 16, "t": 40, "b": 12},
     )
     where = f" ({rest})" if rest else ""
-    return Figure(data, shape, f"{name}{where}.", f"{name} against {x_key}{where}, a line an arm")
+    bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
+    what = f"{name} against {x_key}{where}, a line an arm"
+    return Figure(data, shape, f"{name}{where}.{bands}", what)
+
+
+def _sure(
+    points: Points, xs: Sequence[Any], arm_name: str
+) -> tuple[list[Any], list[float], list[float]] | None:
+    """Where an arm's speed-up is known and how well; None unless at each of several points."""
+    ends = {
+        x: arm.speedup_interval
+        for x, (_, run) in zip(xs, points, strict=True)
+        for arm in run.arms
+        if arm.arm == arm_name
+    }
+    known = [(x, *interval) for x, interval in ends.items() if interval is not None]
+    if len(known) < 2 or len(known) < len(ends):
+        return None
+    if _numeric(xs):
+        known.sort()
+    columns = [list(column) for column in zip(*known, strict=True)]
+    return [label(x) if isinstance(x, str) else x for x in columns[0]], columns[1], columns[2]
 
 
 def _numeric(xs: Sequence[object]) -> bool:
@@ -196,7 +223,7 @@ def _scale(xs: Sequence[Any]) -> dict[str, Any]:
 
 def _table(points: Points, keys: Sequence[str]) -> str:
     first, *others = keys or [""]
-    header = (first or "run", *others, "arm", "TPOT p50 ms", "p95 ms", "TTFT p50 ms", "speed-up")
+    header = (first or "run", *others, "arm", "TPOT mean ms", "p95 ms", "TTFT p50 ms", "speed-up")
     rows, ours = [], []
     for varied, run in points:
         values = [str(_plain(varied[key])) for key in keys] or [run.name]
@@ -206,10 +233,10 @@ def _table(points: Points, keys: Sequence[str]) -> str:
                 (
                     *values,
                     arm.arm,
-                    figures.milliseconds(None if tpot is None else tpot.median),
+                    figures.milliseconds(None if tpot is None else tpot.mean),
                     figures.milliseconds(None if tpot is None else tpot.p95),
                     figures.milliseconds(None if ttft is None else ttft.median),
-                    figures.times(arm.speedup),
+                    figures.speedup(arm),
                     figures.number(arm.all.tokens_per_pass),
                     figures.percent(arm.all.acceptance),
                     figures.count(arm.all.failed),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from edgespec.benchmark.arms import Arm
@@ -56,19 +56,20 @@ def table(
     )
 
 
-_TIMES = ("TTFT p50 ms", "TPOT p50 ms", "p95 ms", "p99 ms")
+_TIMES = ("TTFT p50 ms", "TPOT mean ms", "p50 ms", "p95 ms", "p99 ms")
 _WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes down")
 
 
 def arms_table(run: RunSummary) -> str:
-    header = ("arm", *_TIMES, "speed-up", *_WORK, "energy J", "GPU busy", "tokens/s", "differ")
+    energy = _energy(run)
+    header = ("arm", *_TIMES, "speed-up", *_WORK, *energy, "GPU busy", "tokens/s", "differ")
     rows = [
         (
             _named(arm),
             *_times(arm.all),
-            figures.times(arm.speedup),
+            figures.speedup(arm),
             *_work(arm.all),
-            figures.number(arm.all.energy_j_per_token),
+            *(figures.number(of(arm)) for of in energy.values()),
             figures.percent(_mean_utilisation(arm)),
             figures.number(arm.all.tokens_per_second),
             figures.count(arm.all.mismatches),
@@ -76,10 +77,31 @@ def arms_table(run: RunSummary) -> str:
         for arm in run.arms
     ]
     caption = (
-        "Arms side by side, ours marked. Speed-up: against target-only, of the median TPOT. Bytes "
-        "and energy are per token; differ: tokens that are not the target's own."
+        "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
+        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
+        "the target's own."
     )
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
+
+
+def _energy(run: RunSummary) -> dict[str, Callable[[ArmSummary], float | None]]:
+    """The columns of energy of which anything is known."""
+    columns = {"device J": _device_j, "GPU J, at most": _verifiers_j}
+    return {
+        name: of for name, of in columns.items() if any(of(arm) is not None for arm in run.arms)
+    }
+
+
+def _device_j(arm: ArmSummary) -> float | None:
+    return arm.all.energy_j_per_token
+
+
+def _verifiers_j(arm: ArmSummary) -> float | None:
+    """A token, while passes ran."""
+    known = [one.energy_j for one in arm.verifiers]
+    if not arm.all.tokens or not known or None in known:
+        return None
+    return sum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
 
 
 def _named(arm: ArmSummary) -> str:
@@ -87,10 +109,11 @@ def _named(arm: ArmSummary) -> str:
     return f"{arm.arm}{ours}\n{arm.label}"
 
 
-def _times(group: GroupSummary) -> tuple[str, str, str, str]:
+def _times(group: GroupSummary) -> tuple[str, ...]:
     ttft, tpot = group.ttft_s, group.tpot_s
     return (
         _ms(ttft, _MEDIAN),
+        figures.milliseconds(None if tpot is None else tpot.mean),
         _ms(tpot, _MEDIAN),
         _ms(tpot, _P95),
         _ms(tpot, _P99),

@@ -1,5 +1,8 @@
 """A run's folder, or its traces, as files to look at.
 
+What a run left is never overwritten by less: a folder with a summary gets the report of that
+summary and no other, unless somebody insists.
+
 A folder holds ``summary.json``, ``trace.jsonl`` or both; without a summary the trace is summed up.
 A folder that is written to is left with ``report.html``, ``arms.csv``, ``requests.csv`` and, if
 there is a trace, ``timeline.json`` for ui.perfetto.dev.
@@ -25,40 +28,68 @@ PAGE: Final = "report.html"
 _BOTH_MAX: Final = 2
 
 
+class ResultInTheWay(ValueError):
+    """What would be written would replace the report of another run; the message says which."""
+
+
 class RunNotFound(ValueError):
     """There is no run at the path given; the message says what was looked for."""
 
 
-def write_report(folder: Path, out: Path | None = None) -> list[Path]:
+def write_report(folder: Path, out: Path | None = None, *, force: bool = False) -> list[Path]:
     """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
 
-    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``.
+    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
+    ``ResultInTheWay`` unless ``force`` is given.
     """
     summary, trace = folder / SUMMARY, folder / TRACE
     if not summary.is_file() and not trace.is_file():
         raise RunNotFound(f"{folder}: holds neither {SUMMARY} nor {TRACE}")
     traces = [trace] if trace.is_file() else []
     run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
+    if out is not None and out.resolve() != folder.resolve() and not force:
+        _refuse_to_replace(out)
     return _write(run, traces, out or folder)
 
 
-def report_on(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
+def report_on(paths: Sequence[Path], out: Path | None = None, *, force: bool = False) -> list[Path]:
     """Like ``write_report``, of a folder, of a summary, or of one or two traces of a real run
-    (the device's, the verifier's), next to the first of them unless ``out`` says otherwise."""
+    (the device's, the verifier's), next to the first of them unless ``out`` says otherwise. Of the
+    trace in a run's folder the report goes into a folder of its own there."""
     first = paths[0]
     if len(paths) == 1 and first.is_dir():
-        return write_report(first, out)
+        return write_report(first, out, force=force)
     for path in paths:
         if not path.is_file():
             raise RunNotFound(f"{path}: no such file")
     if len(paths) == 1 and first.suffix == ".json":
-        beside = first.parent / TRACE
-        traces = [beside] if beside.is_file() else []
-        return _write(read_summary(first), traces, out or first.parent)
+        return _report_on_summary(first, out, force)
     if len(paths) > _BOTH_MAX:
         raise RunNotFound(f"{len(paths)} traces, but a report is on {_BOTH_MAX} at most")
+    if out is None:
+        out = first.parent
+        if (out / SUMMARY).is_file() and not force:
+            out = out / f"{first.stem}-report"
+    if not force:
+        _refuse_to_replace(out)
     name = first.stem if len(paths) == 1 else "run"
-    return _write(_summed_up(paths, name), paths, out or first.parent)
+    return _write(_summed_up(paths, name), paths, out)
+
+
+def _report_on_summary(file: Path, out: Path | None, force: bool) -> list[Path]:
+    run, folder = read_summary(file), out or file.parent
+    own = (folder / SUMMARY).resolve() == file.resolve()
+    if not own and not force:
+        _refuse_to_replace(folder)
+    beside = file.parent / TRACE
+    return _write(run, [beside] if beside.is_file() else [], folder)
+
+
+def _refuse_to_replace(out: Path) -> None:
+    if (out / SUMMARY).is_file():
+        raise ResultInTheWay(
+            f"{out}: holds the report of another run ({SUMMARY}); name another folder, or --force"
+        )
 
 
 def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:

@@ -89,7 +89,7 @@ class GroupSummary:
     down_bytes_per_token: float
     reconnects: int
     energy_j_per_token: float | None = None
-    """Of the device: drafting and radio."""
+    """Of the device: drafting, and its radio in every state; None where a part is not known."""
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
 
@@ -104,6 +104,8 @@ class VerifierSummary:
     sessions_per_pass: float
     queue_s: Spread | None
     """From the arrival of drafts to the start of the pass that takes them."""
+    energy_j: float | None = None
+    """While passes ran, at the power that the scenario names; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ class Series:
     unit: str
     step_s: float
     values: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    """The 95 % interval of the mean over several seeds; empty for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,9 @@ class ArmSummary:
     series: tuple[Series, ...] = ()
     rows: tuple[RequestRow, ...] = ()
     speedup: float | None = None
-    """Median TPOT of ``target-only`` in the same run over this one's."""
+    """Mean TPOT of ``target-only`` in the same run over this one's."""
+    speedup_interval: tuple[float, float] | None = None
+    """Its 95 % interval; None of a single world, or where it was not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,8 @@ class RunSummary:
     """What a reader has to know: relaxed rules, costs that were not measured, ..."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions, machine, command."""
+    seeds: int = 1
+    """How many were played, ``seed`` the first of them."""
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -190,13 +199,21 @@ def _arm(data: dict[str, Any]) -> ArmSummary:
         VerifierSummary(**{**one, "queue_s": _spread(one["queue_s"])})
         for one in data.pop("verifiers")
     )
-    series = tuple(Series(**{**one, "values": tuple(one["values"])}) for one in data.pop("series"))
+    series = tuple(_series(one) for one in data.pop("series"))
     rows = tuple(RequestRow(**one) for one in data.pop("rows"))
     groups = {name: _group(one) for name, one in data.pop("groups").items()}
     whole = _group(data.pop("all"))
+    if data.get("speedup_interval") is not None:
+        low, high = data["speedup_interval"]
+        data["speedup_interval"] = (low, high)
     return ArmSummary(
         all=whole, groups=groups, verifiers=verifiers, series=series, rows=rows, **data
     )
+
+
+def _series(data: dict[str, Any]) -> Series:
+    columns = {name: tuple(data.get(name, ())) for name in ("values", "low", "high")}
+    return Series(**{**data, **columns})
 
 
 def _group(data: dict[str, Any]) -> GroupSummary:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from edgespec_uara.cost import CostModel, objective
-from edgespec_uara.matching import best_gain, two_phase_matching
+from edgespec_uara.matching import Steps, best_gain, two_phase_matching
 from edgespec_uara.paper import PaperCost
 from edgespec_uara.policy import action_weights, pair_features
 from edgespec_uara.shares import uniform, weighted
@@ -53,8 +53,14 @@ class Outcome:
 class SlotGame:
     """World, cost model and the dice of the reference; shared by both environments."""
 
-    def __init__(self, settings: UaraSettings, cost: CostModel, seed: int) -> None:
-        self._cost = cost
+    def __init__(
+        self,
+        settings: UaraSettings,
+        cost: CostModel,
+        seed: int,
+        steps: Steps = Steps.SWAPS_AND_MOVES,
+    ) -> None:
+        self._cost, self._steps = cost, steps
         self._dice = np.random.default_rng([seed, 1])
         self.world = UaraWorld(settings, seed)
         self.slot = 0
@@ -85,7 +91,7 @@ class SlotGame:
         devices = terms.devices
         pairs = np.stack([actions[:, :devices].T, actions[:, devices:-1].T], axis=-1)
         weights = action_weights(pairs, actions[:, -1:])
-        matched = two_phase_matching(terms, weights, best_gain(now.gains))
+        matched = two_phase_matching(terms, weights, best_gain(now.gains), self._steps)
         decision = weighted(weights, matched.association)
         chance = self._dice.integers(terms.servers, size=devices)
         reference = objective(terms, uniform(terms, chance))
@@ -133,13 +139,19 @@ class CentralEnv(gymnasium.Env[Observation, Observation]):
 
 
 class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
-    """An agent a server, all acting at once, all rewarded alike."""
+    """An agent a server, all acting at once, all rewarded alike. ``steps``: how devices are matched
+    under the agents' weights; the paper's way is ``Steps.SWAPS``."""
 
     metadata: dict[str, Any] = {"name": "edgespec_uara_v0", "render_modes": []}  # noqa: RUF012
 
-    def __init__(self, settings: UaraSettings | None = None, cost: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        settings: UaraSettings | None = None,
+        cost: CostModel | None = None,
+        steps: Steps = Steps.SWAPS_AND_MOVES,
+    ) -> None:
         self._settings = settings or UaraSettings()
-        self._cost = cost or PaperCost()
+        self._cost, self._steps = cost or PaperCost(), steps
         self.possible_agents = [f"server_{index}" for index in range(self._settings.servers)]
         self.agents: list[str] = []
         self.render_mode = None
@@ -162,7 +174,8 @@ class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
         if seed is not None:
             self._seeds = np.random.default_rng(seed)
         self.agents = list(self.possible_agents)
-        self._game = SlotGame(self._settings, self._cost, int(self._seeds.integers(_SEEDS)))
+        seed = int(self._seeds.integers(_SEEDS))
+        self._game = SlotGame(self._settings, self._cost, seed, self._steps)
         return self._observe(self._game), {agent: {} for agent in self.agents}
 
     def step(

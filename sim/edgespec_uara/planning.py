@@ -7,7 +7,7 @@ object answers here, in the simulator and in an agent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from edgespec.core.association.policies import (
     LinkView,
     VerifierView,
 )
-from edgespec_uara.cost import CostModel, Decision
+from edgespec_uara.cost import CostModel, Decision, Terms
 from edgespec_uara.methods import Method, Situation
 from edgespec_uara.paper import downlink_bits_per_s, rtt_s, sinr, uplink_bits_per_s
 from edgespec_uara.shares import optimal
@@ -115,13 +115,15 @@ def _links(
     )
 
 
-def follow(policy: AssociationPolicy) -> Method:
-    """A policy of the product as a method here, with optimal shares."""
+def follow(
+    policy: AssociationPolicy, shares: Callable[[Terms, Ints], Decision] = optimal
+) -> Method:
+    """A policy of the product as a method here, with optimal shares or those of ``shares``."""
 
     def decide(situation: Situation) -> Decision:
         seen = views(situation.snapshot)
         chosen: Sequence[int] = policy.assign(seen.devices, seen.verifiers, seen.links)
         association: Ints = np.array(chosen, dtype=np.int64)
-        return optimal(situation.terms, association)
+        return shares(situation.terms, association)
 
     return decide

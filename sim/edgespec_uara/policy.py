@@ -102,6 +102,17 @@ class Actor:
         whole = self._two("server", crowd)
         return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
 
+    def actions_before_matching(self, features: Floats) -> tuple[Floats, Floats]:
+        """The same while no device has a server yet: every server pools all devices."""
+        devices, servers = features.shape[:2]
+        embedded = self._two("embed", features, last=True)
+        count = np.full((servers, 1), float(crowding(np.array(devices))))
+        crowd = np.concatenate([embedded.mean(axis=0), count], axis=1)
+        beside = np.broadcast_to(crowd, (devices, *crowd.shape))
+        pairs = self._two("pair", np.concatenate([embedded, beside], axis=-1))
+        whole = self._two("server", crowd)
+        return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
+
     def _two(self, name: str, rows: Floats, last: bool = False) -> Floats:
         hidden = np.maximum(self._linear(f"{name}0", rows), 0.0)
         out = self._linear(f"{name}1", hidden)
@@ -140,3 +151,10 @@ def tma_masac(actor: Actor, terms: Terms, start: Ints, steps: Steps) -> Decision
         if objective(terms, decision) < objective(terms, best):
             best = decision
     return best
+
+
+def papers_tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
+    """The paper's order of things: weights first, for all pairs, then swaps under them."""
+    weights = action_weights(*actor.actions_before_matching(pair_features(terms)))
+    matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
+    return weighted(weights, matched.association)

@@ -68,8 +68,8 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
     lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
     html = render(five_arms(), build_timeline(lines))
     dom = looked_at(html, tmp_path)
-    # TPOT, TTFT, two series, load, one session.
-    check_plots(dom, 6)
+    # The answer, TPOT, TTFT, two series, load, one session.
+    check_plots(dom, 7)
     assert dom.count("<table") == html.count("<table") == 10
     for lane in ("draft", "uplink", "queue", "pass", "downlink", "stall"):
         assert f">{lane}</text>" in dom, lane
@@ -78,7 +78,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
     dom = looked_at(render(five_arms()), tmp_path, *options)
-    check_plots(dom, 5)
+    check_plots(dom, 6)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
 

@@ -11,7 +11,7 @@ from edgespec.cli.main import app
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", "link", "--tokens", "120", *arguments])
+    return CliRunner().invoke(app, ["plan", "link", "--tokens", "120", "--seed", "0", *arguments])
 
 
 def test_a_table_a_recommendation_and_its_reason() -> None:
@@ -38,6 +38,19 @@ def test_json_says_the_same() -> None:
     assert by_name["cloud streaming"]["tpot_ms"] == 25.0
     assert by_name["draft model alone"]["bound_ms"] is None
     assert by_name["draft model alone"]["exact"] is False
+
+
+def test_several_seeds_give_intervals() -> None:
+    result = call("--seeds", "2", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["seeds"] == 2
+    for mode in found["modes"]:
+        interval = mode["speed_up_interval"]
+        if mode["name"] in ("cloud streaming", "draft model alone"):
+            assert interval is None
+        else:
+            assert interval[0] <= mode["speed_up"] <= interval[1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from edgespec.cli.sim.main import app
 from edgespec.telemetry.run_summary import read_summary
 from tests.sources import ROOT
 
-SHORT = ("--set", "duration_s=3", "--processes", "1")
+SHORT = ("--set", "duration_s=3", "--processes", "1", "--seeds", "1")
 runner = CliRunner()
 
 
@@ -38,7 +38,7 @@ def test_a_run_leaves_a_summary_a_trace_and_a_report(tmp_path: Path) -> None:
 
 
 def test_two_processes_say_what_one_says(tmp_path: Path) -> None:
-    arms = ("--set", "arms=[target-only, edgespec]", "--set", "duration_s=2")
+    arms = ("--set", "arms=[target-only, edgespec]", "--set", "duration_s=2", "--seeds", "2")
     for processes in ("1", "2"):
         sim("run", "household", "--processes", processes, "--out", str(tmp_path / processes), *arms)
     one, two = (read_summary(tmp_path / name / "summary.json") for name in ("1", "2"))
@@ -76,7 +76,7 @@ def test_other_settings_are_played_anew(tmp_path: Path) -> None:
 
 def test_a_replay_of_a_generated_network(tmp_path: Path) -> None:
     out = tmp_path / "replay"
-    sim("replay", "generate:5g", "--seconds", "3", "--out", str(out))
+    sim("replay", "generate:5g", "--seconds", "3", "--seed", "1", "--out", str(out))
     summary = read_summary(out / "summary.json")
     assert "match tape" in summary.tokens_from
     assert all(arm.all.mismatches == 0 for arm in summary.arms)

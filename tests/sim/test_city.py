@@ -56,7 +56,7 @@ ROUGH = replace(
 
 def run(scenario: Scenario, seed: int = 1) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, seed, HERE)]
-    return summarise(scenario, seed, HERE, outcomes)
+    return summarise(scenario, (seed,), HERE, outcomes)
 
 
 @pytest.mark.parametrize("scenario", [SMALL, ROUGH], ids=["small", "rough"])
@@ -151,14 +151,29 @@ def test_one_more_device_changes_nothing_for_the_others_but_its_load() -> None:
     assert mine(two)[0] == pytest.approx(mine(three)[0])
 
 
-def test_energy_is_power_times_the_time_of_work() -> None:
-    device = replace(SMALL.devices["laptop"], draft_w=10.0)
-    arms = {arm.arm: arm for arm in run(replace(SMALL, devices={"laptop": device})).arms}
-    ours = arms["edgespec"].all
-    assert ours.energy_j_per_token is not None
+def test_energy_is_reported_where_all_of_it_is_known() -> None:
+    device = replace(SMALL.devices["laptop"], draft_w=10.0, radio_power="wifi")
+    arms = {arm.arm: arm.all for arm in run(replace(SMALL, devices={"laptop": device})).arms}
+    ours, plain = arms["edgespec"].energy_j_per_token, arms["target-only"].energy_j_per_token
+    assert ours is not None
+    assert plain is not None
+    # A radio that hears a token every pass never sleeps: 0.403 W, but for pauses, of two devices.
+    tokens = arms["target-only"].tokens
+    assert 0.3 * 0.403 * 12.0 / tokens < plain <= 0.403 * 12.0 / tokens
     # At least one step of 8 ms at 10 W stands behind every hit; no device works all the time twice.
-    assert 0.5 * 0.08 < ours.energy_j_per_token < 10.0 * 2 * 6.0 / ours.tokens * 1.05
-    assert arms["target-only"].all.energy_j_per_token is None
+    most = (10.0 + 0.403) * 2 * 6.0 / arms["edgespec"].tokens * 1.05
+    assert 0.5 * 0.08 < ours < most
+    for less in (replace(device, radio_power=""), replace(device, draft_w=0.0)):
+        partly = run(replace(SMALL, devices={"laptop": less}, arms=(Arm.EDGESPEC,)))
+        assert partly.arms[0].all.energy_j_per_token is None
+        assert any("not reported" in note for note in partly.notes)
+
+
+def test_a_verifiers_energy_is_its_power_times_its_busy_time() -> None:
+    verifier = VerifierSection(busy_w=700.0)
+    (arm,) = run(replace(SMALL, verifiers={"server": verifier}, arms=(Arm.EDGESPEC,))).arms
+    (one,) = arm.verifiers
+    assert one.energy_j == pytest.approx(700.0 * one.utilisation * SMALL.duration_s, rel=1e-6)
 
 
 def test_a_device_without_charge_goes_on_without_drafts() -> None:

@@ -377,4 +377,4 @@ def test_the_bundled_scenario_is_played() -> None:
     whole = run(replace(bundled, duration_s=2.0), Arm.EDGESPEC).meters.whole()
     assert whole.tokens > 50
     assert whole.mismatches == 0
-    assert whole.energy_j_per_token
+    assert whole.energy_j_per_token is None  # No powers of a 5G radio.

@@ -7,15 +7,15 @@ from functools import cache
 
 import pytest
 
-from edgespec_sim.planner import (
+from edgespec_sim.plan_values import (
     AS_GOOD,
     LEAST_GAIN,
     Mode,
     ModeName,
     Plan,
     PlanSettings,
-    plan_link,
 )
+from edgespec_sim.planner import plan_link, pooled
 
 SETTINGS = PlanSettings(tokens=150)
 
@@ -159,3 +159,25 @@ def test_equal_settings_give_equal_plans_and_seeds_other_texts() -> None:
 def test_mistakes_name_the_value_and_the_range(field: str, value: float, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         replace(SETTINGS, **{field: value})  # type: ignore[arg-type] # what is asked for
+
+
+def test_several_seeds_make_one_plan_with_intervals() -> None:
+    """Oracle: the interval of a ratio of means, and one seed's own plan."""
+    first = plan(SETTINGS)
+    seeds = [plan_link(replace(SETTINGS, seed=seed), first.gamma) for seed in range(1, 4)]
+    found = pooled([first, *seeds])
+    assert found.seeds == 4
+    assert [one.title for one in found.modes] == [one.title for one in first.modes]
+    assert pooled([first]) == first
+    for index, one in enumerate(found.modes):
+        times_s = [each.modes[index].tpot_s for each in (first, *seeds)]
+        assert one.tpot_s == pytest.approx(sum(times_s) / 4)
+        if one.name in (ModeName.STREAMING, ModeName.LOCAL):
+            assert one.speed_up_interval is None
+            continue
+        assert one.speed_up_interval is not None
+        low, high = one.speed_up_interval
+        assert low < one.speed_up < high
+        assert one.speed_up == pytest.approx(0.025 / one.tpot_s)
+    assert found.half_width is not None
+    assert f"{found.best.speed_up:.2f} times as fast" in found.reason

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.benchmark.arms import Arm
+from edgespec.cli.sim.seeds import Ask
 from edgespec.cli.sim.simulate import simulate
 from edgespec.core.association.policies import association_policy
 from edgespec_sim.acceptance_process import AcceptanceLaw
@@ -89,7 +90,7 @@ def tiny() -> Scenario:
 def results(scenario: Scenario) -> str:
     """What a run says of itself, without the machine it ran on."""
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, Path())]
-    return summarise(scenario, 1, Path(), outcomes).to_json()
+    return summarise(scenario, (1,), Path(), outcomes).to_json()
 
 
 def test_equal_seeds_give_equal_summaries() -> None:
@@ -101,7 +102,7 @@ def test_equal_seeds_give_equal_summaries() -> None:
 @pytest.mark.slow
 def test_two_processes_give_what_one_does() -> None:
     one, two = (
-        json.loads(simulate(tiny(), 1, Path(), processes, quiet=True).to_json())
+        json.loads(simulate(tiny(), Ask(1, 1), Path(), processes, quiet=True).to_json())
         for processes in (1, 2)
     )
     assert one["arms"] == two["arms"]

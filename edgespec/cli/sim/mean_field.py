@@ -12,8 +12,7 @@ from rich.table import Table
 
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.simulate import parse_settings
-from edgespec.core.association.policies import association_policy
-from edgespec_sim.city.run import token_source
+from edgespec_sim.city.run import association_named, check, token_source
 from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
@@ -44,9 +43,10 @@ def mean_field(
     with reported():
         folder = scenario_path(scenario).parent
         loaded = load_scenario(scenario, parse_settings(settings or ()))
+        check(loaded, folder)
         surrounding = Surrounding(
             token_source(loaded, seed, folder),
-            association_policy(loaded.association),
+            association_named(loaded.association, folder, seed),
             folder,
             checks=False,
         )

@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 from multiprocessing.queues import Queue
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,41 +42,57 @@ def default_processes() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def play_all(
-    tasks: Sequence[Task], processes: int, *, quiet: bool = False
-) -> Iterator[tuple[int, WorldOutcome]]:
-    """Index of a task and its outcome, as they come. Raises what ``play`` raises, and
-    ``Interrupted``."""
-    with _progress(quiet) as bar, _interruptible():
-        total_s = sum(task.job.scenario.duration_s for task in tasks)
-        overall = bar.add_task("simulated", total=total_s)
-        if processes == 1 or len(tasks) == 1:
-            yield from _play_here(tasks, bar, overall)
+class Workers:
+    """Plays tasks, round after round, on the same processes and under one bar of progress. To be
+    entered once; leaving ends the processes, whatever they are at."""
+
+    def __init__(self, processes: int, *, quiet: bool = False) -> None:
+        self._processes = processes
+        self._bar = _progress(quiet)
+        self._around = ExitStack()
+        self._pool: Pool | None = None
+        self._told: Queue[tuple[int, float]] | None = None
+        self._total_s = self._done_s = 0.0
+
+    def __enter__(self) -> Workers:
+        self._around.enter_context(self._bar)
+        self._around.enter_context(_interruptible())
+        self._overall = self._bar.add_task("simulated", total=0.0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+        self._around.close()
+
+    def play(self, tasks: Sequence[Task], doing: str = "") -> Iterator[tuple[int, WorldOutcome]]:
+        """Index of a task and its outcome, as they come. ``doing`` stands before the bar. Raises
+        what ``city.run.play`` raises, and ``Interrupted``."""
+        self._total_s += sum(task.job.scenario.duration_s for task in tasks)
+        self._bar.update(self._overall, total=self._total_s, description=doing or "simulated")
+        if self._processes == 1 or (len(tasks) == 1 and self._pool is None):
+            yield from self._play_here(tasks, doing)
         else:
-            yield from _play_there(tasks, min(processes, len(tasks)), bar, overall)
+            yield from self._play_there(tasks)
 
+    def _play_here(self, tasks: Sequence[Task], doing: str) -> Iterator[tuple[int, WorldOutcome]]:
+        for index, task in enumerate(tasks):
+            self._bar.update(self._overall, description=doing or task.name)
+            yield index, _played(task, self._tell)
+            self._done_s += task.job.scenario.duration_s
 
-def _play_here(
-    tasks: Sequence[Task], bar: Progress, overall: object
-) -> Iterator[tuple[int, WorldOutcome]]:
-    before_s = 0.0
-    for index, task in enumerate(tasks):
-        bar.update(overall, description=task.name)  # type: ignore[arg-type] # its own id
+    def _tell(self, now_s: float) -> None:
+        self._bar.update(self._overall, completed=self._done_s + now_s)
 
-        def told(now_s: float, before_s: float = before_s) -> None:
-            bar.update(overall, completed=before_s + now_s)  # type: ignore[arg-type]
-
-        yield index, _played(task, told)
-        before_s += task.job.scenario.duration_s
-
-
-def _play_there(
-    tasks: Sequence[Task], processes: int, bar: Progress, overall: object
-) -> Iterator[tuple[int, WorldOutcome]]:
-    context = multiprocessing.get_context("spawn")
-    told: Queue[tuple[int, float]] = context.Queue()
-    done_s = [0.0] * len(tasks)
-    with context.Pool(processes, _start_worker, (told,)) as pool:
+    def _play_there(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
+        pool, told = self._started()
+        done_s = [0.0] * len(tasks)
         results = pool.imap_unordered(_work, list(enumerate(tasks)))
         left = len(tasks)
         while left:
@@ -88,7 +105,24 @@ def _play_there(
                 done_s[index] = tasks[index].job.scenario.duration_s
                 yield index, outcome
             _drain(told, done_s)
-            bar.update(overall, completed=sum(done_s))  # type: ignore[arg-type]
+            self._bar.update(self._overall, completed=self._done_s + sum(done_s))
+        _drain(told, done_s)
+        self._done_s += sum(task.job.scenario.duration_s for task in tasks)
+
+    def _started(self) -> tuple[Pool, Queue[tuple[int, float]]]:
+        if self._pool is None or self._told is None:
+            context = multiprocessing.get_context("spawn")
+            self._told = context.Queue()
+            self._pool = context.Pool(self._processes, _start_worker, (self._told,))
+        return self._pool, self._told
+
+
+def play_all(
+    tasks: Sequence[Task], processes: int, *, quiet: bool = False
+) -> Iterator[tuple[int, WorldOutcome]]:
+    """One round of ``Workers``."""
+    with Workers(min(processes, len(tasks)), quiet=quiet) as workers:
+        yield from workers.play(tasks)
 
 
 def _drain(told: Queue[tuple[int, float]], done_s: list[float]) -> None:
@@ -100,8 +134,7 @@ def _drain(told: Queue[tuple[int, float]], done_s: list[float]) -> None:
         done_s[index] = max(done_s[index], now_s)
 
 
-def _played(task: Task, told: object) -> WorldOutcome:
-    assert callable(told)
+def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
     if task.trace is None:
         return play(task.job, None, told)
     with TraceFile(task.trace) as tracer:

@@ -10,8 +10,18 @@ import typer
 
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.pool import default_processes
+from edgespec.cli.sim.seeds import (
+    SECONDS,
+    Ask,
+    SeedOption,
+    SeedsOption,
+    TimeOption,
+    WithinOption,
+)
 from edgespec.cli.sim.simulate import SUMMARY, TRACE, show, simulate
+from edgespec.report import figures
 from edgespec.report.write import write_report
+from edgespec_sim.replication import WITHIN
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -22,6 +32,11 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.traces.readers import read_trace
+
+GENERATED = "generate:"
+GENERATED_S = 60.0
+MOST_S = 1e6
 
 
 def replay(
@@ -37,14 +52,24 @@ def replay(
     extra_rtt_ms: Annotated[
         float, typer.Option(min=0.0, help="On top of the trace: the way on to the verifier")
     ] = 0.0,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long, in virtual time")] = 60.0,
-    seed: Annotated[int, typer.Option()] = 1,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="How much of the trace, from its start \\[default: all; a generated one: 60]",
+        ),
+    ] = None,
+    seed: SeedOption = None,
+    seeds: SeedsOption = None,
+    within: WithinOption = 100 * WITHIN,
+    max_seconds: TimeOption = SECONDS,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a report there")] = None,
 ) -> None:
     """Replay a network trace with a match tape, on every arm.
 
     The tape says where a real draft model agreed with a real target, so the same tokens are
-    accepted and rejected as were; the trace says what the network did.
+    accepted and rejected as were; the trace says what the network did. Seeds deal the tape's texts
+    out in another order each.
 
     edgespec-sim replay generate:lte --out runs/lte
 
@@ -52,10 +77,12 @@ def replay(
     """
     with reported():
         given = CostSection(profile=str(Path(profile).resolve())) if profile else None
+        duration_s, part = _how_long(trace, seconds)
+        say(part)
         scenario = Scenario(
             name="replay",
-            about=f"One device on {trace}, tokens of {tape}.",
-            duration_s=seconds,
+            about=f"One device on {trace}, tokens of {tape}. {part}",
+            duration_s=duration_s,
             tokens=TokensSection(source=TokensFrom.TAPE, tape=tape),
             links={"trace": LinkSection(trace=trace, rtt_ms=extra_rtt_ms)},
             devices={
@@ -72,10 +99,34 @@ def replay(
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         target = None if out is None else out / TRACE
-        summary = simulate(scenario, seed, Path.cwd(), default_processes(), target)
+        ask = Ask.of(seed, seeds, within, max_seconds)
+        summary = simulate(scenario, ask, Path.cwd(), default_processes(), target)
         summary = replace(summary, name=f"replay of {trace}")
         show(summary)
         if out is not None:
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
             for written in write_report(out):
                 say(f"wrote {written}")
+
+
+def _how_long(trace: str, seconds: float | None) -> tuple[float, str]:
+    """How long to play, and a sentence about it for the reader."""
+    if trace.startswith(GENERATED):
+        played_s = GENERATED_S if seconds is None else seconds
+        return played_s, f"Played: {figures.duration(played_s)} of a generated network."
+    whole_s = read_trace(Path(trace)).duration_s
+    if seconds is None or seconds == whole_s:
+        return min(whole_s, MOST_S), (
+            f"Played: the whole trace, {figures.duration(whole_s)}."
+            if whole_s <= MOST_S
+            else f"Played: the first {figures.duration(MOST_S)} of {figures.duration(whole_s)},"
+            " as no world lasts longer."
+        )
+    if seconds > whole_s:
+        times = seconds / whole_s
+        return seconds, f"Played: {figures.duration(seconds)}, the trace {times:.1f} times over."
+    share = seconds / whole_s
+    return seconds, (
+        f"Played: the first {figures.duration(seconds)} of {figures.duration(whole_s)}"
+        f" ({share:.1%}), as --seconds asked for."
+    )

@@ -23,17 +23,23 @@ Out = Annotated[
 ]
 
 
-def report(runs: Runs, out: Out = None) -> None:
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace the report of another run that is in the way")
+]
+
+
+def report(runs: Runs, out: Out = None, force: Force = False) -> None:
     """Write the report of a run: a page, tables, and a timeline for ui.perfetto.dev.
 
-    A trace is what --trace wrote, of `edgespec generate`, `chat` or `verifier`.
+    A trace is what --trace wrote, of `edgespec generate`, `chat` or `verifier`. What a run left is
+    never replaced by less: a trace in a run's folder gets a folder of its own there.
 
     [dim]edgespec-sim report runs/household[/]
 
     [dim]edgespec-sim report device.jsonl verifier.jsonl --out report[/]
     """
     with reported():
-        for path in report_on(runs, out):
+        for path in report_on(runs, out, force=force):
             size = path.stat().st_size
             say(
                 f"wrote {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"wrote {path} ({size} B)"

@@ -10,8 +10,17 @@ import typer
 
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.pool import default_processes
+from edgespec.cli.sim.seeds import (
+    SECONDS,
+    Ask,
+    SeedOption,
+    SeedsOption,
+    TimeOption,
+    WithinOption,
+)
 from edgespec.cli.sim.simulate import SUMMARY, TRACE, parse_settings, show, simulate
 from edgespec.report.write import write_report
+from edgespec_sim.replication import WITHIN
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 
 
@@ -19,7 +28,10 @@ def run(
     scenario: Annotated[
         str, typer.Argument(help="A YAML file, or the name of a bundled scenario (see `list`)")
     ],
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal results, bit for bit")] = 1,
+    seed: SeedOption = None,
+    seeds: SeedsOption = None,
+    within: WithinOption = 100 * WITHIN,
+    max_seconds: TimeOption = SECONDS,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write summary.json, trace.jsonl and report.html there"),
@@ -29,16 +41,20 @@ def run(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as links.wan.rtt_ms=80"),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Play arms side by side \\[default: all cores]")
+        int | None, typer.Option(min=1, help="Worlds side by side \\[default: all cores]")
     ] = None,
 ) -> None:
     """Play a scenario with every arm and compare them.
 
-    The sessions, policies and schedulers are the product's own; only the clock is virtual.
+    The sessions, policies and schedulers are the product's own; only the clock is virtual. One seed
+    is no result: unless --seed or --seeds says otherwise, seeds are played until every speed-up is
+    known within 5 %, or the time is up.
 
     [bold]Examples[/]
 
-    edgespec-sim run household --seed 1 --out runs/household
+    edgespec-sim run household --out runs/household
+
+    edgespec-sim run household --seed 1
 
     edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6
     """
@@ -49,9 +65,10 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         trace = None if out is None else out / TRACE
-        summary = simulate(loaded, seed, path.parent, processes or default_processes(), trace)
+        ask = Ask.of(seed, seeds, within, max_seconds)
+        summary = simulate(loaded, ask, path.parent, processes or default_processes(), trace)
         took_s = time.monotonic() - started_s
-        virtual_s = loaded.duration_s * len(loaded.arms)
+        virtual_s = loaded.duration_s * len(loaded.arms) * summary.seeds
         show(summary)
         times = virtual_s / took_s
         say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")

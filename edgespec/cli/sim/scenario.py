@@ -10,7 +10,8 @@ from rich.table import Table
 from edgespec.cli.running import reported
 from edgespec.cli.sim.simulate import output, parse_settings
 from edgespec.config.loading import dump_config
-from edgespec_sim.scenario.loading import bundled_scenarios, load_scenario
+from edgespec_sim.city.run import check
+from edgespec_sim.scenario.loading import bundled_scenarios, load_scenario, scenario_path
 
 
 def list_scenarios() -> None:
@@ -35,7 +36,12 @@ def scenario(
 ) -> None:
     """Check a scenario and print every key of it, defaults too, as YAML.
 
+    What `run` would refuse is refused here, in the same words: names of traces, tapes, profiles and
+    policies too.
+
     edgespec-sim scenario household > mine.yaml
     """
     with reported():
-        typer.echo(dump_config(load_scenario(name, parse_settings(settings or ()))), nl=False)
+        loaded = load_scenario(name, parse_settings(settings or ()))
+        check(loaded, scenario_path(name).parent)
+        typer.echo(dump_config(loaded), nl=False)

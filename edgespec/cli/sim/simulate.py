@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -14,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec import __version__
-from edgespec.benchmark.arms import Arm
-from edgespec.cli.sim.pool import Task, play_all
+from edgespec.cli.running import say
+from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.config.loading import NULL
+from edgespec.report import figures
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
-from edgespec_sim.city.run import jobs_of, summarise
+from edgespec_sim.city.run import check, summarise
 from edgespec_sim.scenario.sections import Scenario
 
 SUMMARY, TRACE = "summary.json", "trace.jsonl"
@@ -26,27 +28,26 @@ SUMMARY, TRACE = "summary.json", "trace.jsonl"
 
 def simulate(
     scenario: Scenario,
-    seed: int,
+    ask: Ask,
     folder: Path,
     processes: int,
     trace: Path | None = None,
     *,
     quiet: bool = False,
 ) -> RunSummary:
-    """All arms; ``trace`` gets the first devices of our arm (of the last one, without ours)."""
-    jobs = jobs_of(scenario, seed, folder)
-    shown = Arm.EDGESPEC if Arm.EDGESPEC in scenario.arms else scenario.arms[-1]
-    tasks = [
-        Task(
-            f"{scenario.name}: {job.arm.value}",
-            job,
-            trace if trace is not None and job.arm is shown and job.shard == 0 else None,
-        )
-        for job in jobs
-    ]
-    outcomes = dict(play_all(tasks, processes, quiet=quiet))
-    ordered = [(job.arm, outcomes[index]) for index, job in enumerate(jobs)]
-    return summarise(scenario, seed, folder, ordered, environment())
+    """All arms on the seeds that ``ask`` wants; ``trace`` gets the first devices of one arm."""
+    check(scenario, folder)
+    point = Point(scenario.name, scenario, folder, trace)
+    play_seeds([point], ask, processes, quiet=quiet)
+    return summary_of(point, ask)
+
+
+def summary_of(point: Point, ask: Ask) -> RunSummary:
+    seeds = range(ask.first, ask.first + point.seeds)
+    summary = summarise(
+        point.scenario, seeds, point.folder, point.outcomes, environment(), point.said
+    )
+    return replace(summary, settings={**summary.settings, "ask": asdict(ask)})
 
 
 def environment() -> dict[str, str]:
@@ -72,15 +73,15 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
 
 def arms_table(summary: RunSummary) -> Table:
     table = Table(
-        title=f"{summary.name}, seed {summary.seed}: {summary.tokens_from}", box=box.SIMPLE
+        title=f"{summary.name}, {figures.seeds(summary)}: {summary.tokens_from}", box=box.SIMPLE
     )
     table.add_column("\narm", no_wrap=True)
     for name in (
-        "TTFT\nms",
-        "TPOT\nms",
-        "p95\nms",
+        "TTFT\np50 ms",
+        "TPOT\nmean",
+        "\np95",
         "bound\nms",
-        "speed\nup",
+        "speed-up\n(95 %)",
         "tokens\n/pass",
         "first\nright",
         "wasted\n/token",
@@ -91,8 +92,9 @@ def arms_table(summary: RunSummary) -> Table:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.caption = (
-        "bound: mean TPOT that an arm of its kind cannot go below; first right: share of positions"
-        " at which the draft's first guess was; differ: tokens that are not the target's"
+        "bound: mean TPOT that an arm of its kind cannot go below; speed-up: of the mean TPOT, in"
+        " brackets its 95 % interval; first right: share of positions at which the draft's first"
+        " guess was; differ: tokens that are not the target's"
     )
     for arm in summary.arms:
         table.add_row(*_cells(arm))
@@ -106,10 +108,10 @@ def _cells(arm: ArmSummary) -> tuple[str, ...]:
     return (
         arm.arm,
         _ms(whole.ttft_s, 2),
-        _ms(whole.tpot_s, 2),
+        "–" if whole.tpot_s is None else f"{1e3 * whole.tpot_s.mean:.1f}",
         _ms(whole.tpot_s, 4),
         f"{1e3 * max(arm.bounds.values()):.1f}" if arm.bounds else "–",
-        "–" if arm.speedup is None else f"{arm.speedup:.2f}×",
+        figures.speedup(arm).replace(" ", "\n"),
         f"{whole.tokens_per_pass:.2f}",
         "–" if whole.acceptance is None else f"{whole.acceptance:.2f}",
         f"{whole.wasted_per_token:.2f}",
@@ -131,3 +133,6 @@ def output() -> Console:
 
 def show(summary: RunSummary) -> None:
     output().print(arms_table(summary))
+    for note in summary.notes[:1]:
+        if "peed-ups" in note:
+            say(note)

@@ -9,28 +9,31 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-from edgespec.benchmark.arms import Arm
 from edgespec.cli.running import reported, say
-from edgespec.cli.sim.pool import Task, default_processes, play_all
-from edgespec.cli.sim.simulate import (
-    SUMMARY,
-    arms_table,
-    environment,
-    output,
-    parse_settings,
+from edgespec.cli.sim.pool import default_processes
+from edgespec.cli.sim.seeds import (
+    SECONDS,
+    Ask,
+    Point,
+    SeedOption,
+    SeedsOption,
+    TimeOption,
+    WithinOption,
+    play_seeds,
 )
+from edgespec.cli.sim.simulate import SUMMARY, parse_settings, show, summary_of
 from edgespec.config.loading import dump_config
 from edgespec.report.sweep_page import render_sweep, sweep_csv
 from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
-from edgespec_sim.city.run import Job, jobs_of, summarise
-from edgespec_sim.city.world import WorldOutcome
+from edgespec_sim.city.run import check
+from edgespec_sim.replication import WITHIN
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 from edgespec_sim.scenario.sections import Scenario
 
@@ -38,12 +41,12 @@ MAX_POINTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class GridPoint:
     """One combination of settings."""
 
     varied: dict[str, Any]
     scenario: Scenario
-    seed: int
+    ask: Ask
     folder: Path
     """Where its summary goes."""
 
@@ -61,7 +64,7 @@ class Point:
         except SummaryError:
             return None
         same = summary.settings.get("yaml") == dump_config(self.scenario)
-        return summary if same and summary.seed == self.seed else None
+        return summary if same and summary.settings.get("ask") == asdict(self.ask) else None
 
 
 def sweep(
@@ -71,7 +74,10 @@ def sweep(
         typer.Option(metavar="KEY=V1,V2,...", help="A key and its values; repeat for a grid"),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Points, sweep.html and sweep.csv")],
-    seeds: Annotated[int, typer.Option(min=1, help="Play every point with seeds 1 to N")] = 1,
+    seed: SeedOption = None,
+    seeds: SeedsOption = None,
+    within: WithinOption = 100 * WITHIN,
+    max_seconds: TimeOption = SECONDS,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key")
     ] = None,
@@ -79,87 +85,76 @@ def sweep(
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
 
+    Each point gets as many seeds as its speed-ups take to be known within 5 %; --max-seconds is for
+    each of them.
+
     edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt
     """
     with reported():
-        source = scenario_path(scenario)
-        points = _points(scenario, vary, seeds, parse_settings(settings or ()), out)
-        finished = {index: done for index, point in enumerate(points) if (done := point.done())}
+        folder = scenario_path(scenario).parent
+        ask = Ask.of(seed, seeds, within, max_seconds)
+        grid = _grid(scenario, vary, ask, parse_settings(settings or ()), out)
+        finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
         if finished:
-            say(f"{len(finished)} of {len(points)} points are there already")
-        missing = [index for index in range(len(points)) if index not in finished]
-        for index, summary in _play(points, missing, source.parent, processes):
-            finished[index] = summary
-        pairs = [(points[index].varied, finished[index]) for index in sorted(finished)]
+            say(f"{len(finished)} of {len(grid)} points are there already")
+        missing = [index for index in range(len(grid)) if index not in finished]
+        for index in missing:
+            check(grid[index].scenario, folder)
+        finished |= _play(grid, missing, folder, processes or default_processes())
+        pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
         for written, text in (
-            ("sweep.html", render_sweep(pairs, points[0].scenario.name)),
+            ("sweep.html", render_sweep(pairs, grid[0].scenario.name)),
             ("sweep.csv", sweep_csv(pairs)),
         ):
             (out / written).write_text(text, encoding="utf-8", newline="")
             say(f"wrote {out / written}")
-        output().print(arms_table(pairs[-1][1]))
+        show(pairs[-1][1])
 
 
-def _points(
-    name: str, vary: Sequence[str], seeds: int, settings: dict[str, object], out: Path
-) -> list[Point]:
+def _grid(
+    name: str, vary: Sequence[str], ask: Ask, settings: dict[str, object], out: Path
+) -> list[GridPoint]:
     grid: list[tuple[str, list[Any]]] = []
     for item in vary:
         key, sign, values = item.partition("=")
         if not sign or not key or not values:
             raise ValueError(f"vary is {item!r}, but must be KEY=VALUE,VALUE,...")
         grid.append((key, [yaml.safe_load(value) for value in values.split(",")]))
-    if seeds > 1:
-        grid.append(("seed", list(range(1, seeds + 1))))
     count = len(list(itertools.product(*(values for _, values in grid))))
     if count > MAX_POINTS:
         raise ValueError(f"the grid has {count} points, but at most {MAX_POINTS} go")
     points = []
     for number, combination in enumerate(itertools.product(*(values for _, values in grid))):
         varied = dict(zip((key for key, _ in grid), combination, strict=True))
-        overrides = {**settings, **{key: v for key, v in varied.items() if key != "seed"}}
         folder = out / "points" / f"{number:04d}"
-        loaded = load_scenario(name, overrides)
-        points.append(Point(varied, loaded, varied.get("seed", 1), folder))
+        points.append(GridPoint(varied, load_scenario(name, {**settings, **varied}), ask, folder))
     return points
 
 
 def _play(
-    points: Sequence[Point], missing: Sequence[int], folder: Path, processes: int | None
-) -> list[tuple[int, RunSummary]]:
-    """Each point's summary is written as soon as its last job is over."""
-    owner: list[int] = []
-    jobs: list[Job] = []
-    for index in missing:
-        for job in jobs_of(points[index].scenario, points[index].seed, folder):
-            owner.append(index)
-            jobs.append(job)
-    if not jobs:
-        return []
-    left = {index: owner.count(index) for index in missing}
-    outcomes: dict[int, WorldOutcome] = {}
-    summaries = []
-    tasks = [Task(points[index].name, job) for index, job in zip(owner, jobs, strict=True)]
-    for number, outcome in play_all(tasks, processes or default_processes()):
-        outcomes[number] = outcome
-        index = owner[number]
-        left[index] -= 1
-        if left[index] == 0:
-            mine: list[tuple[Arm, WorldOutcome]] = [
-                (job.arm, outcomes.pop(n))
-                for n, (job, one) in enumerate(zip(jobs, owner, strict=True))
-                if one == index
-            ]
-            summaries.append((index, _finish(points[index], folder, mine)))
+    grid: Sequence[GridPoint], missing: Sequence[int], folder: Path, processes: int
+) -> dict[int, RunSummary]:
+    """Each point's summary is written as soon as it has all its seeds."""
+    if not missing:
+        return {}
+    ask = grid[missing[0]].ask
+    points = {index: Point(grid[index].name, grid[index].scenario, folder) for index in missing}
+    summaries: dict[int, RunSummary] = {}
+
+    def finish(done: Point) -> None:
+        (index,) = (index for index, point in points.items() if point is done)
+        summaries[index] = summary = summary_of(done, ask)
+        done.outcomes.clear()
+        _write(grid[index], summary)
+
+    play_seeds(list(points.values()), ask, processes, finish)
     return summaries
 
 
-def _finish(point: Point, folder: Path, outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> RunSummary:
-    summary = summarise(point.scenario, point.seed, folder, outcomes, environment())
+def _write(point: GridPoint, summary: RunSummary) -> None:
     point.folder.mkdir(parents=True, exist_ok=True)
     (point.folder / "varied.json").write_text(json.dumps(point.varied), encoding="utf-8")
     # In one go: a sweep that is stopped here must not find half a summary later.
     unfinished = point.folder / f"{SUMMARY}.part"
     unfinished.write_text(summary.to_json(), encoding="utf-8")
     unfinished.replace(point.folder / SUMMARY)
-    return summary

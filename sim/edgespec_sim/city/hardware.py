@@ -13,9 +13,11 @@ and are fed again. Passes that were on their way end nowhere.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.network.shared_queue import SharedQueue
@@ -29,6 +31,7 @@ from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario, StagesSection
+from edgespec_sim.scenario.stage_links import link_delays_s, straggling
 from edgespec_sim.server import Compute
 
 LawOfShare = Callable[[float], TimeLaw]
@@ -62,7 +65,8 @@ class Hardware:
 
 class Stages:
     """Sends a pass through all nodes, one behind another. ``law_of_share`` is the law of a node
-    that holds such a share of the layers; ``audited`` links are judged."""
+    that holds such a share of the layers; ``audited`` links are judged. ``delays_s``: of each link,
+    one way; None: the section's ``link_ms``."""
 
     def __init__(
         self,
@@ -72,14 +76,27 @@ class Stages:
         nodes: tuple[Machine, ...],
         *,
         audited: bool = False,
+        delays_s: tuple[float, ...] | None = None,
+        seed: str = "",
     ) -> None:
         self._queue, self._section, self._law_of_share = queue, section, law_of_share
         self._nodes, self._spares = list(nodes), section.spares
+        if delays_s is None:
+            delays_s = (section.link_ms / 1e3,) * (len(nodes) - 1)
+        self._delays_s = list(delays_s)
         bits_per_s = section.link_mbps * 1e6
         make = AuditedQueue if audited and bits_per_s < math.inf else SharedQueue
+        dice = random.Random(f"{seed}/stages")
         self._links = [
-            LinkModel(LinkSettings(one_way_s=section.link_ms / 1e3), make(bits_per_s))
-            for _ in nodes[1:]
+            LinkModel(
+                LinkSettings(
+                    one_way_s=delay_s,
+                    jitter_s=section.jitter_ms / 1e3,
+                    seed=dice.getrandbits(31),
+                ),
+                make(bits_per_s),
+            )
+            for delay_s in delays_s
         ]
         self._losses = 0
 
@@ -88,7 +105,9 @@ class Stages:
         """Of one row, with the nodes to itself."""
         count = len(self._nodes)
         node_s = self._law_of_share(1.0 / count).seconds(1)
-        return count * node_s + (count - 1) * self._section.hop_s(1)
+        mean_s = self._section.jitter_ms / 1e3
+        links_s = [self._section.hop_s(1, delay_s) + mean_s for delay_s in self._delays_s]
+        return count * node_s + sum(links_s)
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         self._on_node(0, self._losses, requests, done)
@@ -102,6 +121,7 @@ class Stages:
         self._nodes.pop()
         if self._links:
             self._links.pop()
+            self._delays_s.pop()
         law = self._law_of_share(1.0 / len(self._nodes))
         for node in self._nodes:
             node.law = law
@@ -174,7 +194,7 @@ def build_site(
         )
         computes = nodes
     elif section.stages is not None:
-        stages, nodes = _stages(ground, section.stages)
+        stages, nodes = _stages(ground, section.stages, surrounding.folder)
         computes, pass_s = (stages,) * section.stages.slots, stages.pass_s
     else:
         nodes = (ground.machine(0, law),)
@@ -197,10 +217,24 @@ def build_site(
     return site, Hardware(nodes, sliced=bool(slices))
 
 
-def _stages(ground: _Ground, section: StagesSection) -> tuple[Stages, tuple[Machine, ...]]:
-    law = ground.law_of_share(1.0 / section.nodes)
+def _stages(
+    ground: _Ground, section: StagesSection, folder: Path
+) -> tuple[Stages, tuple[Machine, ...]]:
+    def law_of_share(share: float) -> TimeLaw:
+        return straggling(ground.law_of_share(share), section)
+
+    law = law_of_share(1.0 / section.nodes)
     nodes = tuple(ground.machine(index, law) for index in range(section.nodes))
-    return Stages(ground.queue, section, ground.law_of_share, nodes, audited=ground.audited), nodes
+    stages = Stages(
+        ground.queue,
+        section,
+        law_of_share,
+        nodes,
+        audited=ground.audited,
+        delays_s=link_delays_s(section, folder),
+        seed=f"{ground.seed}/{ground.name}",
+    )
+    return stages, nodes
 
 
 def _lose(site: Site, stages: Stages, reroute_s: float) -> None:

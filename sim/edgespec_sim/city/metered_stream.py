@@ -1,7 +1,8 @@
 """A stream that counts what it carries, and lets a watch see it.
 
 Payload bytes are those of drafts, acknowledgements and commits; the request with its prompt, which
-any system has to send, stands apart. Air time is what sending takes on the device's first link.
+any system has to send, stands apart. Air time is what sending takes on the device's first link. A
+radio's meter hears of every packet, both ways.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from edgespec.core.protocol.wire_size import message_bytes
 from edgespec_sim.city.conservation import StreamWatch
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
+from edgespec_sim.radio_power import RadioMeter
+from edgespec_sim.scenario.network_sections import FRAMING_BYTES
 from edgespec_sim.stream import Stream
 
 
 class MeteredStream(Stream):
     """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``."""
 
-    __slots__ = ("_airtime", "_watch", "airtime_s", "down_bytes", "up_bytes")
+    __slots__ = ("_airtime", "_radio", "_watch", "airtime_s", "down_bytes", "up_bytes")
 
     def __init__(
         self,
@@ -28,9 +31,10 @@ class MeteredStream(Stream):
         down: Path,
         airtime: Callable[[int], float],
         watch: StreamWatch | None = None,
+        radio: RadioMeter | None = None,
     ) -> None:
         super().__init__(queue, up, down)
-        self._airtime, self._watch = airtime, watch
+        self._airtime, self._watch, self._radio = airtime, watch, radio
         self.up_bytes = self.down_bytes = 0
         self.airtime_s = 0.0
 
@@ -39,6 +43,8 @@ class MeteredStream(Stream):
         if not isinstance(message, Open):
             self.up_bytes += size_bytes
         self.airtime_s += self._airtime(size_bytes)
+        if self._radio is not None:
+            self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
         if self._watch is not None:
             self._watch.up.sent(message, self._queue.now, size_bytes)
         self._up.send(size_bytes, lambda: self._arrive_up(message))
@@ -60,5 +66,8 @@ class MeteredStream(Stream):
     def _arrive_down(self, message: Downlink) -> None:
         if self._watch is not None:
             self._watch.arrived_down(message, self._queue.now)
+        if self._radio is not None:
+            size_bytes = message_bytes(message) + FRAMING_BYTES
+            self._radio.packet(self._queue.now, down_bytes=size_bytes)
         if self.open:
             self.to_device(message)

@@ -1,5 +1,8 @@
 """What is counted while a scenario runs, and how it becomes a summary.
 
+Worlds of one seed add up (``merge``), seeds are averaged (``pool``): rates are those of one seed,
+requests, tokens and distributions are of all of them.
+
 Law of the file: only delivered tokens before the end token count, times are the users'. Gaps
 between deliveries are those of tokens: a commit of four tokens is one gap and three zeros.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgespec.core.device.events import DraftCounters
 from edgespec.telemetry.run_summary import (
@@ -18,6 +21,7 @@ from edgespec.telemetry.run_summary import (
     Spread,
     spread_of,
 )
+from edgespec_sim.replication import Total, mean_interval
 
 MAX_ROWS = 500
 SERIES_STEPS = 60
@@ -44,6 +48,8 @@ class RequestRecord:
     complete: bool
     """False: the world ended first."""
     failed: str = ""
+    energy_known: bool = False
+    """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class Meters:
     active_at: list[float] = field(default_factory=lambda: [0.0] * SERIES_STEPS)
     """Mean number of requests under way in each step."""
     events: int = 0
+    seeds: int = 1
+    """How many are pooled here."""
 
     def delivered(self, now_s: float, count: int) -> None:
         self.tokens_at[self._step(now_s)] += count
@@ -81,6 +89,17 @@ class Meters:
             self.tokens_at[step] += other.tokens_at[step]
             self.active_at[step] += other.active_at[step]
 
+    def pool(self, other: Meters) -> None:
+        """Add another seed of the same arm."""
+        self.merge(other)
+        self.seeds += other.seeds
+
+    @property
+    def tpot(self) -> Total:
+        """Of the requests that have one."""
+        times_s = _known(one.tpot_s for one in self.records)
+        return Total(sum(times_s), len(times_s))
+
     @property
     def changed(self) -> tuple[int, int]:
         """Tokens that a relaxed rule changed, of how many delivered."""
@@ -90,6 +109,7 @@ class Meters:
     # --- summaries -------------------------------------------------------------------------
 
     def series(self) -> tuple[Series, ...]:
+        """Of one seed."""
         step_s = self.duration_s / SERIES_STEPS
         return (
             Series(
@@ -117,6 +137,16 @@ class Meters:
     def whole(self) -> GroupSummary:
         return self._group(self.records, spread_of(self.gaps_s))
 
+    def queue_s(self, verifier: str) -> Spread | None:
+        """From the arrival of drafts to their pass, mean of each request served there."""
+        return spread_of(
+            [
+                one.counters.queue_s / one.counters.passes
+                for one in self.records
+                if one.verifier == verifier and one.counters.passes
+            ]
+        )
+
     def groups(self) -> dict[str, GroupSummary]:
         names = dict.fromkeys(one.group for one in self.records)
         if len(names) < 2:
@@ -132,7 +162,7 @@ class Meters:
 
         tokens = int(total(lambda one: one.tokens))
         tried = total(lambda one: one.counters.tried)
-        energy_j = total(lambda one: one.energy_j)
+        known = tokens and all(one.energy_known for one in records)
         return GroupSummary(
             requests=sum(one.complete and not one.failed for one in records),
             failed=sum(bool(one.failed) for one in records),
@@ -140,7 +170,7 @@ class Meters:
             ttft_s=spread_of(_known(one.ttft_s for one in records)),
             tpot_s=spread_of(_known(one.tpot_s for one in records)),
             itl_s=gaps_s,
-            tokens_per_second=tokens / self.duration_s,
+            tokens_per_second=tokens / (self.duration_s * self.seeds),
             tokens_per_pass=_ratio(
                 total(lambda one: one.counters.committed), total(lambda one: one.counters.passes)
             ),
@@ -149,7 +179,7 @@ class Meters:
             up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
-            energy_j_per_token=_ratio(energy_j, tokens) if energy_j else None,
+            energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
         )
 
@@ -166,3 +196,22 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def pooled_series(seeds: Sequence[tuple[Series, ...]]) -> tuple[Series, ...]:
+    """The means over several seeds and their 95 % intervals; one seed stands as it is."""
+    if len(seeds) == 1:
+        return seeds[0]
+    pooled = []
+    for same in zip(*seeds, strict=True):
+        steps = list(zip(*(one.values for one in same), strict=True))
+        ends = [mean_interval(step) for step in steps]
+        pooled.append(
+            replace(
+                same[0],
+                values=tuple(sum(step) / len(step) for step in steps),
+                low=tuple(max(0.0, low) for low, _ in ends),
+                high=tuple(high for _, high in ends),
+            )
+        )
+    return tuple(pooled)

@@ -7,7 +7,7 @@ job's outcome is plain data, so it can travel between processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,19 +21,26 @@ from edgespec.core.association.policies import AssociationPolicy, association_po
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary, VerifierSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.bounds import RunLengths, lower_bounds
-from edgespec_sim.city.meters import Meters
+from edgespec_sim.city.meters import Meters, pooled_series
 from edgespec_sim.city.network import Network
 from edgespec_sim.city.surrounding import Surrounding
 from edgespec_sim.city.world import World, WorldOutcome, shard_of
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.lossy import LossySource
 from edgespec_sim.process_source import ProcessSource
+from edgespec_sim.replication import Interval, speedup
 from edgespec_sim.scenario.costs import Operation, law_of, measured
-from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    VerifierSection,
+)
+from edgespec_sim.scenario.stage_links import link_delays_s
 from edgespec_sim.tape_source import TapeSource, tape_named
 from edgespec_sim.tokens import TokenSource
 from edgespec_sim.toy_source import ToySource
@@ -75,7 +82,19 @@ def play(
     tracer: Tracer | None = None,
     progress: Callable[[float], None] = lambda now_s: None,
 ) -> WorldOutcome:
-    """Raises ``ConservationError``, ``TraceError``, ``TapeError``, ``ProfileError``."""
+    """Raises ``ConservationError``, and what ``check`` raises."""
+    return _world(job, tracer).run(progress)
+
+
+def check(scenario: Scenario, folder: Path) -> None:
+    """Raise whatever ``play`` would refuse the scenario for: every world is built as it would be
+    played, and thrown away. ``TraceError``, ``TapeError``, ``ProfileError``, ``ValueError``,
+    ``OSError``."""
+    for arm in scenario.arms:
+        _world(Job(scenario, arm, 0, 1, folder), None)
+
+
+def _world(job: Job, tracer: Tracer | None) -> World:
     scenario = shard_of(job.scenario)
     devices = sum(section.count for section in job.scenario.devices.values())
     surrounding = Surrounding(
@@ -86,8 +105,7 @@ def play(
     )
     seed = f"{job.seed}/{job.shard}"
     traced = _TRACED_DEVICES if tracer is not None else 0
-    world = World(scenario, job.arm, seed, surrounding, tracer, traced)
-    return world.run(progress)
+    return World(scenario, job.arm, seed, surrounding, tracer, traced)
 
 
 def association_named(name: str, folder: Path, seed: int) -> AssociationPolicy:
@@ -126,61 +144,122 @@ def _process_law(tape: str, folder: Path, acceptance: float | None) -> Acceptanc
 
 def summarise(
     scenario: Scenario,
-    seed: int,
+    seeds: Sequence[int],
     folder: Path,
     outcomes: Sequence[tuple[Arm, WorldOutcome]],
     environment: dict[str, str] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> RunSummary:
-    """``outcomes`` of all jobs, in the order of ``jobs_of``."""
+    """``outcomes`` of all jobs, in the order of ``jobs_of``, seed after seed; they are used up.
+    ``notes`` come first."""
     losses = _losses(scenario, outcomes)
+    worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
+    speedups = _speedups(worlds)
     arms = []
     for arm in scenario.arms:
-        mine = [outcome for one, outcome in outcomes if one is arm]
-        arms.append(_arm_summary(scenario, folder, arm, mine))
+        value, interval = speedups.get(arm, (None, None))
+        summary = _arm_summary(scenario, folder, arm, worlds[arm], len(seeds))
+        ends = (interval.low, interval.high) if interval is not None else None
+        arms.append(replace(summary, speedup=value, speedup_interval=ends))
     return RunSummary(
         name=scenario.name,
         about=scenario.about.strip(),
-        tokens_from=token_source(scenario, seed, folder).about,
-        seed=seed,
+        tokens_from=token_source(scenario, seeds[0], folder).about,
+        seed=seeds[0],
         simulated=True,
         duration_s=scenario.duration_s,
-        arms=_with_speedups(arms),
+        arms=tuple(arms),
         settings={"yaml": dump_config(scenario)},
-        notes=_notes(scenario) + losses,
+        notes=(*notes, *_notes(scenario), *losses),
         environment=environment or {},
+        seeds=len(seeds),
     )
 
 
+_Speedup = tuple[float | None, Interval | None]
+
+
+def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]]) -> dict[Arm, _Speedup]:
+    """Of every arm over target-only, where that was played."""
+    totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
+    base = totals.get(Arm.TARGET_ONLY)
+    if base is None:
+        return {}
+    found = {arm: speedup(base, mine) for arm, mine in totals.items()}
+    value = found[Arm.TARGET_ONLY][0]
+    return {**found, Arm.TARGET_ONLY: (value, None)}
+
+
+def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
+    """The greatest relative half-width of any arm's interval so far; None: there is none yet, or an
+    arm has no complete request. With no arm to compare with, nothing has a width."""
+    arms = dict.fromkeys(arm for arm, _ in outcomes)
+    worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in arms}
+    others = [found for arm, found in _speedups(worlds).items() if arm is not Arm.TARGET_ONLY]
+    if not others:
+        return 0.0
+    intervals = [interval for _, interval in others if interval is not None]
+    if len(intervals) < len(others):
+        return None
+    return max(interval.half_width for interval in intervals)
+
+
 def _arm_summary(
-    scenario: Scenario, folder: Path, arm: Arm, outcomes: Sequence[WorldOutcome]
+    scenario: Scenario, folder: Path, arm: Arm, outcomes: Sequence[WorldOutcome], seeds: int
 ) -> ArmSummary:
-    meters = outcomes[0].meters
-    for outcome in outcomes[1:]:
-        meters.merge(outcome.meters)
-    whole = meters.whole()
+    shards = len(outcomes) // seeds
+    each = [outcomes[first : first + shards] for first in range(0, len(outcomes), shards)]
+    of_seeds = []
+    for same in each:
+        meters = same[0].meters
+        for outcome in same[1:]:
+            meters.merge(outcome.meters)
+        of_seeds.append(meters)
+    series = pooled_series([meters.series() for meters in of_seeds])
+    verifiers = tuple(one for outcome in each[0] for one in outcome.verifiers)
+    meters = of_seeds[0]
+    for other in of_seeds[1:]:
+        meters.pool(other)
+    if seeds > 1:
+        verifiers = _pooled_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
     return ArmSummary(
         arm=arm.value,
         label=f"{LABELS[arm]}, LOSSY" if _is_lossy(scenario, arm) else LABELS[arm],
-        all=whole,
+        all=meters.whole(),
         groups=meters.groups(),
-        verifiers=tuple(one for outcome in outcomes for one in outcome.verifiers),
+        verifiers=verifiers,
         bounds=_bounds(scenario, folder, arm, meters),
-        series=meters.series(),
+        series=series,
         rows=meters.rows(),
     )
 
 
-def _with_speedups(arms: list[ArmSummary]) -> tuple[ArmSummary, ...]:
-    base = next((one for one in arms if one.arm == Arm.TARGET_ONLY.value), None)
-    if base is None or base.all.tpot_s is None:
-        return tuple(arms)
-    base_s = base.all.tpot_s.median
-    return tuple(
-        replace(one, speedup=base_s / one.all.tpot_s.median)
-        if one.all.tpot_s and one.all.tpot_s.median
-        else one
-        for one in arms
-    )
+def _pooled_verifiers(
+    found: Sequence[VerifierSummary], meters: Meters, seeds: int
+) -> tuple[VerifierSummary, ...]:
+    """One a name, as ``found`` lists them seed after seed and shard after shard: loads are means
+    over the seeds, passes are all of them."""
+    count = len(found) // seeds
+    pooled = []
+    for index in range(count):
+        same = found[index::count]
+        passes = sum(one.passes for one in same)
+        name = same[0].name
+        pooled.append(
+            VerifierSummary(
+                name=name,
+                utilisation=sum(one.utilisation for one in same) / seeds,
+                passes=passes,
+                rows_per_pass=sum(o.rows_per_pass * o.passes for o in same) / max(1, passes),
+                sessions_per_pass=sum(o.sessions_per_pass * o.passes for o in same)
+                / max(1, passes),
+                queue_s=meters.queue_s(name),
+                energy_j=None
+                if same[0].energy_j is None
+                else sum(one.energy_j or 0.0 for one in same),
+            )
+        )
+    return tuple(pooled)
 
 
 def _notes(scenario: Scenario) -> tuple[str, ...]:
@@ -192,7 +271,19 @@ def _notes(scenario: Scenario) -> tuple[str, ...]:
         f"Passes of {name}: {measured(section.pass_time)}."
         for name, section in scenario.verifiers.items()
     ]
+    notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
     return tuple(notes)
+
+
+def _energy_note(name: str, section: DeviceSection) -> str:
+    if section.radio_power and section.draft_w:
+        return (
+            f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
+            f" powers of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
+            " stays connected and idles, until the next question."
+        )
+    missing = "radio_power" if not section.radio_power else "draft_w"
+    return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
 
 
 def _is_lossy(scenario: Scenario, arm: Arm) -> bool:
@@ -248,4 +339,7 @@ def _runs(ranks: Sequence[Sequence[int]], arm: Arm) -> RunLengths | None:
 
 def _least_pass_s(section: VerifierSection, folder: Path) -> float:
     law = law_of(section.pass_time, Operation.TARGET_PASS, folder)
-    return law.seconds(1, 0, 0.0) + (section.stages.links_s if section.stages else 0.0)
+    if section.stages is None:
+        return law.seconds(1, 0, 0.0)
+    delays_s = link_delays_s(section.stages, folder)
+    return law.seconds(1, 0, 0.0) + section.stages.least_links_s(delays_s)

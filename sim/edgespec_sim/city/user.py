@@ -28,6 +28,7 @@ from edgespec_sim.city.site import REQUEST_MARK, Site
 from edgespec_sim.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.lossy import LossySource, rule_of
+from edgespec_sim.radio_power import RADIOS, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.tokens import Ranked, Request, TokenSource
 
@@ -81,6 +82,10 @@ class User:
         self.battery_j = settings.section.battery_j
         self.drafting_s = self.airtime_s = 0.0
         """Of all its requests."""
+        power = RADIOS.get(settings.section.radio_power)
+        self.radio = None if power is None else RadioMeter(power)
+        self._last: RequestRecord | None = None
+        """Its radio's tail and idle time until the next one are its own."""
         self._queue, self._surroundings, self._meters = queue, surroundings, meters
         self._dice = random.Random(seed)
         # Costs have dice of their own: the questions are the same whatever the arm.
@@ -102,10 +107,12 @@ class User:
         if self.device is not None:
             self._record(self.device, complete=False)
             self.device = None
+        self._settle_radio()
 
     # --- asking ----------------------------------------------------------------------------
 
     def _ask(self) -> None:
+        self._settle_radio()
         section, source = self.settings.section, self.settings.source
         load = section.workload
         prompt_length = self._length(load.prompt_tokens)
@@ -197,32 +204,44 @@ class User:
         self._meters.was_active(self._started_s, self._queue.now)
         if count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
             self._meters.ranks.append(source.ranks(self._request, count))
-        self._meters.records.append(
-            RequestRecord(
-                group=self.settings.group,
-                device=self.name,
-                verifier=site.name,
-                started_s=self._started_s,
-                ttft_s=times_s[0] - self._started_s if times_s else None,
-                tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
-                tokens=count,
-                counters=replace(device.session.counters),
-                up_bytes=sum(stream.up_bytes for stream in self._streams),
-                down_bytes=sum(stream.down_bytes for stream in self._streams),
-                energy_j=energy_j,
-                mismatches=self._mismatches(tokens),
-                lossy=isinstance(self.settings.source, LossySource),
-                complete=complete,
-                failed=ended.why if isinstance(ended, Fail) else "",
-            )
+        self._last = RequestRecord(
+            group=self.settings.group,
+            device=self.name,
+            verifier=site.name,
+            started_s=self._started_s,
+            ttft_s=times_s[0] - self._started_s if times_s else None,
+            tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
+            tokens=count,
+            counters=replace(device.session.counters),
+            up_bytes=sum(stream.up_bytes for stream in self._streams),
+            down_bytes=sum(stream.down_bytes for stream in self._streams),
+            energy_j=energy_j,
+            energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
+            mismatches=self._mismatches(tokens),
+            lossy=isinstance(self.settings.source, LossySource),
+            complete=complete,
+            failed=ended.why if isinstance(ended, Fail) else "",
         )
+        self._meters.records.append(self._last)
 
     def _energy_j(self, device: SimulatedDevice) -> float:
         section = self.settings.section
         airtime_s = sum(stream.airtime_s for stream in self._streams)
         self.drafting_s += device.drafting_s
         self.airtime_s += airtime_s
-        return section.draft_w * device.drafting_s + self.settings.radio_w * airtime_s
+        drafting_j = section.draft_w * device.drafting_s
+        if self.radio is None:
+            return drafting_j + self.settings.radio_w * airtime_s
+        return drafting_j + self.radio.take(self._queue.now)
+
+    def _settle_radio(self) -> None:
+        """What the radio took since the last answer: its tail, and idling."""
+        if self.radio is None or self._last is None:
+            return
+        taken_j = self.radio.take(self._queue.now)
+        self._last.energy_j += taken_j
+        if self.battery_j is not None:
+            self.battery_j = max(0.0, self.battery_j - taken_j)
 
     def _mismatches(self, tokens: list[int]) -> int:
         """Tokens that are not the target's own: of its text, or under a relaxed rule, where one

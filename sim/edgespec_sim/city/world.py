@@ -16,7 +16,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import VerifierSummary, spread_of
+from edgespec.telemetry.run_summary import VerifierSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.city.allocation import FixedAssociation
 from edgespec_sim.city.conservation import Conservation
@@ -135,7 +135,7 @@ class World:
         if self.conservation is not None:
             least_s = self.network.least_ways_s(user.settings.group, site.name)
             watch = self.conservation.watch(site, key, *least_s)
-        stream = MeteredStream(self.queue, up, down, airtime, watch)
+        stream = MeteredStream(self.queue, up, down, airtime, watch, user.radio)
         site.accept(stream, key)
         self.network.watch_breaks(user.settings.group, user.number, stream)
         return stream, rtt_s
@@ -170,18 +170,14 @@ class World:
 
     def _verifier(self, site: Site, hardware: Hardware) -> VerifierSummary:
         counters = hardware.counters
-        queues_s = [
-            one.counters.queue_s / one.counters.passes
-            for one in self.meters.records
-            if one.verifier == site.name and one.counters.passes
-        ]
         return VerifierSummary(
             name=site.name,
             utilisation=min(1.0, counters.busy_s / (hardware.machines * self.scenario.duration_s)),
             passes=counters.passes,
             rows_per_pass=counters.rows / counters.passes if counters.passes else 0.0,
             sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
-            queue_s=spread_of(queues_s),
+            queue_s=self.meters.queue_s(site.name),
+            energy_j=site.section.busy_w * counters.busy_s if site.section.busy_w else None,
         )
 
 

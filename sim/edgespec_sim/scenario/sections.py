@@ -9,6 +9,7 @@ from enum import Enum
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.protocol.ranges import bounded
+from edgespec_sim.radio_power import RADIOS
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000
@@ -108,8 +109,25 @@ class StagesSection:
     """Nodes that wait with the weights; without one left, the others take over the layers."""
     reroute_s: float = 2.0
     """Until the way around a lost node stands. The others keep their weights meanwhile."""
+    jitter_ms: float = 0.0
+    """Mean of an exponential extra delay of each pass on each link."""
+    stragglers: float = 0.0
+    """Share of the passes of each node that take ``straggle_factor`` times as long."""
+    straggle_factor: float = 4.0
+    rtt_matrix: str = ""
+    """An archive of RTT matrices: its first slice takes the place of ``link_ms``, half each way."""
+    nodes_at: tuple[int, ...] = ()
+    """Which rows of the matrix the nodes are (from 0), in order; empty: the first ones."""
 
     def __post_init__(self) -> None:
+        bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
+        bounded("stragglers", self.stragglers, 0.0, 0.5)
+        bounded("straggle_factor", self.straggle_factor, 1.0, 1000.0)
+        if self.nodes_at and (not self.rtt_matrix or len(self.nodes_at) != self.nodes):
+            raise ValueError(
+                f"nodes_at names {len(self.nodes_at)} rows of the matrix {self.rtt_matrix!r},"
+                f" but it takes a matrix, and as many rows as nodes, {self.nodes}"
+            )
         bounded("nodes", self.nodes, 1, 128)
         bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
         bounded("slots", self.slots, 1, 128)
@@ -126,15 +144,21 @@ class StagesSection:
                 f" but {self.nodes} nodes and {self.spares} spares survive fewer"
             )
 
-    def hop_s(self, rows: int) -> float:
-        """What one link adds to a pass that has it alone."""
-        return self.link_ms / 1e3 + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
+    def hop_s(self, rows: int, link_s: float | None = None) -> float:
+        """What one link (of ``link_ms``, or of that delay) adds at least to a pass that has it
+        alone."""
+        delay_s = self.link_ms / 1e3 if link_s is None else link_s
+        return delay_s + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
 
     @property
     def links_s(self) -> float:
         """All links together, for a pass of one row, when the fewest nodes are left."""
+        return self.least_links_s((self.link_ms / 1e3,) * (self.nodes - 1))
+
+    def least_links_s(self, delays_s: tuple[float, ...]) -> float:
+        """The same for links of these delays, one way, first to last."""
         left = min(self.nodes, self.nodes + self.spares - len(self.lost_at_s))
-        return (left - 1) * self.hop_s(1)
+        return sum(self.hop_s(1, delay_s) for delay_s in delays_s[: left - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +175,9 @@ class VerifierSection:
     """The process dies there, and every session with it; lost nodes are in ``stages``."""
     restart_s: float = 5.0
     """Until it can be reached again."""
+    busy_w: float = 0.0
+    """Of each machine while a pass runs; the data sheet's most is an upper bound. Idle time, fans
+    and the host are not in it. 0: not known, and not reported."""
 
     def __post_init__(self) -> None:
         bounded("count", self.count, 1, 10_000)
@@ -160,6 +187,7 @@ class VerifierSection:
         for at_s in self.restarts_at_s:
             bounded("restarts_at_s", at_s, 0.0, 1e6)
         bounded("restart_s", self.restart_s, 0.0, 1e6)
+        bounded("busy_w", self.busy_w, 0.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +228,10 @@ class DeviceSection:
     draft_w: float = 0.0
     """Power while a draft step runs, in watts, above idle."""
     radio_w: float = 0.0
-    """Power while sending."""
+    """Power while sending; taken where no ``radio_power`` is named."""
+    radio_power: str = ""
+    """lte or wifi: what the radio takes in each of its states (``radio_power.py``). Without it, or
+    without ``draft_w``, no energy is reported."""
     battery_j: float | None = None
     """Charge at the start; a device that has used it up goes on without drafting."""
 
@@ -209,6 +240,9 @@ class DeviceSection:
         bounded("draft_context_tokens", self.draft_context_tokens, 16, 1 << 24)
         bounded("draft_w", self.draft_w, 0.0, 1000.0)
         bounded("radio_w", self.radio_w, 0.0, 100.0)
+        if self.radio_power and self.radio_power not in RADIOS:
+            known = ", ".join(RADIOS)
+            raise ValueError(f"radio_power is {self.radio_power!r}, but must be one of {known}")
         if self.battery_j is not None:
             bounded("battery_j", self.battery_j, 0.0, 1e9)
 

@@ -1,0 +1,184 @@
+"""What a user of ``edgespec-sim`` may rely on: intervals, one check, whole traces, no lost run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.cli.sim.main import app
+from edgespec.cli.sim.pool import Workers
+from edgespec.cli.sim.seeds import Ask, Point, play_seeds
+from edgespec.telemetry.run_summary import read_summary
+from edgespec_sim.replication import FIRST
+from edgespec_sim.scenario.loading import load_scenario
+
+SHORT = {
+    "arms": ["target-only", "edgespec"],
+    "duration_s": 2,
+    "devices.laptop.workload.output_tokens": 20,
+}
+TWO_ARMS = (
+    *("--processes", "1", "--set", "arms=[target-only, edgespec]", "--set", "duration_s=2"),
+    *("--set", "devices.laptop.workload.output_tokens=20"),
+)
+runner = CliRunner()
+
+
+def sim(*arguments: str) -> str:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# --- seeds ------------------------------------------------------------------------------------
+
+
+def test_a_run_plays_seeds_until_the_speed_up_is_known(tmp_path: Path) -> None:
+    said = sim("run", "single-device", "--within", "60", "--out", str(tmp_path), *TWO_ARMS)
+    summary = read_summary(tmp_path / "summary.json")
+    assert summary.seeds >= FIRST
+    ours = summary.arms[1]
+    assert ours.speedup_interval is not None
+    low, high = ours.speedup_interval
+    assert ours.speedup is not None
+    assert low < ours.speedup < high
+    assert (high - low) / 2 <= 0.6 * ours.speedup * 1.1
+    assert f"seeds 1 to {summary.seeds}" in said
+    assert "95 % intervals" in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"(95 % interval {low:.2f} to {high:.2f})" in page
+    assert "Speed-up over target-only by arm" in page
+    assert all(len(series.low) == len(series.values) for series in ours.series)
+
+
+def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a clock on which every world takes ten seconds; 25 s are room for two seeds."""
+    clock = [0.0]
+    played = Workers.play
+
+    def slow(self: Workers, tasks, doing=""):  # type: ignore[no-untyped-def] # as Workers.play
+        for one in played(self, tasks, doing):
+            clock[0] += 5.0
+            yield one
+
+    monkeypatch.setattr(Workers, "play", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    scenario = load_scenario("single-device", SHORT)
+    point = Point("one", scenario, Path())
+    play_seeds([point], Ask(1, None, 0.0001, 25.0), 1, quiet=True)
+    assert point.seeds == 2
+    assert "as 25 s of time were the limit" in point.said[0]
+    alone = Point("one", scenario, Path())
+    clock[0] = 0.0
+    play_seeds([alone], Ask(1, None, 0.05, 5.0), 1, quiet=True)
+    assert alone.seeds == 1
+    assert "nobody knows how sure they are" in alone.said[0]
+
+
+def test_a_world_too_short_for_a_request_says_so() -> None:
+    short = load_scenario("single-device", {**SHORT, "duration_s": 0.3})
+    point = Point("one", short, Path())
+    play_seeds([point], Ask(1, 2), 1, quiet=True)
+    assert "no complete request" in point.said[0]
+
+
+def test_seeds_are_added_up_one_by_one(tmp_path: Path) -> None:
+    """Oracle: each seed played alone."""
+    both = tmp_path / "both"
+    sim("run", "single-device", "--seed", "4", "--seeds", "2", "--out", str(both), *TWO_ARMS)
+    alone = []
+    for seed in ("4", "5"):
+        out = tmp_path / seed
+        sim("run", "single-device", "--seed", seed, "--out", str(out), *TWO_ARMS)
+        alone.append(read_summary(out / "summary.json"))
+    whole = read_summary(both / "summary.json")
+    assert (whole.seed, whole.seeds) == (4, 2)
+    for arm, first, second in zip(whole.arms, *(one.arms for one in alone), strict=True):
+        assert arm.all.tokens == first.all.tokens + second.all.tokens
+        assert arm.all.requests == first.all.requests + second.all.requests
+        mean = (first.all.tokens_per_second + second.all.tokens_per_second) / 2
+        assert arm.all.tokens_per_second == pytest.approx(mean)
+        busy = [one.verifiers[0].utilisation for one in (arm, first, second)]
+        assert busy[0] == pytest.approx((busy[1] + busy[2]) / 2)
+    assert alone[0].arms[1].speedup_interval is None
+
+
+# --- one check --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("association=nearest", "'nearest'"),
+        ("links.internet.trace=generate:wifii", "no generator 'wifii'"),
+        ("links.internet.trace=no-such-file.csv", "no-such-file.csv"),
+        ("tokens={source: tape, tape: nothing}", "nothing: no such file"),
+        ("devices.laptop.draft={profile: nowhere.json}", "nowhere.json"),
+        ("verifiers.server.pass_time={roofline: gpt-9@h200}", "roofline is 'gpt-9@h200'"),
+        ("verifiers.server.stages={nodes: 2, rtt_matrix: none.tar.xz}", "none.tar.xz"),
+        ("association=learned:none.json", "none.json"),
+        ("duration_s=-1", "duration_s is -1.0"),
+        ("devices.laptop.radio_power=6g", "radio_power is '6g'"),
+    ],
+)
+def test_what_run_refuses_scenario_refuses_in_the_same_words(setting: str, said: str) -> None:
+    results = [
+        runner.invoke(app, [command, "single-device", "--set", setting])
+        for command in ("run", "scenario")
+    ]
+    errors = []
+    for result in results:
+        assert result.exit_code in (1, 2), result.output
+        errors += [line for line in result.output.splitlines() if line.startswith("error:")]
+    assert said in errors[0]
+    assert errors[0] == errors[1]
+    assert results[0].exit_code == results[1].exit_code
+
+
+# --- whole traces -----------------------------------------------------------------------------
+
+
+def test_a_replay_plays_all_of_a_trace_and_says_so(tmp_path: Path) -> None:
+    trace = tmp_path / "ride.csv"
+    rows = "".join(f"{time_s},{40 + time_s}\n" for time_s in range(0, 8))
+    trace.write_text(f"time_s,rtt_ms\n{rows}", encoding="utf-8")
+    out = tmp_path / "all"
+    said = sim("replay", str(trace), "--seed", "1", "--out", str(out))
+    whole = read_summary(out / "summary.json")
+    assert "Played: the whole trace" in said
+    assert 7.0 <= whole.duration_s <= 8.0
+    part = sim("replay", str(trace), "--seed", "1", "--seconds", "1.5")
+    assert "Played: the first 1.50 s of" in part
+    assert "as --seconds asked for" in part
+
+
+# --- no lost result ---------------------------------------------------------------------------
+
+
+def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sim("run", "single-device", "--seed", "1", "--out", str(run), *TWO_ARMS)
+    files = ("report.html", "arms.csv", "requests.csv", "summary.json", "timeline.json")
+    before = {name: (run / name).read_bytes() for name in files}
+    said = sim("report", str(run / "trace.jsonl"))
+    assert {name: (run / name).read_bytes() for name in files} == before
+    assert str(run / "trace-report" / "report.html") in said.replace("\n", "")
+    other = tmp_path / "other"
+    sim("run", "single-device", "--seed", "2", "--out", str(other), *TWO_ARMS)
+    for arguments in (
+        (str(run / "trace.jsonl"), "--out", str(other)),
+        (str(run), "--out", str(other)),
+        (str(run / "summary.json"), "--out", str(other)),
+    ):
+        result = runner.invoke(app, ["report", *arguments])
+        assert result.exit_code == 1
+        assert "holds the report of another run" in result.output
+        assert "--force" in result.output
+    kept = json.loads((other / "summary.json").read_text(encoding="utf-8"))
+    assert kept["seed"] == 2
+    sim("report", str(run / "trace.jsonl"), "--out", str(other), "--force")
+    sim("report", str(other))
