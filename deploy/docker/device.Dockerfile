@@ -3,10 +3,13 @@
 #
 #   docker buildx build --platform linux/amd64,linux/arm64 -f deploy/docker/device.Dockerfile \
 #       -t edgespec/device:0.1.0 .
+#
+# It runs commands that end, and the endpoint that stays (`serve`); EXTRAS=cpu leaves that out.
 ARG BASE=python:3.12.11-slim-bookworm
 
 FROM ${BASE} AS build
 ARG HATCHLING=1.27.0
+ARG EXTRAS=cpu,serve
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/edgespec
@@ -16,7 +19,7 @@ RUN pip install "hatchling==${HATCHLING}"
 COPY LICENSE NOTICE README.md constraints.txt pyproject.toml ./
 COPY edgespec edgespec
 COPY sim sim
-RUN pip install --no-build-isolation --constraint constraints.txt '.[cpu]' \
+RUN pip install --no-build-isolation --constraint constraints.txt ".[${EXTRAS}]" \
     && pip uninstall --yes hatchling
 
 FROM ${BASE}
@@ -31,12 +34,15 @@ ENV PATH=/opt/edgespec/bin:${PATH} \
     HOME=/var/cache/edgespec \
     HF_HOME=/var/cache/edgespec/huggingface \
     XDG_CACHE_HOME=/var/cache/edgespec \
+    XDG_STATE_HOME=/var/cache/edgespec/state \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /var/cache/edgespec
 VOLUME /var/cache/edgespec
-# A command that runs and ends: its exit code is its health.
+EXPOSE 7421
+# A command that runs and ends: its exit code is its health. For the endpoint, deploy/README.md has a
+# check to give to `docker run`.
 HEALTHCHECK NONE
 ENTRYPOINT ["edgespec"]
 CMD ["--help"]

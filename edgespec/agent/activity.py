@@ -46,6 +46,8 @@ _COUNTED: Final = tuple(
     {field.name for field in fields(DraftCounters)} & {field.name for field in fields(AgentTotals)}
 )
 _MAX_WHY: Final = 200
+_Event = tuple[int, float, int, EventKind, int, int, float]
+"""The fields of a ``TimelineEvent``, which is made when somebody asks: that takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Activity:
         self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
         self.rate = RecentRate()
         self.last_event = 0
-        self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[_Event] = deque(maxlen=MAX_EVENTS)
         self._ended: dict[str, int] = {}
         self._begun = 0
 
@@ -94,7 +96,7 @@ class Activity:
             if behind <= 0:
                 return ()
             held = tuple(self._events)
-        return held[-behind:]
+        return tuple(TimelineEvent(*one) for one in held[-behind:])
 
     def totals(self) -> AgentTotals:
         """All counts, those of running generations as they stand."""
@@ -118,9 +120,7 @@ class Activity:
     ) -> None:
         with self.lock:
             self.last_event += 1
-            self._events.append(
-                TimelineEvent(self.last_event, at_s, generation, kind, count, accepted, took_s)
-            )
+            self._events.append((self.last_event, at_s, generation, kind, count, accepted, took_s))
 
     def reached(self, state: VerifierState, at_s: float, why: str = "") -> None:
         """The link is in this state; it keeps its time while that does not change."""

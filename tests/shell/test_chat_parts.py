@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import ConsoleDimensions
 
 from edgespec.agent.agent import Chunk, Piece
-from edgespec.cli.talk import record
+from edgespec.cli.talk import markdown_view, record
 from edgespec.cli.talk.commands import (
     Command,
     CommandError,
@@ -198,6 +199,28 @@ def test_a_long_code_block_is_printed_once_and_whole() -> None:
     for number in range(200):
         assert text.split().count(str(number)) == 1
     assert len(written) < 40 * len(code)
+
+
+def test_a_terminal_of_another_size_loses_no_line() -> None:
+    out = io.StringIO()
+    view = MarkdownView(lambda width: "numbers", out, lambda: 0.0, (40, 24))
+    view.show(Chunk(0, (1,), (Piece("one\n\ntwo", TokenKind.DECODED),)))
+    view._console.size = ConsoleDimensions(30, 20)
+    view.show(Chunk(3, (1,), (Piece("\n\nthree", TokenKind.DECODED),)))
+    view.end()
+    screen = Screen()
+    screen.feed(on_a_terminal(out.getvalue()))
+    lines = [line for line in screen.text.split() if line != "numbers"]
+    assert lines == ["one", "two", "two", "three"], "what stood there was left, not written over"
+
+
+def test_a_text_that_no_renderer_takes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(*arguments: object, **options: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(markdown_view, "Markdown", stumble)
+    text, _ = shown("> " * 30 + "deep\n\nlast", 7)
+    assert "".join(text.split()).endswith("deeplast")
 
 
 # --- commands ---------------------------------------------------------------------------------

@@ -200,6 +200,23 @@ def test_chat_keeps_the_conversation(address: str) -> None:
     assert "the conversation is forgotten" in result.stderr
 
 
+def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
+    """Without a terminal nothing is kept but what is asked for."""
+    saved = tmp_path / "talk.json"
+    lines = f"/system be brief\nhello\n/save {saved}\n/reset\n/load {saved}\nagain\n/model\n"
+    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
+    assert result.exit_code == 0
+    first = expected("be brief hello ")
+    second = expected(f"be brief hello {first} again ")
+    assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
+    assert "going on with a conversation of 2 messages" in result.stderr
+    assert f"served  by {address}" in result.stderr
+    assert json.loads(saved.read_text())["system"] == "be brief"
+    refused = call("chat", "--verifier", address, "--continue", "--no-history")
+    assert refused.exit_code == 2
+    assert "--continue needs the history" in refused.stderr
+
+
 def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
     lines = f"{'x' * 5000}\nhello\n"
     result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)

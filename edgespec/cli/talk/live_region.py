@@ -49,6 +49,12 @@ class LiveRegion:
             self._write(f"{_BEGIN}{self._to_top()}{_ERASE_BELOW}{_END}")
             self._shown = []
 
+    def let_go(self) -> None:
+        """What stands there stays; the region begins anew below it."""
+        if self._shown:
+            self._write("\n")
+            self._shown = []
+
     def _to_top(self) -> str:
         up = len(self._shown) - 1
         return "\r" + (f"\x1b[{up}A" if up > 0 else "")

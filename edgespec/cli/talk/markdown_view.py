@@ -43,6 +43,7 @@ class MarkdownView:
         self._splitter = BlockSplitter()
         self._region = LiveRegion(self._out)
         self._frame_at = -FRAME_S
+        self._size = self._console.size
         self._context_full = False
 
     def show(self, chunk: Chunk) -> None:
@@ -72,7 +73,11 @@ class MarkdownView:
 
     def _draw(self, above: list[str]) -> None:
         self._frame_at = self._clock()
-        room = max(1, self._console.size.height - 3)
+        size = self._console.size
+        if size != self._size:  # lines were wrapped anew: nobody knows where the region begins
+            self._region.let_go()
+            self._size = size
+        room = max(1, size.height - 3)
         lines = self._rendered(self._tail(room))[-room:]
         status = self._status(self._width)
         self._region.draw([*lines, f"\x1b[2m{status}\x1b[0m"] if status else lines, above)
@@ -90,11 +95,14 @@ class MarkdownView:
         """The lines of a block; ``gap``: with an empty one behind it, as between paragraphs."""
         if not text.strip():
             return []
-        with self._console.capture() as captured:
-            self._console.print(
-                Markdown(text, code_theme="ansi_dark", hyperlinks=False), width=self._width
-            )
-        lines = [line.rstrip() for line in captured.get().split("\n")]
+        try:
+            with self._console.capture() as captured:
+                self._console.print(
+                    Markdown(text, code_theme="ansi_dark", hyperlinks=False), width=self._width
+                )
+            lines = [line.rstrip() for line in captured.get().split("\n")]
+        except Exception:  # a text that a renderer stumbles over is still a text
+            lines = [line for part in text.split("\n") for line in _wrapped(part, self._width)]
         while lines and not lines[-1].strip():
             lines.pop()
         return [*lines, ""] if gap else lines
@@ -102,3 +110,7 @@ class MarkdownView:
     @property
     def _width(self) -> int:
         return max(_LEAST_WIDTH, self._console.size.width - 1)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
