@@ -69,6 +69,7 @@ def chat(
     server_name: options.ServerName = None,
     api_key_file: options.ApiKeyFile = None,
     insecure: options.Insecure = None,
+    offline: options.OfflineOption = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,

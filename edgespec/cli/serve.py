@@ -9,6 +9,7 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings
+from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, trace_to
 from edgespec.cli.serve_life import serve_until_stopped
 from edgespec.cli.tls_options import WHERE
@@ -129,6 +130,7 @@ def serve(
     server_name: options.ServerName = None,
     api_key_file: options.ApiKeyFile = None,
     insecure_verifier: InsecureVerifier = None,
+    offline: options.OfflineOption = None,
     rtt_ms: options.RttMs = None,
     draft: options.Draft = None,
     draft_variant: options.DraftVariant = None,
@@ -138,6 +140,7 @@ def serve(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
+    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from edgespec import __version__
 from edgespec.access import device_access, endpoint_key
 from edgespec.agent.agent import Agent
+from edgespec.agent.status import StatusSource
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.compose import (
@@ -82,7 +84,8 @@ async def _serve(
     from edgespec.endpoint.service import Endpoint
 
     endpoint = Endpoint(agent, text, watch, config.endpoint, config.sampling, key=key)
-    server = EndpointServer(endpoint, build_app(endpoint), listener)
+    status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
+    server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = _Stopping()
     numbers = on_stopping_signals(stop.ask)
     try:
@@ -92,6 +95,7 @@ async def _serve(
         for line in _chosen(config, watch, bool(key)):
             say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
+        say(f"  see: {url} shows how it is doing; edgespec top {url}")
         say(_curl(url, text.chat_template() is not None, bool(key)))
         await _until_asked(stop, server, endpoint.settings.drain_s)
         going_on = ""
@@ -100,6 +104,7 @@ async def _serve(
         say(f"stopping{going_on}")
     finally:
         await server.stop(0.0 if stop.hurried else None)
+        await status.close()
         for number in numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
 

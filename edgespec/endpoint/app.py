@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -16,20 +16,24 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from edgespec import __version__
+from edgespec.agent.status import StatusSource
 from edgespec.config.security import is_loopback
 from edgespec.endpoint.counts import registry_of
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.generation_route import GenerationRoute
 from edgespec.endpoint.guard import HEALTH, Guard, error_response, shows_key
 from edgespec.endpoint.service import ALIAS, Endpoint
+from edgespec.endpoint.status_page import status_routes
 from edgespec.endpoint.verifiers import context_of
+from edgespec.telemetry.agent_metrics import AgentCollector
 
+_WITHOUT_EVENTS: Final = 1 << 62
 _log = logging.getLogger(__name__)
 
 
-def build_app(endpoint: Endpoint, *, extra_routes: Sequence[BaseRoute] = ()) -> ASGIApp:
-    """All routes, guarded. ``extra_routes`` come behind ours and are guarded as they are."""
-    places = _Places(endpoint)
+def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp:
+    """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
+    places = _Places(endpoint, status)
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationRoute(endpoint, endpoint.chat), methods=["POST"]),
         Route("/v1/completions", GenerationRoute(endpoint, endpoint.completion), methods=["POST"]),
@@ -38,7 +42,7 @@ def build_app(endpoint: Endpoint, *, extra_routes: Sequence[BaseRoute] = ()) -> 
         Route(HEALTH, places.health),
         Route("/metrics", places.metrics),
         Route("/version", places.version),
-        *extra_routes,
+        *(() if status is None else status_routes(status)),
     ]
     app: ASGIApp = Starlette(
         routes=routes,
@@ -82,9 +86,11 @@ def health_of(endpoint: Endpoint) -> dict[str, Any]:
 class _Places:
     """The routes that do not generate."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, status: StatusSource | None) -> None:
+        self._endpoint, self._status = endpoint, status
         self._registry = registry_of(endpoint.counts, endpoint.gauges)
+        if status is not None:
+            self._registry.register(AgentCollector(partial(status.snapshot, _WITHOUT_EVENTS)))
 
     async def health(self, request: Request) -> Response:
         """Without the key only whether it serves."""
@@ -98,6 +104,8 @@ class _Places:
         return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
+        if self._status is not None:
+            self._status.ask_soon()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"Content-Type": content_type})
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from edgespec.agent.reply import UnverifiedChunk
+from edgespec.core.device.offline import Correction
 from edgespec.endpoint.answer import Choice, Delta, ScoredToken
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.tool_calls import ToolCall
@@ -45,6 +47,9 @@ class Shape(Protocol):
 
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         """What came anew."""
+
+    def aside(self, choice: Choice) -> Json:
+        """An event of a choice to which nothing is added."""
 
     def closing(self, choice: Choice) -> Json:
         """The last event of a choice, which says why it is complete."""
@@ -82,6 +87,9 @@ class ChatShape:
             found[0]["logprobs"] = _chat_scores(delta.scores)
         return found
 
+    def aside(self, choice: Choice) -> Json:
+        return _chunk(choice.index, {})
+
     def closing(self, choice: Choice) -> Json:
         return _chunk(choice.index, {}) | {"finish_reason": choice.finish}
 
@@ -114,6 +122,9 @@ class CompletionShape:
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         text = "".join(part for part in delta.parts if isinstance(part, str))
         return [self._choice(choice, text, delta.scores)]
+
+    def aside(self, choice: Choice) -> Json:
+        return self._choice(choice, "", ())
 
     def closing(self, choice: Choice) -> Json:
         return self._choice(choice, "", ()) | {"finish_reason": choice.finish}
@@ -166,6 +177,19 @@ class Envelope:
         if self.with_usage:
             data["usage"] = usage
         return event(data)
+
+    def unverified(self, choice: Choice, said: UnverifiedChunk | Correction) -> bytes:
+        """An event of what the draft wrote while no verifier could be reached, or of where that
+        ends to count. It adds nothing to the choice, so a client that does not know of it reads
+        verified text alone. Positions are tokens of the answer, from 0."""
+        first = said.position - len(choice.job.prompt)
+        if isinstance(said, Correction):
+            told: Json = {"discard_from": first}
+        else:
+            told = {"unverified": said.unverified_text, "position": first}
+            told["tokens"] = len(said.tokens)
+        data = self._around(self.shape.delta_object, [self.shape.aside(choice)])
+        return event(data | {"edgespec": told})
 
     def whole(self, choices: list[Json], usage: Json) -> Json:
         """An answer at once."""

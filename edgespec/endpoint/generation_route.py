@@ -18,7 +18,7 @@ from typing import Any, Final
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from edgespec.agent.agent import Chunk
+from edgespec.agent.reply import Chunk, ReplyEvent
 from edgespec.endpoint import events
 from edgespec.endpoint.errors import ApiError, stopping
 from edgespec.endpoint.guard import error_response, too_large
@@ -100,19 +100,23 @@ class GenerationRoute:
     async def _stream(self, answer: Answer, run: Run, writer: _Writer) -> None:
         keep_alive_s, envelope = self._endpoint.settings.keep_alive_s, answer.envelope
         while not run.over:
-            chunks = await run.next(keep_alive_s)
+            news = await run.next(keep_alive_s)
             said = b"" if writer.begun else _opening(answer)
-            said += self._add(answer, chunks) if chunks else events.KEEP_ALIVE
+            said += self._add(answer, news) if news else events.KEEP_ALIVE
             await writer.write(said)
         if envelope.with_usage:
             await writer.write(envelope.chunk([], answer.usage()))
         await writer.end(events.DONE)
 
-    def _add(self, answer: Answer, chunks: list[tuple[int, Chunk]]) -> bytes:
-        """Takes chunks in; returns the events that they are."""
+    def _add(self, answer: Answer, news: list[tuple[int, ReplyEvent]]) -> bytes:
+        """Takes in what came; returns the server-sent events that it is."""
         envelope, said = answer.envelope, []
-        for index, chunk in chunks:
+        for index, chunk in news:
             choice = answer.choices[index]
+            if not isinstance(chunk, Chunk):
+                if answer.stream:
+                    said.append(envelope.unverified(choice, chunk))
+                continue
             if chunk.tokens:
                 self._endpoint.note_first(answer)
             delta = choice.add(chunk)

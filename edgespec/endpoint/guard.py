@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -24,6 +26,8 @@ from edgespec.config.security import host_of, is_loopback
 from edgespec.endpoint.errors import ApiError
 
 HEALTH: Final = "/health"
+PAGE: Final = "/"
+"""What a browser opens; there it may ask its user for the key."""
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -33,9 +37,13 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def shows_key(headers: Headers, key: str) -> bool:
-    """Whether ``Authorization: Bearer KEY`` is there and right."""
+    """Whether ``Authorization: Bearer KEY`` is there and right; or ``Basic``, as browsers send it,
+    with any name and the key as the password."""
     scheme, _, shown = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            _, _, shown = base64.b64decode(shown, validate=True).decode().partition(":")
+    elif scheme.lower() != "bearer":
         return False
     return hmac.compare_digest(_digest(shown.strip()), _digest(key))
 
@@ -65,7 +73,10 @@ class Guard:
             self._check(scope, Headers(scope=scope))
         except ApiError as error:
             # The body was not read, so the connection cannot be used any further.
-            response = error_response(error, {"Connection": "close"})
+            more = {"Connection": "close"}
+            if error.status == 401 and scope["path"] == PAGE:
+                more["WWW-Authenticate"] = 'Basic realm="edgespec", charset="UTF-8"'
+            response = error_response(error, more)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -1,6 +1,6 @@
-"""The generations of one request, beside each other, as one stream of chunks.
+"""The generations of one request, beside each other, as one stream of events.
 
-Each runs in a task of its own, so that whoever reads can do other things between two chunks, such
+Each runs in a task of its own, so that whoever reads can do other things between two events, such
 as keeping an HTTP connection alive. Leaving cancels them all, and tells the verifier.
 """
 
@@ -15,11 +15,12 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from edgespec.agent.agent import Agent, Chunk, GenerationError, GenerationStats
+from edgespec.agent.agent import Agent, GenerationError, GenerationStats
+from edgespec.agent.reply import ReplyEvent
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.errors import ApiError, from_generation, invalid
 
-# Chunks that nobody has read yet; beyond them the generations wait.
+# Events that nobody has read yet; beyond them the generations wait.
 _MOST_UNREAD: Final = 256
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Run:
     def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
         self._agent = agent
-        self._unread: asyncio.Queue[tuple[int, Chunk] | _Ended] = asyncio.Queue(_MOST_UNREAD)
+        self._unread: asyncio.Queue[tuple[int, ReplyEvent] | _Ended] = asyncio.Queue(_MOST_UNREAD)
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(self.jobs)
         self._failed: ApiError | None = None
@@ -71,8 +72,8 @@ class Run:
         """Whether every text is complete and read."""
         return self._running == 0 and self._failed is None
 
-    async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
-        """Chunks with the index of their job, all that are there; none when ``timeout_s`` is over,
+    async def next(self, timeout_s: float | None = None) -> list[tuple[int, ReplyEvent]]:
+        """Events with the index of their job, all that are there; none when ``timeout_s`` is over,
         or ``over``. Raises ``ApiError`` for the first generation that fails."""
         if found := self._take():
             return found
@@ -88,12 +89,12 @@ class Run:
         return []
 
     def fail(self, error: ApiError) -> None:
-        """Whoever calls ``next`` hears this instead of any further chunk."""
+        """Whoever calls ``next`` hears this instead of any further event."""
         self._failed = self._failed or error
         self._wake.set()
 
-    def _take(self) -> list[tuple[int, Chunk]]:
-        found: list[tuple[int, Chunk]] = []
+    def _take(self) -> list[tuple[int, ReplyEvent]]:
+        found: list[tuple[int, ReplyEvent]] = []
         while self._failed is None and not self._unread.empty():
             one = self._unread.get_nowait()
             if isinstance(one, _Ended):
@@ -108,16 +109,16 @@ class Run:
     async def _generate(self, job: Job) -> None:
         begun, error = False, None
         try:
-            generation = self._agent.generate(
+            generation = self._agent.follow(
                 job.prompt,
                 job.sampling,
                 logprobs=job.logprobs,
                 started=partial(setattr, job, "stats"),
             )
-            async with aclosing(generation) as chunks:
-                async for chunk in chunks:
+            async with aclosing(generation) as events:
+                async for event in events:
                     begun = True
-                    await self._put((job.index, chunk))
+                    await self._put((job.index, event))
         except GenerationError as failure:
             error = from_generation(failure)
         except Exception as failure:
@@ -128,6 +129,6 @@ class Run:
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
         await self._put(_Ended(error))
 
-    async def _put(self, one: tuple[int, Chunk] | _Ended) -> None:
+    async def _put(self, one: tuple[int, ReplyEvent] | _Ended) -> None:
         await self._unread.put(one)
         self._wake.set()

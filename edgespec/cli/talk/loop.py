@@ -14,6 +14,7 @@ from rich.console import Console
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.agent.status import StatusSource
 from edgespec.cli.device import check_prompt, stream
+from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say
 from edgespec.cli.streaming import Progress, TextView, View, legend, summary
 from edgespec.cli.talk import record as records
@@ -31,6 +32,7 @@ from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
 from edgespec.cli.talk.status_line import status_line
 from edgespec.compose import PromptTokenizer, SetupError
 from edgespec.config import AgentConfig
+from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.printable import one_line
 from edgespec.ports import ModelInfo
 
@@ -174,8 +176,13 @@ class Conversation:
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
 
+    @property
+    def _goes_on_offline(self) -> bool:
+        return self.config.offline is Offline.DRAFT
+
     def _view(self) -> View:
-        return MarkdownView(self.line) if self.markdown else TextView(self.color)
+        drawn = self.markdown and not self._goes_on_offline  # a drawn region is stdout's alone
+        return MarkdownView(self.line) if drawn else TextView(self.color)
 
     def line(self, width: int) -> str:
         """The numbers of the moment, in one line."""
@@ -185,8 +192,9 @@ class Conversation:
 
     async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
         ticking = asyncio.create_task(_tick(view.view))
+        shown = OfflineView(view) if self._goes_on_offline else view
         try:
-            await stream(self.agent, prompt, self.config.sampling, view, progress)
+            await stream(self.agent, prompt, self.config.sampling, shown, progress)
         finally:
             ticking.cancel()
 
