@@ -8,7 +8,7 @@ virtual one.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
@@ -91,6 +91,7 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class Twinned(Protocol):
     """A drafter that can have further caches: one sequence each, on the same weights."""
 

@@ -84,13 +84,13 @@ def test_a_turn_is_several_steps_in_a_row() -> None:
     assert "00000" not in order
 
 
-def test_filling_a_cache_anew_takes_an_eighth_of_the_drafting() -> None:
+def test_filling_a_cache_anew_takes_about_half_of_the_drafting_at_worst() -> None:
     desk = Desk(2, fill_s=0.2)
     crowd(desk, 6)
     for _ in range(6_000):
         desk.end()
     filling_s = 0.2 * sum(desk.fills.values())
-    assert filling_s / desk.now < 1 / 7
+    assert filling_s / desk.now < 0.6
     assert min(desk.fills.values()) > 3  # all have had a cache, again and again
 
 
