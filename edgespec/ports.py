@@ -101,6 +101,7 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class Twinned(Protocol):
     """A drafter that can have further caches: one sequence each, on the same weights."""
 

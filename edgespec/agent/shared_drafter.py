@@ -33,7 +33,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES, TurnPolicy
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Drafter, StepCancelledError
+from edgespec.ports import Drafter, StepCancelledError, Twinned
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class SharedDrafter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         bounded("caches", caches, 1, MAX_CACHES)
-        if not hasattr(drafter, "twin"):
+        if not isinstance(drafter, Twinned):
             caches = 1
         self.turns = DraftTurns(caches, policy or TurnPolicy())
         self._drafters: list[Drafter] = [drafter]
@@ -262,8 +262,10 @@ class SharedDrafter:
 
     def _cache(self, number: int) -> Drafter:
         if number == len(self._drafters):
+            first = self._drafters[0]
             try:
-                self._drafters.append(self._drafters[0].twin())  # type: ignore[attr-defined]
+                assert isinstance(first, Twinned)
+                self._drafters.append(first.twin())
             except Exception as error:  # whatever a model raises: the caches there are must do
                 raise _NoCacheError from error
         return self._drafters[number]

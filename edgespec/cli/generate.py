@@ -100,9 +100,7 @@ def generate(
     config: options.Config = None,
     print_config: options.PrintConfig = False,
 ) -> None:
-    """Stream the target's continuation of a prompt to stdout.
-
-    The draft model runs here, the target in `edgespec verifier`. Only the text goes to stdout.
+    """Stream the target's continuation of a prompt to stdout; the draft model runs here.
 
     [dim]edgespec generate "def fibonacci(n):" --max-tokens 64 --stats[/]
 

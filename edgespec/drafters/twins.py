@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from edgespec.ports import Drafter
+from edgespec.ports import Drafter, Twinned
 
 
 def twin_of(drafter: Drafter) -> Drafter:
     """Another sequence on the weights of ``drafter`` (``ports.Twinned``). Raises ``TypeError``
     naming its class where it can have one only, and what the drafter raises without room."""
-    twin = getattr(drafter, "twin", None)
-    if twin is None:
+    if not isinstance(drafter, Twinned):
         raise TypeError(f"{type(drafter).__name__} holds one sequence only")
-    made: Drafter = twin()
-    return made
+    return drafter.twin()

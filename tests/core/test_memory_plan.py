@@ -254,3 +254,23 @@ def test_budgets_that_cannot_are_refused_with_the_text_and_the_reason(text: str,
     with pytest.raises(ValueError, match=why) as refused:
         parse_budget(text)
     assert repr(text) in str(refused.value)
+
+
+@pytest.mark.parametrize("extra_mib", [0, 60, 500, 4000])
+def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
+    """They cost the first text nothing, fit, and one more would not."""
+    asked = MemoryQuestion(1 << 40, 60 * MIB, 2, most_window=512, threads=1)
+    budget = smallest_budget([LARGE], asked) + extra_mib * MIB
+    alone = plan_memory([LARGE], replace(asked, budget_bytes=budget))
+    plan = plan_memory([LARGE], replace(asked, budget_bytes=budget, most_caches=6))
+    assert replace(plan.settings, caches=1) == alone.settings
+    assert plan.tokens_per_s == alone.tokens_per_s
+    most = budget - margin_bytes(budget)
+    assert plan.predicted_bytes <= most
+    cache = kv_bytes(LARGE, plan.settings.window)
+    grown = plan.predicted_bytes - alone.predicted_bytes
+    assert grown <= (plan.settings.caches - 1) * cache
+    if plan.settings.caches < 6:
+        more = replace(plan.settings, caches=plan.settings.caches + 1)
+        assert sum(term.bytes for term in memory_terms(LARGE, more, 60 * MIB)) > most
+    assert (plan.settings.caches == 6) == (extra_mib >= 500)

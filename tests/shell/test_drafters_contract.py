@@ -29,7 +29,7 @@ from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.foreign_drafts import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
-from edgespec.ports import Drafter, ModelInfo, StepCancelledError
+from edgespec.ports import Drafter, ModelInfo, StepCancelledError, Twinned
 from tests.shell.foreign_graphs import attending_graph, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
 
@@ -236,3 +236,29 @@ def test_a_truncated_toy_draft_fills_up_its_siblings() -> None:
 def test_a_toy_draft_needs_an_info_of_its_size() -> None:
     with pytest.raises(ValueError, match="50"):
         ToyDrafter(ToyModel(vocabulary_size=50), toy_info(ToyModel(vocabulary_size=51)))
+
+
+@pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "onnx-32", *LEARN])
+def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Drafter]) -> None:
+    """Two sequences on one drafter, step by step in turn, guess as two drafters do."""
+    ours, theirs = TOKENS[:12], TOKENS[12:24]
+    alone: list[list[object]] = []
+    for text in (ours, theirs):
+        drafter = drafter_of(kind)
+        drafter.begin(4, SAMPLED)
+        alone.append([drafter.step(at, text[at : at + 1], 2) for at in range(12)])
+        drafter.close()
+    first = drafter_of(kind)
+    assert isinstance(first, Twinned)
+    second = first.twin()
+    found: list[list[object]] = [[], []]
+    for drafter in (first, second):
+        drafter.begin(4, SAMPLED)
+    for at in range(12):
+        for index, (drafter, text) in enumerate(((first, ours), (second, theirs))):
+            found[index].append(drafter.step(at, text[at : at + 1], 2))
+    if kind not in LEARN:  # these learn from one another's texts
+        assert found == alone
+    second.close()
+    assert len(first.step(12, theirs[:1], 2)) <= 2
+    first.close()

@@ -27,7 +27,7 @@ from edgespec.core.device.memory_size import MIB
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.draft_memory import exported_variant, known_drafts, source_variant, variants_of
-from edgespec.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
+from edgespec.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
@@ -325,3 +325,38 @@ def test_toys_take_no_budget() -> None:
     config = AgentConfig(draft=DraftSection(model="toy", memory_budget="1MiB"))
     drafter = load_drafter(config)
     assert isinstance(drafter, ToyDrafter)
+
+
+def test_further_caches_are_bounded_together() -> None:
+    """A window that the governor shortens is shorter in each of them, and there are as many as were
+    planned."""
+    tight = [False]
+
+    class Halves:
+        def observe(self, seen: Observation, now: float) -> Restriction | None:
+            assert seen.held_tokens <= 256
+            return Restriction(64, 1) if tight[0] else None
+
+    drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)
+    ticks = iter(range(1_000_000))
+
+    def now() -> float:
+        return float(next(ticks))
+
+    caches = CacheGroup(drafter, 2)
+    first = GuardedDrafter(drafter, drafter, Halves(), resident_bytes, now, caches)
+    second, text = first.twin(), (PROMPT * 9)[:120]
+    for one in (first, second):
+        one.begin(40, SamplingParams())
+        assert len(one.step(0, text, 4)) == 4
+    with pytest.raises(MemoryError, match="planned with 2 caches"):
+        first.twin()
+    tight[0] = True
+    assert len(first.step(120, text[:1], 4)) == 1
+    assert len(second.step(120, text[:1], 4)) == 1
+    assert drafter.held_tokens <= 64
+    inner = second.inner
+    assert isinstance(inner, OnnxDrafter)
+    assert inner.held_tokens <= 64
+    second.close()
+    first.close()

@@ -26,7 +26,7 @@ from tests.shell.gate import Gate
 from tests.shell.live_verifier import daemon, ready, serving, start, toy_text
 
 TEXT = ToyTokenizer()
-COUNT, LENGTH = 20, 40
+LENGTH, MUCH = 40, 8
 PROMPTS = [TEXT.encode(f"{word} day in may") for word in "abcdefghijklmnopqrst"]
 QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=30.0, give_up_s=30.0)
 SAMPLED = SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=3)
@@ -69,7 +69,7 @@ class Followed:
     def __init__(self) -> None:
         self.text, self.tokens = ReplyText(), list[int]()
         self.events: list[object] = []
-        self.written, self.came = asyncio.Event(), asyncio.Event()
+        self.written, self.came, self.much = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def follow(self, agent: Agent, prompt: Sequence[int], params: SamplingParams) -> None:
         async for event in agent.follow(prompt, params):
@@ -82,6 +82,8 @@ class Followed:
                     assert event.position == len(prompt) + len(self.tokens) - len(event.tokens)
             elif isinstance(event, UnverifiedChunk):
                 self.written.set()
+                if event.position + len(event.tokens) >= len(prompt) + MUCH:
+                    self.much.set()
 
 
 async def first_of(job: asyncio.Task[None], event: asyncio.Event) -> None:
@@ -144,8 +146,7 @@ async def test_a_stop_string_found_offline_pauses_and_the_target_decides(noise: 
         async with offline_agent(gate.address, noise) as agent:
             reader = Followed()
             job = asyncio.create_task(reader.follow(agent, PROMPTS[1], params))
-            await reader.written.wait()
-            await asyncio.sleep(0.1)  # it has written as far as it goes, or not: both are fine
+            await reader.much.wait()
             assert not job.done()
             assert stop not in reader.text.unverified
             gate.port = int(address.rpartition(":")[2])
@@ -164,9 +165,12 @@ async def test_generate_never_gives_what_is_not_verified() -> None:
                 return [token async for chunk in found for token in chunk.tokens]
 
             job = asyncio.create_task(generated())
-            await asyncio.sleep(0.2)
+            beside = Followed()
+            other = asyncio.create_task(beside.follow(agent, PROMPTS[4], SAMPLED))
+            await beside.much.wait()
             gate.port = int(address.rpartition(":")[2])
             assert await job == toy_text(PROMPTS[2], SAMPLED)
+            await other
 
 
 async def test_when_nobody_comes_back_the_unverified_text_is_taken_back() -> None:

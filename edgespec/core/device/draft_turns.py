@@ -9,10 +9,10 @@ a pause. Between turns the session goes first that has had the least drafting ti
 
 A *cache* holds the keys and values of one session. With more sessions than caches, one that has
 none takes over that of another and feeds its text again. It then keeps the cache for eight times
-the drafting time that feeding takes (``AMORTISE``), so that about an eighth goes into
-feeding; earlier only an owner that draws no use from its cache loses it: because it rests while
-others draft for as long, because nobody else could draft now, or because somebody has waited for
-as long as eight turns of all sessions take, each with its feeding (``PATIENCE``).
+the drafting time that feeding takes (``AMORTISE``), so that about an eighth goes into feeding;
+earlier only an owner that draws no use from its cache loses it: because it rests while others draft
+for as long, because nobody else could draft now, or because somebody has waited for two seconds of
+drafting (``PATIENCE_S``) or, if that is more, for a turn of every session with its feeding.
 
 The *weight* is what drafting brings: accepted tokens a step, beside those of the session that has
 the most. At half of that or more it is 1, below it falls to ``LEAST_WEIGHT`` and no further: a
@@ -39,8 +39,8 @@ from edgespec.core.protocol.estimators import MovingAverage
 LEAST_WEIGHT = 1 / 8
 AMORTISE = 8.0
 """A cache that was filled anew is kept for so many times what that took."""
-PATIENCE = 8
-"""Who waits while all could have had so many turns is given a cache in any case."""
+PATIENCE_S = 2.0
+"""Who waits while others draft for so long, or for a turn of everybody, gets a cache anyway."""
 _FULL_WEIGHT_FROM = 0.5
 _FILLS = 8
 
@@ -231,7 +231,7 @@ class DraftTurns:
 
     @property
     def _longest_wait_s(self) -> float:
-        return PATIENCE * len(self.members) * (self._turn_s + self._feeding_s)
+        return max(PATIENCE_S, len(self.members) * (self._turn_s + self._feeding_s))
 
     def _weight(self, member: DraftShare) -> float:
         """Formula: min(1, pay / (0.5 * best pay)), at least 1/8. A session whose drafts bring 0.1

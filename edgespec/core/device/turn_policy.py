@@ -12,7 +12,7 @@ class TurnPolicy:
     """``turn_steps``: how many steps of the usual length a turn lasts. ``hang_s``: a step that
     shows no sign of life for so long is given up."""
 
-    turn_steps: int = 4
+    turn_steps: int = 8
     hang_s: float = 20.0
 
     def __post_init__(self) -> None:
