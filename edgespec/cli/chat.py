@@ -15,7 +15,6 @@ import typer
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, check_prompt, greet, stream
-from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, say, trace_to
 from edgespec.cli.streaming import Progress, TextView, legend, summary, use_color
 from edgespec.compose import (
@@ -55,7 +54,6 @@ def chat(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
-    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

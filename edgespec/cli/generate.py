@@ -10,7 +10,6 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, check_prompt, greet, stream
-from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, run, say, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
@@ -64,7 +63,6 @@ def generate(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
-    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

@@ -248,12 +248,12 @@ class PolicySection:
     """Draft length of ``fixed`` and ``pearl``; null adapts."""
     width: int = DEFAULT_WIDTH
     """Choices a draft step adds: 1 is a chain, more a tree."""
-    leaves: int = 1
-    """Nodes that ``windowed`` may draft behind in one step, as many as pay for their time."""
     window: int | None = None
     """Steps ``windowed`` may have outstanding; null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """May the verifier decode on without a draft?"""
+    leaves: int = 1
+    """Nodes that ``windowed`` may draft behind in one step, as many as pay for their time."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:

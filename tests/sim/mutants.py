@@ -128,7 +128,7 @@ def _settled_by_token_alone(
 ) -> list[int]:
     """Any row with the committed token is taken for the committed node."""
     row_of = {token: row for (_, token), row in children.items()}
-    found = []
+    found: list[int] = []
     for token in prefix.tokens[cache._text :]:
         if token not in row_of or (found and row_of[token] <= found[-1]):
             break
