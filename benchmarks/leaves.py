@@ -223,8 +223,9 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     for temperature, tape in tapes(options, data):
-        rows += compare(options, temperature, tape)
-    show(rows)
+        found = list(compare(options, temperature, tape))
+        show(found)
+        rows += found
     wrong = sum(row["wrong_texts"] for row in rows)
     if wrong:
         print(f"{wrong} texts are not the target's")

@@ -37,7 +37,7 @@ from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.benchmark.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
-from edgespec.cli.leaf_options import BenchLeaves, DraftRowMs, drafting_as
+from edgespec.cli.leaf_options import DraftRowMs, Leaves, drafting_as
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.compose import (
     PromptTokenizer,
@@ -57,7 +57,6 @@ _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 ALL_ARMS = ",".join(arm.value for arm in Arm)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
-
 
 _WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
 
@@ -170,7 +169,7 @@ def bench(
     seed: Seed = DEFAULTS.seed,
     pass_ms: PassMs = DEFAULTS.pass_ms,
     draft_ms: DraftMs = DEFAULTS.draft_ms,
-    leaves: BenchLeaves = DEFAULTS.leaves,
+    leaves: Leaves = DEFAULTS.leaves,
     draft_row_ms: DraftRowMs = DEFAULTS.row_ms,
     gamma: Gamma = None,
     quick: Quick = False,

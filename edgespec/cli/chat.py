@@ -14,7 +14,6 @@ from edgespec import __version__
 from edgespec.agent.status import StatusSource
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, greet
-from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, say, trace_to
 from edgespec.cli.streaming import use_color
 from edgespec.cli.talk import record
@@ -79,7 +78,6 @@ def chat(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
-    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

@@ -9,14 +9,7 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import options
-from edgespec.cli.device import (
-    agent_settings,
-    check_prompt,
-    greet,
-    greet_if_there,
-    stream,
-)
-from edgespec.cli.leaf_options import Leaves
+from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import reported, run, say, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
@@ -73,7 +66,6 @@ def generate(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
-    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

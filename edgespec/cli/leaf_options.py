@@ -1,4 +1,4 @@
-"""Options of draft steps behind several leaves, and what a bench sets by them."""
+"""Options of a bench with draft steps behind several leaves, and what it sets by them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from edgespec.benchmark.settings import BenchSettings
 from edgespec.config import AgentConfig, DraftSection, PolicySection
 
 Leaves = Annotated[
-    int | None,
-    typer.Option(
-        "--leaves",
-        help="Nodes that a draft step may run behind; more pay where a row more is cheap",
-        rich_help_panel="Drafting",
-    ),
-]
-BenchLeaves = Annotated[
     int,
     typer.Option(
         "--leaves",

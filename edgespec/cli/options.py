@@ -298,7 +298,6 @@ AGENT_KEYS: Mapping[str, str] = {
     "policy": "policy.name",
     "gamma": "policy.gamma",
     "width": "policy.width",
-    "leaves": "policy.leaves",
     "window": "policy.window",
     "run_ahead": "policy.run_ahead",
     **{

@@ -9,7 +9,6 @@ import typer
 
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings
-from edgespec.cli.leaf_options import Leaves
 from edgespec.cli.running import reported, trace_to
 from edgespec.cli.serve_life import serve_until_stopped
 from edgespec.cli.tls_options import WHERE
@@ -140,7 +139,6 @@ def serve(
     policy: options.Policy = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
-    leaves: Leaves = None,
     window: options.Window = None,
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,

@@ -150,9 +150,7 @@ class _World:
             jitter_seed=self.dice.getrandbits(32),
             leaves=options.leaves,
         )
-        inner = options.drafter(options.model)
-        if options.leaves > 1:
-            inner = PathDrafter(inner, options.leaves)
+        inner = PathDrafter(options.drafter(options.model), options.leaves)
         drafter = CheckedDrafter(inner, session.tree)
         device = SimulatedDevice(
             self.queue,

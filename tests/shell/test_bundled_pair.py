@@ -60,11 +60,13 @@ def tokenizer() -> TextTokenizer:
 def drafters() -> Iterator[dict[str, Drafter]]:
     from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
     from edgespec.drafters.onnx_drafter import OnnxDrafter
+    from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
 
     folder = resolve_model("bundled", Role.DRAFT)
     draft = OnnxDrafter(folder)
     yield {
         "draft": draft,
+        "trees": OnnxTreeDrafter(folder, 4),
         "random": RandomDrafter(draft.info, seed=3),
         "adversarial": AdversarialDrafter(OnnxDrafter(folder)),
     }
@@ -116,6 +118,7 @@ async def _stop(verifier: Verifier, server: GrpcServer) -> None:
 
 OPTIONS = {
     "draft": AgentOptions(),
+    "trees": AgentOptions(),
     "random": AgentOptions(WindowedPolicy(width=2), RunAhead.NEVER),
     "adversarial": AgentOptions(PearlPolicy(gamma=4), RunAhead.NEVER),
 }

@@ -1,5 +1,5 @@
 """Which drafts take several leaves a step, and who is told why another does not. Oracle: the list
-of reasons in docs/cli.md, and texts that are the same whatever the number of leaves."""
+of reasons in docs/cli.md; a drafter that answers leaf by leaf."""
 
 from __future__ import annotations
 

@@ -123,11 +123,6 @@ def _cache_is_trusted(cache: DraftCache, prefix: Any) -> None:
     cache._agreed = min(len(cache._tokens), prefix.length)
 
 
-def _moved_rows_keep_their_parents(cache: TreeCache, keep: int, moved: Sequence[int]) -> None:
-    cache._tokens[keep:] = [cache._tokens[row] for row in moved]
-    cache._parents[keep:] = [cache._parents[row] for row in moved]
-
-
 def _settled_by_token_alone(
     cache: TreeCache, prefix: Any, children: dict[tuple[int, int], int]
 ) -> list[int]:
@@ -256,7 +251,6 @@ CORE_MUTANTS = (
     Mutant("stop only as last token", patch(Ending, "cut", _stop_only_at_the_end), 60),
     Mutant("max_tokens overshot", _overshoots, 60),
     Mutant("draft cache trusted", patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
-    Mutant("rows keep parents", patch(TreeCache, "_keep", _moved_rows_keep_their_parents), 60),
     Mutant("settled by token", patch(TreeCache, "_settled", _settled_by_token_alone), 60),
     Mutant("resume skips a token", patch(VerifySession, "_on_attach", _resume_skips_one), 200),
     Mutant("resume sends nothing", patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),

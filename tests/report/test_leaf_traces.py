@@ -1,0 +1,82 @@
+"""Traces of steps behind several leaves, read back. Oracle: the session's own counters, which saw
+the tree that a trace does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgespec.benchmark.profile_fit import Samples, _device_side
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.drafters.tree_rows import PathDrafter
+from edgespec.report.device_spans import DeviceSpans
+from edgespec.report.device_tally import DeviceTally
+from edgespec.report.trace_lines import read_lines
+from edgespec.targets.toy import ToyTarget
+from edgespec.telemetry.trace import TraceFile
+from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.server import PassTime, SimulatedVerifier
+from edgespec_sim.stream import FixedDelay, Stream
+
+
+def _step_s(kept: int, fed: int) -> float:
+    return 0.008 + 0.0004 * (fed - 1)
+
+
+def _played(path: Path, leaves: int, seed: int) -> DraftSession:
+    queue, model = EventQueue(), ToyModel(vocabulary_size=16, order=2, seed=seed)
+    target, inner = ToyTarget(model), ToyDrafter(model.perturbed(0.3))
+    engine = VerifyEngine(target.info, Limits(), EngineLimits(server_drafts=False))
+    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: 0.025))
+    sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=80)
+    session = DraftSession(
+        Open("one", "", "", (1, 2, 3), sampling=sampling),
+        WindowedPolicy(2),
+        ReconnectPolicy(),
+        1 << 16,
+        leaves=leaves,
+    )
+
+    def connect() -> tuple[Stream, float]:
+        stream = Stream(queue, FixedDelay(queue, 0.025), FixedDelay(queue, 0.025))
+        verifier.accept(stream)
+        return stream, 0.05
+
+    drafter = PathDrafter(inner, leaves)
+    with TraceFile(path) as trace:
+        SimulatedDevice(queue, session, drafter, _step_s, connect, trace).start()
+        queue.run(until_s=60.0)
+    return session
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_and_hits_are_those_of_the_session(tmp_path: Path, leaves: int, seed: int) -> None:
+    path = tmp_path / "trace.jsonl"
+    counters = _played(path, leaves, seed).counters
+    assert counters.committed == 80
+    tally, spans, samples = DeviceTally(), DeviceSpans([]), Samples()
+    lines = list(read_lines([path]))
+    for line in lines:
+        tally.read(line)
+        spans.read(line)
+    (request,) = tally.requests
+    assert (request.guesses.tried, request.guesses.hits) == (counters.tried, counters.hits)
+    steps = [span for span in spans.spans if span.name == "draft step"]
+    assert len(steps) == counters.steps
+    most = max(int(span.args["fed"]) for span in steps[1:])
+    _device_side(lines, samples)
+    assert max(sample.rows for sample in samples.draft_steps[1:]) == most
+    assert most >= leaves
+    if leaves > 1:
+        assert any(int(span.args["guesses"]) > 2 for span in steps)
