@@ -9,9 +9,10 @@ from typing import Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.live import Live
 
 from edgespec.cli.running import reported
+from edgespec.cli.talk.editor import silent_keyboard
+from edgespec.cli.talk.live_region import LiveRegion
 from edgespec.cli.top_view.reading import Reading, ReadingError
 from edgespec.cli.top_view.source import Source, UnreachableError
 from edgespec.cli.top_view.table import rendered
@@ -29,7 +30,7 @@ Url = Annotated[
         "--metrics-port`): HOST:PORT, or with /status.json or /metrics at its end",
     ),
 ]
-Once = Annotated[bool, typer.Option("--once", help="Print one table and leave")]
+Once = Annotated[bool, typer.Option("--once", help="Print one table and leave, as in a pipe")]
 Interval = Annotated[
     float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds from one look to the next")
 ]
@@ -47,7 +48,7 @@ def top(url: Url = DEFAULT_URL, once: Once = False, interval: Interval = 1.0) ->
     with reported():
         source = Source(url, os.environ.get(KEY_VARIABLE, "").strip())
         console = Console(highlight=False)
-        if once:
+        if once or not console.is_terminal:
             _print_once(source, console)
         else:
             _watch(source, console, interval)
@@ -71,15 +72,30 @@ def _watch(
 ) -> None:
     """Until Ctrl-C. A source that goes away is a state; one that never was there is an error."""
     found, heard_at = _first(source), clock()
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        trouble = ""
-        while True:
-            live.update(rendered(found, console.width, trouble), refresh=True)
-            sleep(interval_s)
-            try:
-                found, heard_at, trouble = source.read(), clock(), ""
-            except (UnreachableError, ReadingError) as error:
-                trouble = f"no answer for {clock() - heard_at:.0f} s: {error}"
+    region, size, trouble = LiveRegion(console.file), console.size, ""
+    try:
+        with silent_keyboard():
+            while True:
+                if console.size != size:
+                    region.let_go()
+                    size = console.size
+                region.draw(_lines(console, found, trouble))
+                sleep(interval_s)
+                try:
+                    found, heard_at, trouble = source.read(), clock(), ""
+                except (UnreachableError, ReadingError) as error:
+                    trouble = f"no answer for {clock() - heard_at:.0f} s: {error}"
+    finally:
+        region.let_go()
+
+
+def _lines(console: Console, found: Reading, trouble: str) -> list[str]:
+    """What fits on the terminal, which has to be one line less than it is high."""
+    width = max(1, console.width - 1)  # behind a full line some terminals erase its last letter
+    with console.capture() as captured:
+        console.print(rendered(found, width, trouble), width=width)
+    lines = [line.rstrip() for line in captured.get().rstrip("\n").split("\n")]
+    return lines[: max(1, console.size.height - 1)]
 
 
 def _first(source: Source) -> Reading:

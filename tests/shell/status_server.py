@@ -8,15 +8,30 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.agent.status import StatusSource
 from edgespec.endpoint.status_page import status_routes
 
 
+def _asking(app: ASGIApp, key: str) -> ASGIApp:
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        shown = Headers(scope=scope).get("authorization")
+        fine = scope["path"] == "/" or shown == f"Bearer {key}"
+        await (app if fine else Response(status_code=401))(scope, receive, send)
+
+    return guard
+
+
 @contextlib.asynccontextmanager
-async def status_page(source: StatusSource) -> AsyncIterator[str]:
-    """Yields the address of the page, with a slash at its end."""
-    app = Starlette(routes=status_routes(source))
+async def status_page(source: StatusSource, key: str = "") -> AsyncIterator[str]:
+    """Yields the address of the page, with a slash at its end; with a ``key`` its numbers are for
+    those who show it."""
+    app: ASGIApp = Starlette(routes=status_routes(source))
+    if key:
+        app = _asking(app, key)
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]

@@ -127,3 +127,16 @@ async def test_a_verifier_that_is_away_is_shown_and_so_is_an_agent(tmp_path: Pat
     assert re.search(rf"not reachable for \d+ s: {address}", dom)
     assert "this agent has no draft model: it only streams." in dom
     assert "no budget was given" in dom
+
+
+@browser
+@pytest.mark.slow
+async def test_a_page_whose_numbers_want_a_key_asks_for_it(tmp_path: Path) -> None:
+    async with serving() as (address, _):
+        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:
+            async with status_page(StatusSource(agent, (address,)), key="sesame") as url:
+                dom, said = await looked_at(url, tmp_path)
+    assert [line for line in said if "401" not in line] == []
+    assert '<form id="ask">' in dom, "it is not hidden any more"
+    assert "the key is needed" in dom
+    assert address not in dom

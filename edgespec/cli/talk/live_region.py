@@ -8,7 +8,7 @@ synchronized output (mode 2026) show each frame at once; others ignore the two m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import IO, Final
 
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"
 _ERASE_LINE: Final = "\x1b[K"
@@ -18,7 +18,7 @@ _ERASE_BELOW: Final = "\x1b[J"
 class LiveRegion:
     """Draws on ``out``. No line may be wider than the terminal, nor the region as high as it."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: IO[str]) -> None:
         self._out = out
         self._shown: list[str] = []
 

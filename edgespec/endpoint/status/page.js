@@ -186,11 +186,11 @@ function show(found) {
     (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft"));
 }
 
-function trouble(text) {
+function trouble(text, state = "no answer from the agent") {
   place("trouble").hidden = !text;
   say("trouble", text);
   if (text) {
-    say("state", "no answer from the agent");
+    say("state", state);
     place("state").className = "pill bad";
   }
 }
@@ -202,7 +202,8 @@ async function poll() {
     headers: key ? { Authorization: "Bearer " + key } : {} });
   place("ask").hidden = answer.status !== 401;
   if (answer.status === 401) {
-    trouble(key ? "That is not its key." : "");
+    trouble(key ? "That is not its key." : "", "the key is needed");
+    say("state", "the key is needed");
     return;
   }
   if (!answer.ok) throw new Error("the agent answered " + answer.status);
