@@ -133,7 +133,7 @@ class OverStrongest:
 
 
 def over_the_strongest(results: list[Result], ours: str) -> OverStrongest:
-    """The harder reading of the paper's claim: each cell against the baseline that is best there."""
+    """The harder reading of the claim: each cell against the baseline that is best there."""
     delays: dict[Cell, dict[str, float]] = {}
     for result in results:
         delays.setdefault(result.cell, {})[result.method] = result.delay_ms
