@@ -43,6 +43,20 @@ def main() -> None:
 plan.command(name="memory", epilog=EXIT_CODES)(memory)
 
 
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Texts and link of this one alone")]
+Seeds = Annotated[
+    int | None,
+    typer.Option("--seeds", min=1, max=1000, help="So many; else as many as it takes"),
+]
+Within = Annotated[
+    float,
+    typer.Option("--within", min=0.1, max=100.0, help="Percent: how sure (95 %) speeds are"),
+]
+MaxSeconds = Annotated[
+    float, typer.Option("--max-seconds", min=1.0, help="No further seed after so long")
+]
+
+
 @plan.command(epilog=EXIT_CODES)
 def link(
     rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip, 0 to 10000")] = 50.0,
@@ -64,20 +78,10 @@ def link(
         float | None,
         typer.Option("--local-tpot-ms", help="The draft model alone (default: --draft-ms)"),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Texts and link of this one alone")
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option("--seeds", min=1, max=1000, help="So many; else as many as it takes"),
-    ] = None,
-    within: Annotated[
-        float,
-        typer.Option("--within", min=0.1, max=100.0, help="Percent: how sure (95 %) speeds are"),
-    ] = 5.0,
-    max_seconds: Annotated[
-        float, typer.Option("--max-seconds", min=1.0, help="No further seed after so long")
-    ] = 30.0,
+    seed: Seed = None,
+    seeds: Seeds = None,
+    within: Within = 5.0,
+    max_seconds: MaxSeconds = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Say which way of decoding suits a link, and why.

@@ -28,7 +28,7 @@ def answer_plot(run: RunSummary) -> Figure | None:
     last = max([_right(arm) for arm in arms] + [limit for _, limit in limits] + [1.0])
     shape = layout(
         130 + 40 * len(arms),
-        xaxis=axis("times as fast as target-only streaming", range=[0, 1.06 * last]),
+        xaxis=axis("speed-up, ×", range=[0, 1.06 * last]),
         yaxis=axis(autorange="reversed", fixedrange=True, type="category"),
         showlegend=False,
         margin={"l": 12, "r": 16, "t": 34, "b": 22},

@@ -5,6 +5,7 @@ Figures: 1000 bytes at 8 Mbit/s take 1 ms to serialise.
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.network.link_model import (
-    MIN_RETRANSMIT_S,
     DelaySchedule,
     JitterLaw,
     LinkModel,
     LinkSettings,
     SharedQueue,
 )
+from edgespec.core.network.loss_recovery import LEAST_TIMEOUT_S, late_s
 
 RATE = 8e6
 MS = 1e-3
@@ -122,10 +123,42 @@ def test_a_lost_message_is_late_by_a_retransmission_and_never_missing() -> None:
     delays = [model.arrival(10.0 * n, 100) - 10.0 * n for n in range(4000)]
     late = [delay for delay in delays if delay > 0.011]
     assert len(late) == pytest.approx(400, rel=0.15)
-    assert min(late) == pytest.approx(0.01 + MIN_RETRANSMIT_S)
-    twice = [delay for delay in late if delay > 0.3]
-    assert min(twice) == pytest.approx(0.01 + 3 * MIN_RETRANSMIT_S)
+    # Nothing follows within ten seconds, so it is the timeout: a round trip and 200 ms.
+    assert min(late) == pytest.approx(0.01 + 0.02 + LEAST_TIMEOUT_S)
+    twice = [delay for delay in late if delay > 0.4]
+    assert min(twice) == pytest.approx(0.01 + 3 * (0.02 + LEAST_TIMEOUT_S))
     assert len(twice) == pytest.approx(40, rel=0.4)
+
+
+def mean_added_s(gap_s: float, loss: float, rtt_s: float) -> float:
+    """To the one-way delay of messages that come so often, head-of-line blocking included."""
+    model = LinkModel(LinkSettings(one_way_s=rtt_s / 2, loss=loss, seed=11))
+    times_s = [gap_s * number for number in range(60_000)]
+    return statistics.fmean(model.arrival(time_s, 60) - time_s for time_s in times_s) - rtt_s / 2
+
+
+def blocked_s(wait_s: float, gap_s: float, loss: float) -> float:
+    """The same by hand: what is sent while a lost message is waited for is as late as it."""
+    count = math.ceil(wait_s / gap_s)
+    return loss * sum(wait_s - index * gap_s for index in range(count))
+
+
+def test_a_sender_that_goes_on_finds_a_loss_with_its_next_packet() -> None:
+    """1 % loss, 20 ms RTT, a message every 8 ms: RACK adds 0.6 ms, three duplicate
+    acknowledgements would add 1.4, and a timeout for every loss 25."""
+    added_s = mean_added_s(0.008, 0.01, 0.020)
+    assert added_s == pytest.approx(blocked_s(0.020 + 0.008, 0.008, 0.01), rel=0.15)
+    assert blocked_s(0.020 + 3 * 0.008, 0.008, 0.01) == pytest.approx(0.0014, rel=0.05)
+    assert blocked_s(LEAST_TIMEOUT_S, 0.008, 0.01) == pytest.approx(0.0255, rel=0.05)
+
+
+def test_packets_that_may_have_overtaken_are_waited_for() -> None:
+    """Messages of a millisecond apart: a quarter of the round trip, not the gap."""
+    model = LinkModel(LinkSettings(one_way_s=0.02, loss=0.01, seed=2))
+    delays_s = [model.arrival(0.001 * n, 60) - 0.001 * n for n in range(4000)]
+    assert max(delays_s) >= 0.02 + 0.04 + 0.01 - 1e-9
+    once = [late_s(0.005, 0.01, 0.01, 0.04, gap_s) for gap_s in (0.0, 0.001, 0.02, 0.3, math.inf)]
+    assert once == pytest.approx([0.05, 0.05, 0.06, 0.24, 0.24])
 
 
 def test_a_long_round_trip_makes_a_retransmission_later() -> None:
@@ -134,10 +167,11 @@ def test_a_long_round_trip_makes_a_retransmission_later() -> None:
 
 
 def test_a_large_message_is_lost_more_often() -> None:
-    small, large = (LinkModel(LinkSettings(loss=0.02, seed=1)) for _ in range(2))
-    assert sum(small.arrival(9.0 * n, 100) > 9.0 * n for n in range(500)) * 3 < sum(
-        large.arrival(9.0 * n, 14_000) > 9.0 * n for n in range(500)
-    )
+    def late(size_bytes: int) -> int:
+        model = LinkModel(LinkSettings(one_way_s=0.01, loss=0.02, seed=1))
+        return sum(model.arrival(9.0 * n, size_bytes) > 9.0 * n + 0.011 for n in range(500))
+
+    assert late(100) * 3 < late(14_000)
 
 
 def test_changing_the_loss_leaves_the_jitter_alone() -> None:
@@ -145,7 +179,7 @@ def test_changing_the_loss_leaves_the_jitter_alone() -> None:
     two = LinkModel(LinkSettings(jitter_s=0.01, loss=0.3, seed=7))
     for now_s in range(0, 5000, 100):
         difference_s = two.arrival(now_s, 1) - one.arrival(now_s, 1)
-        assert difference_s < 1e-9 or difference_s > MIN_RETRANSMIT_S * 0.999
+        assert difference_s < 1e-9 or difference_s > LEAST_TIMEOUT_S * 0.999
 
 
 TIMES = st.lists(

@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 
 from edgespec_uara import sweep
 from edgespec_uara.association import shipped_association
-from edgespec_uara.comparison import Cell, Effort, Result, compare, gains, over_the_papers
+from edgespec_uara.comparison import (
+    Cell,
+    Effort,
+    Result,
+    compare,
+    gains,
+    over_the_papers,
+    over_the_strongest,
+)
 from edgespec_uara.cost import objective
 from edgespec_uara.matching import best_gain
 from edgespec_uara.methods import (
@@ -119,3 +127,18 @@ def test_the_sweep_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
         assert "Plotly.newPlot" in page
         assert '<script src="http' not in page
+
+
+def test_the_strongest_baseline_is_found_cell_by_cell() -> None:
+    delays = {
+        Cell(1, 1): {"random": 90.0, "max-SINR": 50.0, "max-compute": 70.0, "ours": 40.0},
+        Cell(2, 1): {"random": 30.0, "max-SINR": 60.0, "max-compute": 45.0, "ours": 33.0},
+    }
+    rows = [
+        Result("paper", cell, name, 0.0, delay)
+        for cell, of in delays.items()
+        for name, delay in of.items()
+    ]
+    found = over_the_strongest(rows, "ours")
+    assert (found.most, found.least) == pytest.approx((0.2, -0.1))
+    assert found.mean == pytest.approx(0.05)

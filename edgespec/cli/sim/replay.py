@@ -79,22 +79,13 @@ def replay(
         given = CostSection(profile=str(Path(profile).resolve())) if profile else None
         duration_s, part = _how_long(trace, seconds)
         say(part)
-        scenario = Scenario(
-            name="replay",
-            about=f"One device on {trace}, tokens of {tape}. {part}",
-            duration_s=duration_s,
-            tokens=TokensSection(source=TokensFrom.TAPE, tape=tape),
-            links={"trace": LinkSection(trace=trace, rtt_ms=extra_rtt_ms)},
-            devices={
-                "device": DeviceSection(
-                    path=("trace",),
-                    draft=given or CostSection(ms=draft_ms),
-                    workload=WorkloadSection(
-                        prompt_tokens=0, output_tokens=4096, think_s=0.5, start_within_s=0.0
-                    ),
-                )
-            },
-            verifiers={"verifier": VerifierSection(pass_time=given or CostSection(ms=pass_ms))},
+        scenario = _scenario(
+            f"One device on {trace}, tokens of {tape}. {part}",
+            duration_s,
+            tape,
+            LinkSection(trace=trace, rtt_ms=extra_rtt_ms),
+            given or CostSection(ms=draft_ms),
+            given or CostSection(ms=pass_ms),
         )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -107,6 +98,27 @@ def replay(
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
             for written in write_report(out):
                 say(f"wrote {written}")
+
+
+def _scenario(
+    about: str,
+    duration_s: float,
+    tape: str,
+    link: LinkSection,
+    draft: CostSection,
+    pass_time: CostSection,
+) -> Scenario:
+    """One device that asks for the tape's texts, one after another."""
+    workload = WorkloadSection(prompt_tokens=0, output_tokens=4096, think_s=0.5, start_within_s=0.0)
+    return Scenario(
+        name="replay",
+        about=about,
+        duration_s=duration_s,
+        tokens=TokensSection(source=TokensFrom.TAPE, tape=tape),
+        links={"trace": link},
+        devices={"device": DeviceSection(path=("trace",), draft=draft, workload=workload)},
+        verifiers={"verifier": VerifierSection(pass_time=pass_time)},
+    )
 
 
 def _how_long(trace: str, seconds: float | None) -> tuple[float, str]:

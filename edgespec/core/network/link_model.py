@@ -8,6 +8,7 @@ them up is the classical error of link simulators:
                    a queue (one cell, one uplink) share its bandwidth and never each get all of it
     propagation    one-way delay, constant or from a ``DelaySchedule``, plus jitter
     loss           a lost message is sent again by the transport below: it is late, never missing
+                   (``loss_recovery.py``: how late)
 
 and is released in order: never before the message handed over ahead of it (one TCP connection).
 
@@ -24,11 +25,11 @@ from enum import Enum
 from typing import Final
 
 from edgespec.core.network.link_schedules import DelaySchedule, LossSchedule, OutageSchedule
+from edgespec.core.network.loss_recovery import late_s
 from edgespec.core.network.shared_queue import SharedQueue
 from edgespec.core.protocol.noise import keyed_bits, seed_key
 
 __all__ = [
-    "MIN_RETRANSMIT_S",
     "DelaySchedule",
     "JitterLaw",
     "LinkModel",
@@ -36,9 +37,6 @@ __all__ = [
     "SharedQueue",
 ]
 
-# Linux does not retransmit on time-out earlier (TCP_RTO_MIN, RFC 6298 asks for 1 s).
-MIN_RETRANSMIT_S: Final = 0.2
-_MAX_RETRANSMITS: Final = 6
 _PACKET_BYTES: Final = 1400
 # What a draw is for: the hash's third argument.
 _JITTER: Final = 0
@@ -113,7 +111,7 @@ class LinkModel:
         """When a message handed over at ``now_s`` arrives, in seconds; advances the model."""
         assert now_s >= self._now_s, f"time went back from {self._now_s} to {now_s}"
         assert size_bytes >= 0, f"size_bytes is {size_bytes}"
-        self._now_s = now_s
+        gap_s, self._now_s = now_s - self._now_s, now_s
         self._message_count += 1
         settings = self._settings
         wire_bytes = size_bytes + settings.overhead_bytes
@@ -125,7 +123,7 @@ class LinkModel:
         if settings.loss_schedule is not None:
             loss = settings.loss_schedule.at(left_s + settings.schedule_offset_s)
         if loss > 0.0:
-            flight_s += self._retransmission_s(wire_bytes, flight_s, loss)
+            flight_s += self._retransmission_s(wire_bytes, flight_s, loss, gap_s)
         if settings.jitter_s > 0.0:
             flight_s += self._jitter_s()
         self._arrived_s = max(self._arrived_s, left_s + flight_s)
@@ -174,20 +172,14 @@ class LinkModel:
             return 2.0 * settings.jitter_s * share
         return -settings.jitter_s * math.log1p(-share)
 
-    def _retransmission_s(self, wire_bytes: int, one_way_s: float, loss: float) -> float:
-        """Each wait is twice as long as the one before it."""
+    def _retransmission_s(
+        self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float
+    ) -> float:
+        """``gap_s`` to the message before; of several packets the next one follows at once."""
         packet_count = max(1, math.ceil(wire_bytes / _PACKET_BYTES))
-        draw = self._chance(_LOSS)
         probability = 1.0 - (1.0 - loss) ** packet_count
-        wait_s = max(MIN_RETRANSMIT_S, 2.0 * one_way_s)
-        late_s = 0.0
-        for _ in range(_MAX_RETRANSMITS):
-            if draw >= probability:
-                break
-            late_s += wait_s
-            wait_s *= 2.0
-            probability *= loss  # that the packet sent again is lost too
-        return late_s
+        next_s = gap_s if packet_count == 1 else 0.0
+        return late_s(self._chance(_LOSS), probability, loss, 2.0 * one_way_s, next_s)
 
 
 def _at_least_0(name: str, value: float) -> None:
