@@ -82,5 +82,5 @@ def _unknown(words: list[str]) -> list[str]:
 # Parts of the verifier that may be absent from a build; their options are then unknown to it.
 def test_a_wrong_word_is_found() -> None:
     assert _unknown(["verifier", "--prot=7420", "--port=7420"]) == ["--prot"]
-    assert _unknown(["serve"]) == ["serve"]
+    assert _unknown(["listen"]) == ["listen"]
     assert _unknown(["health", "127.0.0.1:7420", "--timeout-s", "5"]) == []
