@@ -43,7 +43,7 @@ class DraftSteps:
     more, every step is one of a ``ports.TreeDrafter``."""
 
     def __init__(self, tree: SpeculationTree, reader: CommitReader, most_leaves: int = 1) -> None:
-        self._tree, self._reader = tree, reader
+        self._tree, self._reader, self.most_leaves = tree, reader, most_leaves
         self._cache = DraftCache()
         self._tree_cache = TreeCache() if most_leaves > 1 else None
         self._running: _Step | None = None

@@ -76,7 +76,6 @@ class DraftSession:
         self._reader.estimates.rows = rows or RowTimes()
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
-        self._leaves = leaves
         self._steps = DraftSteps(self.tree, self._reader, leaves)
         self._said_no_draft_comes = False
         """Whether the verifier was told so since its last commit."""
@@ -211,7 +210,7 @@ class DraftSession:
             actions += self._leave_nothing_open()
 
     def _leaves_with(self, first: int, view: DraftView) -> list[Leaf]:
-        others = self._policy.beside(view, first) if self._leaves > 1 else ()
+        others = self._policy.beside(view, first) if self._steps.most_leaves > 1 else ()
         worth = [first, *[one for one in others if self._steps.is_worth_asking(one)]]
         return [Leaf(parent, view.paying(parent, self._policy.width)) for parent in worth]
 
@@ -247,5 +246,5 @@ class DraftSession:
             self.estimates,
             None if since is None else now - since,
             resting,
-            self._leaves,
+            self._steps.most_leaves,
         )
