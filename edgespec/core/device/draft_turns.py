@@ -8,8 +8,8 @@ a pause. Between turns the session goes first that has had the least drafting ti
 (start-time fair queueing); one that did not ask for a while has saved nothing up.
 
 A *cache* holds the keys and values of one session. With more sessions than caches, one that has
-none takes over that of another and feeds its text again. It then keeps the cache for eight times
-the drafting time that feeding takes (``AMORTISE``), so that about an eighth goes into feeding;
+none takes over that of another and feeds its text again. It then keeps the cache for four times
+the drafting time that feeding takes (``AMORTISE``), so that about a quarter goes into feeding;
 earlier only an owner that draws no use from its cache loses it: because it rests while others draft
 for as long, because nobody else could draft now, or because somebody has waited for two seconds of
 drafting (``PATIENCE_S``) or, if that is more, for a turn of every session with its feeding.
@@ -37,7 +37,7 @@ from edgespec.core.device.turn_policy import TurnPolicy
 from edgespec.core.protocol.estimators import MovingAverage
 
 LEAST_WEIGHT = 1 / 8
-AMORTISE = 8.0
+AMORTISE = 4.0
 """A cache that was filled anew is kept for so many times what that took."""
 PATIENCE_S = 2.0
 """Who waits while others draft for so long, or for a turn of everybody, gets a cache anyway."""
