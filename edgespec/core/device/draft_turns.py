@@ -1,7 +1,7 @@
 """One draft model for many generations: whose step runs next, and in which of its caches.
 
 Theory of operation. A session *asks* for a step, and asks again when that one is over. It is given
-a *turn*: steps one after another, for as long as it goes on asking, up to ``turn_s`` of drafting.
+a *turn*: steps one after another while it goes on asking, for the time that ``turn_steps`` take.
 One step at a time would be fairer in the small, and useless: a draft counts only where it is ahead
 of what the verifier decodes meanwhile, and a session gets ahead by drafting several tokens without
 a pause. Between turns the session goes first that has had the least drafting time for its weight
