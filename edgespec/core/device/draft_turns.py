@@ -1,15 +1,15 @@
 """One draft model for many generations: whose step runs next, and in which of its caches.
 
 Theory of operation. A session *asks* for a step, and asks again when that one is over. It is given
-a *turn*: steps one after another, for as long as it goes on asking, up to ``turn_s`` of drafting.
+a *turn*: steps one after another while it goes on asking, for the time that ``turn_steps`` take.
 One step at a time would be fairer in the small, and useless: a draft counts only where it is ahead
 of what the verifier decodes meanwhile, and a session gets ahead by drafting several tokens without
 a pause. Between turns the session goes first that has had the least drafting time for its weight
 (start-time fair queueing); one that did not ask for a while has saved nothing up.
 
 A *cache* holds the keys and values of one session. With more sessions than caches, one that has
-none takes over that of another and feeds its text again. It then keeps the cache for eight times
-the drafting time that feeding takes (``AMORTISE``), so that about an eighth goes into feeding;
+none takes over that of another and feeds its text again. It then keeps the cache for four times
+the drafting time that feeding takes (``AMORTISE``), so that about a quarter goes into feeding;
 earlier only an owner that draws no use from its cache loses it: because it rests while others draft
 for as long, because nobody else could draft now, or because somebody has waited for two seconds of
 drafting (``PATIENCE_S``) or, if that is more, for a turn of every session with its feeding.
@@ -37,7 +37,7 @@ from edgespec.core.device.turn_policy import TurnPolicy
 from edgespec.core.protocol.estimators import MovingAverage
 
 LEAST_WEIGHT = 1 / 8
-AMORTISE = 8.0
+AMORTISE = 4.0
 """A cache that was filled anew is kept for so many times what that took."""
 PATIENCE_S = 2.0
 """Who waits while others draft for so long, or for a turn of everybody, gets a cache anyway."""
