@@ -19,6 +19,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.tree_cache import MAX_TREE_NODES
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.manifest import DraftModelError
@@ -30,8 +31,6 @@ from edgespec.drafters.tree_rows import RowTable, common_length
 from edgespec.ports import Cancelled, Candidate, StepCancelledError, TreeRows, never_cancelled
 
 MAX_LEAVES = 16
-TREE_ROWS = 256
-"""Rows that a cache has for nodes, beside those of its context."""
 
 
 class OnnxTreeDrafter(OnnxDrafter):
@@ -118,7 +117,7 @@ class OnnxTreeDrafter(OnnxDrafter):
             raise ValueError(f"{text} tokens do not fit the draft's context length of {context}")
         bounded("leaves", len(rows.leaves), 1, self.most_leaves)
         count = text + len(rows.moved) + len(rows.tokens)
-        bounded("rows", count, 1, context + TREE_ROWS)
+        bounded("rows", count, 1, context + MAX_TREE_NODES)
 
     def _move(self, keep_length: int, moved: Sequence[int]) -> None:
         """Rows ``moved`` close up behind row ``keep_length``; those not valid are fed again."""
@@ -187,7 +186,7 @@ class OnnxTreeDrafter(OnnxDrafter):
             (self.most_leaves, self._info.vocabulary_size), dtype=np.float32
         )
         self._logits_values: dict[int, ort.OrtValue] = {}
-        self._capacity = self._window.size + TREE_ROWS
+        self._capacity = self._window.size + MAX_TREE_NODES
         super()._bind(session)
 
     def close(self) -> None:

@@ -4,14 +4,12 @@
   stand for 127.0.0.1 (DNS rebinding) is told apart by that name.
 * A request with an ``Origin`` comes from a web page: only pages of this endpoint and those that
   were let in may ask.
-* Where a key is set it must be shown, for everything but ``/health``; it is compared in a time that
-  does not depend on where it differs.
+* Where a key is set it must be shown, for everything but ``/health`` and the page; it is compared
+  in a time that does not depend on where it differs.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -26,8 +24,8 @@ from edgespec.config.security import host_of, is_loopback
 from edgespec.endpoint.errors import ApiError
 
 HEALTH: Final = "/health"
-PAGE: Final = "/"
-"""What a browser opens; there it may ask its user for the key."""
+_OPEN: Final = (HEALTH, "/")
+"""What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -37,13 +35,9 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 
 def shows_key(headers: Headers, key: str) -> bool:
-    """Whether ``Authorization: Bearer KEY`` is there and right; or ``Basic``, as browsers send it,
-    with any name and the key as the password."""
+    """Whether ``Authorization: Bearer KEY`` is there and right."""
     scheme, _, shown = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "basic":
-        with contextlib.suppress(ValueError):
-            _, _, shown = base64.b64decode(shown, validate=True).decode().partition(":")
-    elif scheme.lower() != "bearer":
+    if scheme.lower() != "bearer":
         return False
     return hmac.compare_digest(_digest(shown.strip()), _digest(key))
 
@@ -73,10 +67,7 @@ class Guard:
             self._check(scope, Headers(scope=scope))
         except ApiError as error:
             # The body was not read, so the connection cannot be used any further.
-            more = {"Connection": "close"}
-            if error.status == 401 and scope["path"] == PAGE:
-                more["WWW-Authenticate"] = 'Basic realm="edgespec", charset="UTF-8"'
-            response = error_response(error, more)
+            response = error_response(error, {"Connection": "close"})
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -92,7 +83,7 @@ class Guard:
                 code="foreign_host",
             )
         self._check_origin(headers.get("origin"), host)
-        public = scope["path"] == HEALTH or scope["method"] == "OPTIONS"
+        public = scope["path"] in _OPEN or scope["method"] == "OPTIONS"
         if self._key and not public and not shows_key(headers, self._key):
             shown = (
                 "the key shown is not the right one"

@@ -6,10 +6,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.tree_cache import TreeCache
+from edgespec.core.device.events import Connected, Start, StartStep, StepDone
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.device.tree_cache import MAX_TREE_NODES, TreeCache
+from edgespec.core.protocol.messages import Limits, Open, Opened
 from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ALIVE, ROOT, SpeculationTree
-from edgespec.core.protocol.work import TreeRows
+from edgespec.core.protocol.work import Candidate, TreeRows
 from edgespec.drafters.tree_rows import RowTable
 
 _round = st.tuples(
@@ -83,3 +89,29 @@ def test_the_roots_row_is_fed_again_for_its_guesses() -> None:
     tree, cache = SpeculationTree(CommittedPrefix((7, 8))), TreeCache()
     assert cache.feed(tree, [ROOT]) == (0, (7, 8), TreeRows((), (), (), (1,)))
     assert cache.feed(tree, [ROOT]) == (1, (8,), TreeRows((), (), (), (1,)))
+
+
+def test_a_session_of_several_leaves_keeps_no_more_nodes_than_there_are_rows() -> None:
+    """A verifier that takes any number of nodes, and a drafter that never runs out of guesses."""
+    for leaves, most in ((1, 2000), (4, MAX_TREE_NODES)):
+        request = Open("one", "", "", (1,), sampling=SamplingParams(max_tokens=4000))
+        session = DraftSession(
+            request,
+            WindowedPolicy(2, window=256, least_chance=0.0, step_price=0.0),
+            ReconnectPolicy(),
+            1 << 20,
+            leaves=leaves,
+        )
+        actions = (*session.handle(Start(), 0.0), *session.handle(Connected(), 0.0))
+        limits = Limits(max_nodes_outstanding=2000)
+        actions += session.handle(Opened(limits, "m", 1), 0.0)
+        for _ in range(1200):
+            steps = [one for one in actions if isinstance(one, StartStep)]
+            if not steps:
+                break
+            rows = steps[0].rows
+            guesses = (Candidate(5, -1.0), Candidate(6, -2.0))
+            count = 1 if rows is None else len(rows.leaves)
+            actions = session.handle(StepDone(guesses, (guesses,) * (count - 1)), 0.0)
+        assert most - 10 <= len(session.tree.nodes) <= most or leaves == 1
+        assert len(session.tree.nodes) <= most

@@ -28,6 +28,7 @@ from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.tree_cache import MAX_TREE_NODES
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -233,6 +234,7 @@ class DraftSession:
     def _most_outstanding(self) -> int:
         """Nodes that the verifier wants to see, by its limits and for now."""
         most, credit = self.limits.max_nodes_outstanding, self.estimates.price.credit
+        most = most if self._leaves == 1 else min(most, MAX_TREE_NODES)
         return most if credit is None else min(most, credit)
 
     def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:

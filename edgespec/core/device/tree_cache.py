@@ -18,6 +18,9 @@ from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
 from edgespec.core.protocol.work import TreeRows
 
+MAX_TREE_NODES = 256
+"""A drafter of trees has so many rows behind the text; a session with one keeps no more nodes."""
+
 
 class TreeCache:
     """The tokens behind a drafter's cached rows, and the row that each hangs on."""
