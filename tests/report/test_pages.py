@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from edgespec.cli.sim.report import report
 from edgespec.report import figures
+from edgespec.report.answer_plot import answer_plot
 from edgespec.report.csv_table import arms_csv, requests_csv
 from edgespec.report.page import headline, render
+from edgespec.report.plots import series_plots
 from edgespec.report.spans import Lane, Span
 from edgespec.report.sweep_page import render_sweep, sweep_csv
 from edgespec.report.tables import arms_table, bounds_table
@@ -26,7 +28,7 @@ from edgespec.report.timeline import Timeline
 from edgespec.report.timeline_plot import timeline_plots
 from edgespec.report.trace_page import render_trace
 from edgespec.report.write import RunNotFound, report_on, write_report
-from edgespec.telemetry.run_summary import RunSummary
+from edgespec.telemetry.run_summary import RunSummary, Series
 from tests.report.samples import ARMS, five_arms, made_up_sweep, made_up_trace
 
 EVIL = "<script>alert('x')</script>&\"</script>"
@@ -204,6 +206,66 @@ def test_runs_that_differ_in_their_seed_are_one_point() -> None:
     html = render_sweep(points)
     assert html.count('id="plot-') == 4, "one panel a metric"
     assert '"x":[10],"y":[3.125]' in html
+
+
+def sure(run: RunSummary) -> RunSummary:
+    """The same with an interval around every speed-up, of 12 seeds."""
+    arms = tuple(
+        replace(arm, speedup_interval=(0.9 * arm.speedup, 1.1 * arm.speedup))
+        for arm in run.arms
+        if arm.speedup is not None
+    )
+    return replace(run, arms=arms, seed=1, seeds=12)
+
+
+def test_the_first_picture_shows_intervals_and_limits() -> None:
+    run = sure(five_arms())
+    figure = answer_plot(run)
+    assert figure is not None
+    *points, limits = figure.data
+    assert [point["name"] for point in points] == [arm.arm for arm in run.arms[1:]]
+    ours, arm = points[-1], run.arms[-1]
+    assert arm.speedup is not None
+    assert ours["x"] == [arm.speedup]
+    assert ours["error_x"]["array"] == [pytest.approx(0.1 * arm.speedup)]
+    base = run.arms[0].all.tpot_s
+    assert base is not None
+    assert limits["x"][-1] == pytest.approx(base.mean / max(arm.bounds.values()))
+    assert "over 12 seeds" in figure.caption
+    assert figure.layout["shapes"][0]["x0"] == 1
+    assert answer_plot(replace(run, arms=run.arms[:1])) is None
+    assert answer_plot(replace(run, arms=run.arms[1:])) is None, "nothing to compare with"
+
+
+def test_how_sure_a_speed_up_is_stands_beside_it() -> None:
+    run = sure(five_arms())
+    assert "2.31× (2.08–2.54)" in arms_table(run)
+    assert "(95 % interval 2.08 to 2.54)" in headline(run)
+    assert figures.seeds(run) == "seeds 1 to 12"
+    alone = replace(five_arms(), seed=3, simulated=True)
+    assert "one seed: nobody knows how sure that is" in headline(alone)
+    assert figures.seeds(alone) == "seed 3"
+
+
+def test_a_sweep_draws_intervals_as_bands() -> None:
+    points = [(varied, sure(run)) for varied, run in made_up_sweep()]
+    html = render_sweep(points)
+    assert html.count('"fill":"toself"') >= len(ARMS)
+    assert "Bands: 95 % intervals." in html
+    assert '"fill":"toself"' not in render_sweep(made_up_sweep())
+    rows = list(csv.DictReader(io.StringIO(sweep_csv(points))))
+    assert {row["seeds"] for row in rows} == {"12"}
+    assert float(rows[-1]["speedup_low"]) < float(rows[-1]["speedup"])
+
+
+def test_a_series_of_several_seeds_has_a_band() -> None:
+    run = five_arms()
+    line = Series("tokens", "tokens/s", 1.0, (2.0, 3.0), (1.0, 2.5), (3.0, 3.5))
+    (figure,) = series_plots(replace(run, arms=(replace(run.arms[0], series=(line,)),)))
+    band, drawn = figure.data
+    assert band["y"] == [3.0, 3.5, 2.5, 1.0]
+    assert band["x"] == [0.0, 1.0, 1.0, 0.0]
+    assert drawn["y"] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class Workers:
         self._pool: Pool | None = None
         self._told: Queue[tuple[int, float]] | None = None
         self._total_s = self._done_s = 0.0
+        self._workers: set[int | None] = set()
 
     def __enter__(self) -> Workers:
         self._around.enter_context(self._bar)
@@ -99,7 +100,7 @@ class Workers:
             try:
                 index, outcome = results.next(timeout=_POLL_S)
             except multiprocessing.TimeoutError:
-                pass
+                self._check_children()
             else:
                 left -= 1
                 done_s[index] = tasks[index].job.scenario.duration_s
@@ -109,11 +110,21 @@ class Workers:
         _drain(told, done_s)
         self._done_s += sum(task.job.scenario.duration_s for task in tasks)
 
+    def _check_children(self) -> None:
+        """A process that was killed (memory) takes its task with it, and nobody would wait less."""
+        if not self._workers <= _children():
+            raise ChildProcessError(
+                "a process that played worlds was killed, for want of memory perhaps;"
+                " --processes 1 needs least"
+            )
+
     def _started(self) -> tuple[Pool, Queue[tuple[int, float]]]:
         if self._pool is None or self._told is None:
             context = multiprocessing.get_context("spawn")
             self._told = context.Queue()
+            before = _children()
             self._pool = context.Pool(self._processes, _start_worker, (self._told,))
+            self._workers = _children() - before
         return self._pool, self._told
 
 
@@ -123,6 +134,10 @@ def play_all(
     """One round of ``Workers``."""
     with Workers(min(processes, len(tasks)), quiet=quiet) as workers:
         yield from workers.play(tasks)
+
+
+def _children() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()}
 
 
 def _drain(told: Queue[tuple[int, float]], done_s: list[float]) -> None:
