@@ -4,6 +4,7 @@ message; and what is known to be neutral is let pass."""
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from collections.abc import Coroutine
 from typing import Any
 
@@ -39,9 +40,7 @@ def requests(names: frozenset[str], needed: str, usual: Any) -> st.SearchStrateg
     named = st.dictionaries(known, VALUES, max_size=4)
     others = st.dictionaries(st.sampled_from(OTHERS), VALUES, max_size=1)
     given = st.fixed_dictionaries({needed: st.just(usual) | VALUES})
-    return st.builds(
-        lambda *parts: {k: v for p in parts for k, v in p.items()}, given, named, others
-    )
+    return st.builds(lambda *parts: dict(ChainMap(*parts)), given, named, others)
 
 
 def endpoint() -> Endpoint:
@@ -49,21 +48,24 @@ def endpoint() -> Endpoint:
     return Endpoint(agent, ToyTokenizer(), VerifierWatch({}), EndpointSection())
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
     chat=requests(CHAT, "messages", MESSAGES),
     text=requests(COMPLETION, "prompt", "a"),
 )
 def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
     asked = endpoint()
-    for work in (asked.chat(chat), asked.completion(text)):
-        found = asyncio.run(outcome(work))
+    for found in asyncio.run(outcomes(asked.chat(chat), asked.completion(text))):
         if isinstance(found, ApiError):
             assert 400 <= found.status < 500
             assert found.message
         else:
             assert 1 <= len(found.choices) <= asked.settings.max_concurrent
             assert all(choice.job.prompt for choice in found.choices)
+
+
+async def outcomes(*works: Coroutine[Any, Any, Answer]) -> list[Answer | ApiError]:
+    return [await outcome(work) for work in works]
 
 
 async def outcome(work: Coroutine[Any, Any, Answer]) -> Answer | ApiError:
