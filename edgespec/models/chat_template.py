@@ -79,6 +79,10 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template wrote {len(text)} characters, at most {MAX_PROMPT_CHARACTERS}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ChatTemplateError("the messages hold half of a surrogate pair") from None
         return text
 
     @cached_property

@@ -138,6 +138,18 @@ def test_a_hostile_template_fails_and_does_nothing(source: str) -> None:
     assert messages == [USER]
 
 
+def test_half_a_surrogate_pair_is_no_prompt(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = {"chat_template": "{{ tools[0].a }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = TextTokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match="half of a surrogate pair"):
+        tokenizer.encode_chat([USER], tools=[{"a": "\ud800"}])
+    template = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(ChatTemplateError, match="half of a surrogate pair"):
+        template.render([{"role": "user", "content": "\ud800"}])
+
+
 def test_where_templates_are_found(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "a"},

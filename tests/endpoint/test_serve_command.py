@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from edgespec.models.toy_tokenizer import ToyTokenizer
 from tests.shell.live_verifier import daemon, start, toy_text
 
 WITHIN_S = 60
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 TOY = ("--draft", "toy", "--port", "0")
 
 
@@ -52,6 +54,7 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
+@needs_curl
 def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
     with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
         assert process.stderr is not None
@@ -74,6 +77,7 @@ def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
         assert process.wait(WITHIN_S) == 0
 
 
+@needs_curl
 def test_a_verifier_that_is_not_there_is_a_state() -> None:
     with endpoint("--verifier", "127.0.0.1:1") as (url, process):
         assert process.stderr is not None
@@ -85,6 +89,7 @@ def test_a_verifier_that_is_not_there_is_a_state() -> None:
         assert process.wait(WITHIN_S) == 0
 
 
+@needs_curl
 @pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
     with daemon("--pass-ms", "50") as (address, _):
@@ -116,7 +121,7 @@ def test_a_misfit_is_refused_at_once() -> None:
         assert "is not that of the verifier's 'toy'" in done.stderr
 
 
-def test_beyond_this_machine_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_this_machine_a_key_is_needed() -> None:
     done = call(*TOY, "--host", "0.0.0.0")
     assert done.exit_code == 2
     assert "endpoint.host is '0.0.0.0', where others can ask: set a key" in done.stderr

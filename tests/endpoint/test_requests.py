@@ -1,0 +1,94 @@
+"""Requests from anybody. Oracle: whatever JSON comes, it is an answer to run or a 4xx that has a
+message; and what is known to be neutral is let pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.config import EndpointSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.errors import ApiError
+from edgespec.endpoint.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
+from edgespec.endpoint.requests import chat_request, completion_request
+from edgespec.endpoint.service import Answer, Endpoint
+from edgespec.endpoint.verifiers import VerifierWatch
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.endpoint.live_endpoint import ScriptedAgent
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+WORDS = st.sampled_from(["user", "system", "tool", "auto", "function", "text", "a", "", "\ud800"])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5)
+KEYS = st.sampled_from(
+    "role content type text function name arguments parameters tool_calls id strict 5 -1 x".split()
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4)
+)
+OTHERS = [*sorted(IGNORED | set(NEUTRAL)), "other"]
+
+
+def requests(names: frozenset[str], needed: str, usual: Any) -> st.SearchStrategy[Any]:
+    """Mostly of names that count, so that more than the first check is reached."""
+    known = st.sampled_from(sorted(names - {needed}))
+    named = st.dictionaries(known, VALUES, max_size=4)
+    others = st.dictionaries(st.sampled_from(OTHERS), VALUES, max_size=1)
+    given = st.fixed_dictionaries({needed: st.just(usual) | VALUES})
+    return st.builds(lambda *parts: dict(ChainMap(*parts)), given, named, others)
+
+
+def endpoint() -> Endpoint:
+    agent: Any = ScriptedAgent()
+    return Endpoint(agent, ToyTokenizer(), VerifierWatch({}), EndpointSection())
+
+
+@settings(max_examples=60)
+@given(
+    chat=requests(CHAT, "messages", MESSAGES),
+    text=requests(COMPLETION, "prompt", "a"),
+)
+def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
+    asked = endpoint()
+    for found in asyncio.run(outcomes(asked.chat(chat), asked.completion(text))):
+        if isinstance(found, ApiError):
+            assert 400 <= found.status < 500
+            assert found.message
+        else:
+            assert 1 <= len(found.choices) <= asked.settings.max_concurrent
+            assert all(choice.job.prompt for choice in found.choices)
+
+
+async def outcomes(*works: Coroutine[Any, Any, Answer]) -> list[Answer | ApiError]:
+    return [await outcome(work) for work in works]
+
+
+async def outcome(work: Coroutine[Any, Any, Answer]) -> Answer | ApiError:
+    try:
+        return await work
+    except ApiError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
+    for value in (None, *NEUTRAL[name]):
+        chat_request({"messages": MESSAGES, name: value}, SamplingParams(), 8)
+    with pytest.raises(ApiError, match="not supported") as caught:
+        completion_request({"prompt": "a", name: "something"}, SamplingParams(), 8)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_defaults_are_the_devices() -> None:
+    own = SamplingParams(temperature=0.7, top_p=0.9, stop=("x",), seed=3)
+    asked = completion_request({"prompt": "a", "top_p": None}, own, 8).asked
+    assert (asked.sampling.temperature, asked.sampling.top_p) == (0.7, 0.9)
+    assert asked.sampling.stop == ("x",)
+    other = completion_request({"prompt": "a", "temperature": 0, "seed": -1}, own, 8).asked
+    assert (other.sampling.temperature, other.sampling.seed) == (0.0, (1 << 64) - 1)
+    assert asked.max_tokens is None
