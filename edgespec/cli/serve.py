@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings
 from edgespec.cli.running import reported, trace_to
+from edgespec.cli.serve_install import FLAG, install_service
 from edgespec.cli.serve_life import serve_until_stopped
 from edgespec.cli.tls_options import WHERE
 
@@ -107,6 +109,15 @@ DrainS = Annotated[
     ),
 ]
 
+Install = Annotated[
+    bool,
+    typer.Option(
+        FLAG,
+        help="Write a systemd unit of this user that runs this very command, and start nothing",
+        rich_help_panel=_SERVICE,
+    ),
+]
+
 
 def serve(
     context: typer.Context,
@@ -149,6 +160,7 @@ def serve(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
     trace: options.Trace = None,
+    install: Install = False,
     log_level: options.LogLevel = None,
     log_format: options.LogFormat = None,
     config: options.Config = None,
@@ -167,5 +179,8 @@ def serve(
     """
     with reported():
         settings = agent_settings(context, KEYS)
+        if install:
+            install_service(settings, sys.argv[1:])
+            return
         with trace_to(settings.trace) as tracer:
             asyncio.run(serve_until_stopped(settings, tracer))

@@ -33,6 +33,8 @@ class ServiceSettings:
     """Holds keys, as ``NAME=value`` lines; it may be missing. Empty: none."""
     isolated: bool = False
     """Sees a read-only system and its own folders alone; needs user namespaces."""
+    working_directory: str = ""
+    """Where relative paths among ``arguments`` begin; empty: at home."""
     notify: bool = False
     """The program tells when it is ready (``sd_notify``)."""
 
@@ -42,7 +44,8 @@ class ServiceSettings:
         budget = self.memory_budget_bytes
         if budget is not None and budget < _MIB:
             raise ValueError(f"memory_budget_bytes is {budget}, but must be at least {_MIB}")
-        for text in (self.program, *self.arguments, self.environment_file):
+        texts = (self.program, *self.arguments, self.environment_file, self.working_directory)
+        for text in texts:
             if any(ord(letter) < 32 for letter in text):
                 raise ValueError(f"{text!r} holds a control character, which no unit can")
 
@@ -99,6 +102,9 @@ def _service(settings: ServiceSettings) -> list[str]:
         "# A draft that is behind others costs speed only: what the user works with comes first.",
         "Nice=5",
     ]
+    if settings.working_directory:
+        where = settings.working_directory.replace("%", "%%")
+        lines.insert(2, f"WorkingDirectory={where}")
     if settings.environment_file:
         lines.insert(2, f"EnvironmentFile=-{settings.environment_file}")
     if settings.memory_budget_bytes is not None:
