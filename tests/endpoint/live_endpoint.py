@@ -7,15 +7,18 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openai import AsyncOpenAI
 
-from edgespec.agent.agent import Agent, AgentOptions, Chunk, GenerationStats, Piece
+from edgespec.agent.agent import Agent, AgentOptions, GenerationStats
+from edgespec.agent.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
+from edgespec.agent.status import StatusSource
 from edgespec.compose import build_agent, connect
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
+from edgespec.core.device.offline import Correction
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
@@ -63,24 +66,31 @@ async def live(
     settings: EndpointSection | None = None,
     sampling: SamplingParams | None = None,
     key: str = "",
-    **app: Any,
+    *,
+    status: StatusSource | None = None,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
     with listen("127.0.0.1", 0) as listener:
-        server = EndpointServer(endpoint, build_app(endpoint, **app), listener)
+        server = EndpointServer(endpoint, build_app(endpoint, status), listener)
         await server.start()
         try:
             yield Live(endpoint, server, watch)
         finally:
             await server.stop(0.0)
             await watch.close()
+            if status is not None:
+                await status.close()
 
 
 @contextlib.asynccontextmanager
 async def over_toy(
-    target: TargetModel | None = None, *, draft: str = "toy", **more: Any
+    target: TargetModel | None = None,
+    *,
+    draft: str = "toy",
+    shows_status: bool = False,
+    **more: Any,
 ) -> AsyncIterator[Live]:
     """An endpoint over the toy's verifier, which has been looked at."""
     async with serving(target) as (address, verifier):
@@ -88,7 +98,8 @@ async def over_toy(
         await watch.look()
         config = AgentConfig(verifier=address, draft=DraftSection(model=draft), tokenizer="toy")
         async with build_agent(config) as agent:
-            async with live(agent, ToyTokenizer(), watch, **more) as found:
+            status = StatusSource(agent, (address,)) if shows_status else None
+            async with live(agent, ToyTokenizer(), watch, status=status, **more) as found:
                 found.verifier, found.address = verifier, address
                 yield found
 
@@ -120,20 +131,24 @@ class ScriptedAgent:
     between: Callable[[int], Any] | None = None
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     samplings: list[SamplingParams] = field(default_factory=list)
+    offline: Sequence[UnverifiedChunk | Correction] = ()
+    """Said before the first piece; positions from the end of the prompt."""
     closed: int = 0
     options: AgentOptions = field(default_factory=AgentOptions)
 
-    async def generate(
+    async def follow(
         self,
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
         logprobs: int = 0,
         started: Callable[[GenerationStats], None] | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[ReplyEvent, None]:
         self.prompts.append(tuple(prompt))
         self.samplings.append(sampling)
         try:
+            for event in self.offline:
+                yield replace(event, position=event.position + len(prompt))
             for place, piece in enumerate(self.pieces):
                 if self.between is not None:
                     await self.between(place)

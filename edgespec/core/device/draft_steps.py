@@ -7,12 +7,13 @@ out to be what was committed meanwhile (which still says how good the draft is),
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
-from edgespec.core.device.tree_cache import TreeCache
+from edgespec.core.device.tree_cache import MAX_TREE_NODES, TreeCache
 from edgespec.core.protocol.tree import FORWARDED, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
@@ -46,6 +47,8 @@ class DraftSteps:
         self._tree, self._reader, self.most_leaves = tree, reader, most_leaves
         self._cache = DraftCache()
         self._tree_cache = TreeCache() if most_leaves > 1 else None
+        self.most_nodes = MAX_TREE_NODES if most_leaves > 1 else sys.maxsize
+        """A drafter that takes trees has rows for so many."""
         self._running: _Step | None = None
         self._speechless: tuple[int, frozenset[int]] = (0, frozenset())
         """Where the last step had no guess: the committed length, and the nodes."""

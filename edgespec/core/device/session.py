@@ -28,7 +28,6 @@ from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.device.tree_cache import MAX_TREE_NODES
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -49,8 +48,7 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
     not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``leaves`` is how many the drafter takes a step; with more than one, every step has rows.
-    ``rows`` is what they took so far on this device; it is kept up, too."""
+    ``leaves`` is how many the drafter takes a step; ``rows``, kept up as well, what they took."""
 
     def __init__(
         self,
@@ -233,8 +231,8 @@ class DraftSession:
     @property
     def _most_outstanding(self) -> int:
         """Nodes that the verifier wants to see, by its limits and for now."""
-        most, credit = self.limits.max_nodes_outstanding, self.estimates.price.credit
-        most = most if self._leaves == 1 else min(most, MAX_TREE_NODES)
+        most = min(self.limits.max_nodes_outstanding, self._steps.most_nodes)
+        credit = self.estimates.price.credit
         return most if credit is None else min(most, credit)
 
     def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:

@@ -1,0 +1,102 @@
+"""What an endpoint shows beside OpenAI's API: unverified text, the page, metrics, a systemd unit.
+Oracle: what the scripted agent said; the numbers of the requests that were made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.agent.reply import UnverifiedChunk
+from edgespec.cli.main import app
+from edgespec.core.device.offline import Correction
+from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script, over_toy
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+WRITTEN = (UnverifiedChunk(0, (7, 8), ("un", "sure")), Correction(1))
+PIECES = ("sure", "ly")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "abc"})]
+)
+async def test_unverified_text_is_beside_the_answer_and_never_in_it(
+    path: str, asked: dict[str, object]
+) -> None:
+    async with over_script(ScriptedAgent(PIECES, offline=WRITTEN)) as live:
+        reply = await ask(live, path, {**asked, "stream": True})
+        whole = (await ask(live, path, asked)).json
+    *events, done = events_of(reply.body)
+    assert done == "[DONE]"
+    told = [event["edgespec"] for event in events if "edgespec" in event]
+    assert told == [{"unverified": "unsure", "position": 0, "tokens": 2}, {"discard_from": 1}]
+    choices = [event["choices"][0] for event in events]
+    text = "".join(
+        one["delta"].get("content", "") if "delta" in one else one["text"] for one in choices
+    )
+    assert text == "surely"
+    (choice,) = whole["choices"]
+    assert choice.get("text") == "surely" or choice["message"]["content"] == "surely"
+
+
+async def test_openais_client_reads_verified_text_alone() -> None:
+    async with over_script(ScriptedAgent(PIECES, offline=WRITTEN)) as live:
+        async with live.client() as client:
+            stream = await client.chat.completions.create(
+                model="edgespec", messages=[{"role": "user", "content": "Hi"}], stream=True
+            )
+            found = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(found) == "surely"
+
+
+async def test_the_page_its_numbers_and_the_agents_metrics() -> None:
+    async with over_toy(shows_status=True, key="sesame") as live:
+        page = await ask(live, "/")
+        assert page.status == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert (await ask(live, "/status.json")).status == 401
+        key = {"Authorization": "Bearer sesame"}
+        assert (
+            await ask(live, "/v1/completions", {"prompt": "abc", "max_tokens": 5}, **key)
+        ).status == 200
+        numbers = (await ask(live, "/status.json", **key)).json
+        assert numbers["totals"]["tokens"] == 5
+        assert numbers["verifiers"][0]["state"] == "ready"
+        lines = (await ask(live, "/metrics", **key)).body.decode().splitlines()
+    assert "edgespec_agent_generation_tokens_total 5.0" in lines
+    assert "edgespec_endpoint_completion_tokens_total 5.0" in lines
+
+
+def test_install_writes_a_unit_of_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    words = ["serve", "--install", "--verifier", "gpu box:1", "--memory-budget", "600MiB"]
+    monkeypatch.setattr(sys, "argv", ["edgespec", *words])
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    unit = tmp_path / "systemd/user/edgespec-serve.service"
+    text = unit.read_text()
+    said = '-m edgespec serve --verifier "gpu box:1" --memory-budget 600MiB\n'
+    assert f"ExecStart={sys.executable} {said}" in text
+    assert f"WorkingDirectory={Path.cwd()}\n" in text
+    assert "MemoryMax=664M\n" in text
+    assert CliRunner().invoke(app, words).exit_code == 0  # ours is written anew
+    unit.write_text("[Unit]\n")
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 1
+    assert "was not made by edgespec" in refused.output
+    assert unit.read_text() == "[Unit]\n"
+
+
+async def test_a_status_belongs_to_one_agent() -> None:
+    """Two endpoints in one process count apart."""
+    async with over_toy(shows_status=True) as one, over_toy(shows_status=True) as other:
+        await ask(one, "/v1/completions", {"prompt": "abc", "max_tokens": 3})
+        found = [
+            (await ask(each, "/status.json")).json["totals"]["tokens"] for each in (one, other)
+        ]
+    assert found == [3, 0]
