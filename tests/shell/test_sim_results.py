@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli.sim.main import app
 from edgespec.cli.sim.pool import Workers
+from edgespec.cli.sim.replay import _how_long
 from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.telemetry.run_summary import read_summary
 from edgespec_sim.replication import FIRST
@@ -165,6 +166,15 @@ def test_a_replay_plays_all_of_a_trace_and_says_so(tmp_path: Path) -> None:
     part = sim("replay", str(trace), "--seed", "1", "--seconds", "1.5")
     assert "Played: the first 1.50 s of" in part
     assert "as --seconds asked for" in part
+
+
+def test_of_a_very_long_trace_an_hour_is_played_and_named(tmp_path: Path) -> None:
+    trace = tmp_path / "days.csv"
+    trace.write_text("time_s,rtt_ms\n0,40\n86400,50\n", encoding="utf-8")
+    played_s, said = _how_long(str(trace), None)
+    assert played_s == 3600.0
+    assert "the first 60.0 min of 48.0 h" in said  # A row holds as long as the one before.
+    assert _how_long(str(trace), 7000.0)[0] == 7000.0
 
 
 # --- no lost result ---------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from edgespec_sim.traces.readers import read_trace
 
 GENERATED = "generate:"
 GENERATED_S = 60.0
-MOST_S = 1e6
+MOST_S = 3600.0
+"""Of a trace, unless --seconds says more: an hour takes minutes, and ten days would take one."""
 
 
 def replay(
@@ -56,7 +57,7 @@ def replay(
         float | None,
         typer.Option(
             min=1.0,
-            help="How much of the trace, from its start \\[default: all; a generated one: 60]",
+            help="How much, from the start \\[default: all up to an hour; generated: 60]",
         ),
     ] = None,
     seed: SeedOption = None,
@@ -127,13 +128,13 @@ def _how_long(trace: str, seconds: float | None) -> tuple[float, str]:
         played_s = GENERATED_S if seconds is None else seconds
         return played_s, f"Played: {figures.duration(played_s)} of a generated network."
     whole_s = read_trace(Path(trace)).duration_s
-    if seconds is None or seconds == whole_s:
-        return min(whole_s, MOST_S), (
-            f"Played: the whole trace, {figures.duration(whole_s)}."
-            if whole_s <= MOST_S
-            else f"Played: the first {figures.duration(MOST_S)} of {figures.duration(whole_s)},"
-            " as no world lasts longer."
+    if seconds is None and whole_s > MOST_S:
+        return MOST_S, (
+            f"Played: the first {figures.duration(MOST_S)} of {figures.duration(whole_s)}, as more"
+            " would take long; --seconds plays more."
         )
+    if seconds is None or seconds == whole_s:
+        return whole_s, f"Played: the whole trace, {figures.duration(whole_s)}."
     if seconds > whole_s:
         times = seconds / whole_s
         return seconds, f"Played: {figures.duration(seconds)}, the trace {times:.1f} times over."
