@@ -186,12 +186,18 @@ class SharedDrafter:
         seat.spawn(self._run(seat, cache, fills, step))
 
     def _arm(self) -> None:
-        """Deadlines mostly move on, so a timer that is set for an earlier moment stays."""
+        """Deadlines mostly move on, so a timer that is set for an earlier moment stays; one whose
+        moment is past was another event loop's."""
         deadline = self.turns.deadline
-        if deadline is None or self._timer is not None:
+        if deadline is None:
             return
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() > loop.time():
+                return
+            self._timer.cancel()
         delay_s = max(0.0, deadline - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        self._timer = loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
