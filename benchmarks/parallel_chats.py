@@ -20,8 +20,9 @@ text is compared with the one of the first arm. A pass takes ``--pass-ms`` and a
 With ``--generations N`` so many more run, ``--chats`` at a time, and resident memory, open files
 and tasks of the device and of the verifier are told before, half way and behind.
 
-The exit code is 1 when a text differs, a text got no draft at all, or the shared arms are slower
-than one text after the other.
+The exit code is 1 when a text differs, a text got no draft at all though the verifier wanted drafts
+throughout (it says when none can pay for its row: ``unwanted``), or the shared arms are slower than
+one text after the other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -47,6 +49,7 @@ from edgespec.benchmark.report import machine, versions
 from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.core.device.events import Deliver, StepDone, TokenKind
+from edgespec.core.protocol.messages import Commit
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.process_memory import resident_bytes
 
@@ -60,10 +63,14 @@ class Counts:
     def __init__(self) -> None:
         self.steps: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
+        self.unwanted = 0
+        """Commits by which the verifier wanted no drafts: none could pay for its row."""
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         if isinstance(item, StepDone):
             self.steps[session] += 1
+        elif isinstance(item, Commit):
+            self.unwanted += item.credit == 0
         elif isinstance(item, Deliver):
             self.steps[session] += 0
             self.accepted[session] += item.kinds.count(TokenKind.ACCEPTED)
@@ -80,6 +87,8 @@ class Played:
     """Share of the tokens that were drafted."""
     least: float
     """Draft steps of the text that got fewest, over an equal part."""
+    unwanted: int
+    """Commits by which the verifier wanted no drafts."""
     texts: list[list[int]] = field(default_factory=list, repr=False)
 
 
@@ -130,7 +139,7 @@ async def play(arm: str, options: argparse.Namespace, address: str) -> Played:
     steps = sum(counts.steps.values())
     least = min(counts.steps.values()) * len(counts.steps) / steps if steps else 0.0
     accepted = sum(counts.accepted.values()) / tokens
-    return Played(tokens / took_s, took_s, accepted, least, texts)
+    return Played(tokens / took_s, took_s, accepted, least, counts.unwanted, texts)
 
 
 def memory_of(pid: int) -> tuple[float, int]:
@@ -174,7 +183,7 @@ async def endure(options: argparse.Namespace, address: str, pid: int) -> list[di
     return found
 
 
-def spread(values: list[float], form: str = ".1f") -> str:
+def spread(values: Sequence[float], form: str = ".1f") -> str:
     return f"{median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
@@ -191,13 +200,15 @@ def told(found: dict[str, list[Played]]) -> bool:
         line += f" accepted {spread([run.accepted for run in runs], '.2f')}"
         if "=" in arm or arm == IN_TURN:
             line += f" least {spread([run.least for run in runs], '.2f')}"
+            line += f" unwanted {spread([run.unwanted for run in runs], '.0f')}"
         print(line, flush=True)
         exact = all(run.texts == base[0].texts for run in runs)
         if not exact:
             print(f"  {arm}: a text differs from that of {IN_TURN!r}")
         fine = fine and exact
         if "=" in arm:
-            fine = fine and median(ratios) >= 1.0 and min(run.least for run in runs) > 0.0
+            starved = any(run.least == 0.0 and not run.unwanted for run in runs)
+            fine = fine and median(ratios) >= 1.0 and not starved
     return fine
 
 
@@ -240,6 +251,7 @@ def write(
                     "slowest_s": run.slowest_s,
                     "accepted": run.accepted,
                     "least": run.least,
+                    "unwanted": run.unwanted,
                 }
                 for run in runs
             ]
