@@ -73,7 +73,9 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
 
 def arms_table(summary: RunSummary) -> Table:
     table = Table(
-        title=f"{summary.name}, {figures.seeds(summary)}: {summary.tokens_from}", box=box.SIMPLE
+        title=f"{summary.name}, {figures.seeds(summary)}: {summary.tokens_from}",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("\narm", no_wrap=True)
     for name in (
