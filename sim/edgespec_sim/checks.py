@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import Draft, FinishReason, Limits
 from edgespec.core.protocol.sampling import SamplingParams, choose
@@ -20,6 +21,9 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import VerifyState
+
+# A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
+_NODES_BEFORE_OPENED = 16
 
 
 class CheckFailure(AssertionError):
@@ -84,6 +88,33 @@ def check_tree(tree: SpeculationTree, whose: str) -> None:
     reachable = len(tree.roots) + sum(len(node.children) for node in tree.nodes.values())
     count = len(tree.nodes)
     require(reachable == count, f"{whose}: {count} nodes, {reachable} reachable")
+
+
+class DeviceCheck:
+    """Judges what one device holds, whenever that is something else than before."""
+
+    def __init__(self, expected: Expected, limits: Limits) -> None:
+        self._expected = expected
+        self._most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
+        self._seen: tuple[object, ...] = ()
+
+    def look(self, session: DraftSession, delivered: Sequence[int], replaced: bool) -> None:
+        """``replaced``: it took another device's place, so it may hear of a pass with nodes of that
+        one."""
+        tree, held, counters = session.tree, session.prefix, session.counters
+        nodes = len(tree.nodes)
+        now = (session, len(delivered), held.length, tree.last_id, nodes, counters.accepted)
+        if now == self._seen:
+            return
+        self._seen = now
+        whose = session.request.session_id
+        text = (*self._expected.prompt, *delivered)
+        require(self._expected.begins_with(text), f"{whose}: another text was delivered")
+        require(text == tuple(held.tokens), f"{whose}: holds another text than it delivered")
+        check_tree(tree, whose)
+        fine = counters.accepted <= counters.sent or replaced
+        require(fine, f"{whose}: {counters.accepted} of {counters.sent} nodes were accepted")
+        require(nodes <= self._most, f"{whose}: {nodes} nodes in the tree")
 
 
 @dataclass(slots=True)

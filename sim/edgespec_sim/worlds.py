@@ -31,6 +31,7 @@ from edgespec_sim.checked_models import (
 )
 from edgespec_sim.checks import (
     CheckFailure,
+    DeviceCheck,
     Expected,
     PassCheck,
     StreamRecord,
@@ -38,7 +39,6 @@ from edgespec_sim.checks import (
     check_credentials,
     check_ledger,
     check_session,
-    check_tree,
     require,
     target_stream,
 )
@@ -48,8 +48,6 @@ from edgespec_sim.server import PassTime, SimulatedVerifier
 from edgespec_sim.stream import Stream
 from edgespec_sim.world_options import DeviceResult, WorldOptions, WorldResult
 
-# A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
-_NODES_BEFORE_OPENED = 16
 # Worlds end well or not at all: their devices never give up.
 _RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
 _FORGED_ID = 1 << 40
@@ -109,6 +107,7 @@ class _World:
             )
             self.devices.append(self._start_device(index, request))
         self.ended_s = [0.0] * len(self.devices)
+        self.device_checks = [DeviceCheck(one, options.limits) for one in self.expected]
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -356,18 +355,7 @@ class _World:
             mine, whose = device.session, device.session.request.session_id
             if device.delivery.ended is None:
                 self.ended_s[index] = self.queue.now
-            delivered = (*expected.prompt, *device.delivery.tokens)
-            require(expected.begins_with(delivered), f"{whose}: another text was delivered")
-            same = delivered == tuple(mine.prefix.tokens)
-            require(same, f"{whose}: holds another text than it delivered")
-            check_tree(mine.tree, whose)
-            counters = mine.counters
-            # A device that took another's place may hear of a pass with nodes of that one.
-            fine = counters.accepted <= counters.sent or index in self.replaced
-            require(fine, f"{whose}: {counters.accepted} of {counters.sent} nodes were accepted")
-            most = max(_NODES_BEFORE_OPENED, limits.max_nodes_outstanding)
-            nodes = len(mine.tree.nodes)
-            require(nodes <= most, f"{whose}: {nodes} nodes in the tree")
+            self.device_checks[index].look(mine, device.delivery.tokens, index in self.replaced)
             session = sessions.get(whose)
             if session is not None:
                 check_session(session, expected, limits, evictable=evictable)
