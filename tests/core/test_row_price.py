@@ -227,8 +227,11 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
     assert target.pass_s == loop.pass_s
 
 
-def test_who_waits_for_its_drafts_has_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its drafts it would wait a round trip for each token."""
+def test_who_waits_for_its_drafts_pays_a_part_of_the_price(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass of 20 ms began 10 ms after the commit before: 0.9 * 20 / 30. Full price would silence
+    it, and then it would wait a round trip for each token."""
     monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
     engine = new_engine()
     waits = replace(RUNNING, run_ahead=RunAhead.NEVER)
@@ -239,4 +242,5 @@ def test_who_waits_for_its_drafts_has_no_price(monkeypatch: pytest.MonkeyPatch) 
     (request,) = batch(engine.handle(StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
     (heard,) = commits(engine.handle(done((request,)), 0.05))
-    assert (heard.row_price, heard.credit) == (None, None)
+    assert (said.row_price, said.credit) == (None, None)  # nothing is known yet
+    assert (heard.row_price, heard.credit) == (600, None)

@@ -351,19 +351,6 @@ async def test_metrics_version_and_places_that_are_not() -> None:
         assert (await ask(live, PATH)).status == 405
 
 
-async def test_extra_routes_are_served_and_guarded() -> None:
-    from starlette.requests import Request
-    from starlette.responses import PlainTextResponse
-    from starlette.routing import Route
-
-    async def page(request: Request) -> PlainTextResponse:
-        return PlainTextResponse("here")
-
-    async with over_script(ScriptedAgent(), key="k", extra_routes=[Route("/", page)]) as live:
-        assert (await ask(live, "/")).status == 401
-        assert (await ask(live, "/", Authorization="Bearer k")).body == b"here"
-
-
 async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
     from edgespec.compose import connect
     from edgespec.endpoint.verifiers import VerifierWatch

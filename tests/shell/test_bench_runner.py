@@ -115,7 +115,8 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
         if row["arm"] == "target-only":
             assert row["drafted_nodes"] == 0, row
             assert row["tokens_per_pass"] == 1.0
-        elif row["arm"] != "edgespec":  # which may rest where passes of no time make rows dear
+        elif row["arm"] != "edgespec" and row["rtt_ms"]:
+            # Passes of no time make rows dear: only who would wait for a link is sure to draft.
             assert row["drafted_nodes"] != 0, row
 
 

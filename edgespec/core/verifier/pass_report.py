@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from edgespec.core.protocol.messages import MAX_PRICE, Commit, FinishReason, Open, RunAhead
+from edgespec.core.protocol.messages import MAX_PRICE, Commit, FinishReason, Open
 from edgespec.core.verifier.attachment import Attachment
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.priced_share import PricedShare
 from edgespec.core.verifier.score_keeper import ScoreKeeper
 from edgespec.core.verifier.session_events import RunningPass, VerifyCounters
 
@@ -19,9 +20,10 @@ class PassReport:
         device: Attachment,
         scores: ScoreKeeper,
         counters: VerifyCounters,
+        share: PricedShare,
     ) -> None:
         self._scored = bool(request.logprobs)
-        self._priced = request.drafting and request.run_ahead is not RunAhead.NEVER
+        self._drafting, self._share = request.drafting, share
         self._inbox, self._device, self._scores = inbox, device, scores
         self._counters = counters
 
@@ -36,11 +38,12 @@ class PassReport:
         now: float,
     ) -> Commit:
         """The commit of these tokens, of which the device drafted ``accepted``. A device that
-        drafts, and need not wait for its drafts, hears the price of a row; ``row_price`` 0: there
-        is none to tell."""
+        drafts on hears its part of the price of a row; ``row_price`` 0: there is none to tell."""
         rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
         price = credit = None
-        if row_price and verify_us and self._priced and finish is None:
+        self._share.note_pass(done.started_at, now)
+        row_price = round(row_price * self._share.value)
+        if row_price and verify_us and self._drafting and finish is None:
             price = row_price
             credit = 0 if self._inbox.best_chance < row_price / MAX_PRICE else None
         stale, (echo, held_us) = self._inbox.take_stale(), self._device.take_echo(now)

@@ -4,23 +4,22 @@ Theory of operation. The committed tokens that the cache lacks are fed, as many 
 for. If they are all of them, the target's next token is sampled, and nodes may ride behind them:
 those of the device that are worth their row, or else the verifier's own guesses
 (``served_drafts.py``). The device is told of its own nodes only, since that is what it learns from.
-The price of a row is made for sessions that decode on without drafts; one that waits for them
-(``RunAhead.NEVER``) would wait a round trip for each token, so it has none.
 """
 
 from __future__ import annotations
 
-from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.priced_share import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import Offer, VerifyCounters
 
 
 class PassFormer:
     """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
-    None: it has no drafts of the verifier's own."""
+    None: it has no drafts of the verifier's own; ``share`` is its part of a row's price."""
 
     def __init__(
         self,
@@ -30,11 +29,12 @@ class PassFormer:
         most_nodes: int,
         end: int,
         served: ServedDrafts | None,
+        share: PricedShare,
     ) -> None:
         self._key, self._prefix, self._inbox = request.session_id, prefix, inbox
         self._most_nodes, self._end, self._served = most_nodes, end, served
         self._logprobs = request.logprobs
-        self._priced = request.run_ahead is not RunAhead.NEVER
+        self._share = share
 
     def form(self, cache_length: int, offer: Offer) -> PassRequest:
         """The request for a pass in which ``offer`` leaves room."""
@@ -44,7 +44,7 @@ class PassFormer:
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
         room = min(offer.max_rows - len(feed), self._most_nodes)
-        price = offer.least_chance if self._priced else 0.0
+        price = min(1.0, offer.least_chance) * self._share.value
         nodes = self._inbox.verifiable(room, self._end, price)
         if nodes:
             index = {node.id: i for i, node in enumerate(nodes)}

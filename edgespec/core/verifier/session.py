@@ -40,6 +40,7 @@ from edgespec.core.verifier.attachment import Attachment
 from edgespec.core.verifier.inbox import DraftInbox
 from edgespec.core.verifier.pass_report import PassReport
 from edgespec.core.verifier.pass_request import PassFormer
+from edgespec.core.verifier.priced_share import PricedShare
 from edgespec.core.verifier.resume import missed_commits
 from edgespec.core.verifier.run_ahead import RunAheadPolicy
 from edgespec.core.verifier.score_keeper import ScoreKeeper
@@ -70,13 +71,14 @@ class VerifySession:
         self._ending = Ending.of(
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
-        self._former = PassFormer(
-            request, self.prefix, self.inbox, limits.max_nodes_per_pass, self._ending.end, served
-        )
+        share, most, end = PricedShare(request), limits.max_nodes_per_pass, self._ending.end
+        self._former = PassFormer(request, self.prefix, self.inbox, most, end, served, share)
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
-        self._report = PassReport(request, self.inbox, self.device, self._scores, self.counters)
+        self._report = PassReport(
+            request, self.inbox, self.device, self._scores, self.counters, share
+        )
 
     @property
     def attached(self) -> bool:
