@@ -126,7 +126,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(s, marks=pytest.mark.slow) if s == "1.0" else s for s in SAMPLINGS],
+    [pytest.param(s, marks=pytest.mark.slow) if s != "greedy" else s for s in SAMPLINGS],
 )
 @pytest.mark.parametrize(
     "kind",

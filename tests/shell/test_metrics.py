@@ -15,6 +15,7 @@ from edgespec.cli.watching import watching
 from edgespec.compose import SetupError, build_agent, connect, load_target
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry import METRIC_NAMES
@@ -293,7 +294,9 @@ async def test_without_a_port_nothing_is_counted() -> None:
 
 async def test_a_verifier_that_stops_has_finished_its_streams() -> None:
     async with watched() as found:
-        async with build_agent(config(found.address, "none")) as agent:
+        impatient = ReconnectPolicy(give_up_first_s=0.5, give_up_s=0.5)
+        settings = replace(config(found.address, "none"), reconnect=impatient)
+        async with build_agent(settings) as agent:
             stream = agent.generate("the quick", SamplingParams(max_tokens=4000, ignore_eos=True))
             await anext(stream)
             await found.verifier.stop()

@@ -91,6 +91,7 @@ def test_what_is_recommended_is_the_fastest_or_as_good_and_cheaper() -> None:
         assert round(found.best.passes, 2) <= round(fastest.passes, 2)
 
 
+@pytest.mark.slow
 def test_stop_and_wait_breaks_even_where_the_plan_says() -> None:
     long = replace(SETTINGS, tokens=800)
     below_s = plan(long).waiting_pays_below_s

@@ -59,6 +59,7 @@ def calls_an_event(scenario: Scenario) -> float:
     return calls / outcome.meters.events
 
 
+@pytest.mark.slow
 def test_cost_of_an_event_is_flat() -> None:
     """Of the same minute's first seconds, so that each device does the same in both worlds."""
     small, large = (
