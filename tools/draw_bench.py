@@ -1,0 +1,309 @@
+"""Draw a bench as SVG: ``python -m tools.draw_bench RESULT.json --out FILE.svg``.
+
+Time per token over the link's round-trip time, a curve an arm. Every number of the picture, its
+caption's too, comes from what ``edgespec bench --json RESULT.json`` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from edgespec.benchmark.arms import Arm
+from tools.svg import SANS, PictureError, command, picture, read, text
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414
+# Where 0 ms of round-trip time lies: right of the numbers, so that labels have room.
+_ORIGIN: Final = _LEFT + 20
+_CAPTION_COLUMNS, _CAPTION_ROW = 132, 17
+_LABEL_ROW, _LABEL_APART, _MARK = 24, 44, 6
+_TICKS_MAX, _TICK_APART = 7, 26
+# Name for a reader, shape of its points, and its colours in the light and in the dark (Okabe and
+# Ito 2008, made lighter or darker until they can be read on the panel).
+_ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
+    Arm.TARGET_ONLY: ("target-only streaming", "square", "#6b737d", "#a3acb7"),
+    Arm.VANILLA: ("stop-and-wait", "diamond", "#0072b2", "#62b0e8"),
+    Arm.PEARL: ("PEARL, adaptive γ", "up", "#00805d", "#3fcf9f"),
+    Arm.WINDOWED: ("windowed chain", "down", "#b0508c", "#e6a0c8"),
+    Arm.EDGESPEC: ("edgespec", "circle", "#c24e00", "#ff9d5c"),
+}
+_OURS: Final = ' class="ours"'
+_SHAPES: Final[Mapping[str, str]] = {
+    "square": "M-4 -4h8v8h-8z",
+    "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
+    "up": "M0 -5.5L5 4H-5z",
+    "down": "M0 5.5L5 -4H-5z",
+    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
+}
+_STYLE: Final = f"""
+text {{ font: 13px {SANS}; fill: var(--ink); }}
+.title {{ font-size: 17px; font-weight: 600; }} .soft {{ fill: var(--soft); }}
+.small {{ font-size: 12px; }} .ours {{ font-weight: 600; }}
+.speed {{ font-weight: 600; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One arm at one round-trip time: the median over the repeats, the lowest, the highest."""
+
+    rtt_ms: float
+    token_ms: float
+    low_ms: float
+    high_ms: float
+    speedup: float | None
+    """Against target-only at the same round-trip time, None without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One arm, by rising round-trip time."""
+
+    arm: Arm
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From milliseconds to pixels; both axes begin at 0."""
+
+    rtt_ms: float
+    token_ms: float
+
+    def x(self, rtt_ms: float) -> float:
+        return _ORIGIN + (_RIGHT - _ORIGIN) * rtt_ms / self.rtt_ms
+
+    def y(self, token_ms: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * token_ms / self.token_ms
+
+
+def draw(path: Path) -> str:
+    """The picture of the result at ``path``. Raises ``PictureError``."""
+    try:
+        content = json.loads(read(path))
+    except json.JSONDecodeError as error:
+        raise PictureError(f"{path}: is not JSON: {error}") from None
+    try:
+        curves = _curves(content["summary"])
+        caption = [
+            row for line in _caption(content) for row in textwrap.wrap(line, _CAPTION_COLUMNS)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PictureError(
+            f"{path}: not what `edgespec bench --json` writes: {type(error).__name__}: {error}"
+        ) from None
+    if not curves:
+        raise PictureError(f"{path}: holds no measured time: the bench ended before its first row")
+    return _picture(curves, caption)
+
+
+def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """In order of the file; an arm without a measured time is left out."""
+    points: dict[Arm, list[Point]] = {}
+    for row in summary:
+        if row["tpot_ms_p50"] is None:
+            continue
+        low_ms, high_ms = row["spread"]["tpot_ms_p50"]
+        speedup = None if row["speedup"] is None else _finite(row["speedup"])
+        token_ms, low_ms, high_ms = map(_finite, (row["tpot_ms_p50"], low_ms, high_ms))
+        points.setdefault(Arm(row["arm"]), []).append(
+            Point(_finite(row["rtt_ms"]), token_ms, low_ms, high_ms, speedup)
+        )
+    return [
+        Curve(arm, tuple(sorted(some, key=lambda point: point.rtt_ms)))
+        for arm, some in points.items()
+    ]
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{value} is not a time")
+    return float(value)
+
+
+def _caption(content: Mapping[str, Any]) -> Iterator[str]:
+    """Lines: what is drawn, of what, where and when, and by which command."""
+    settings, machine = content["settings"], content["machine"]
+    repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
+    gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
+    yield (
+        f"Median time per token after the first, over {_count(prompts, 'prompt')} of"
+        f" {settings['max_tokens']} tokens and {_count(repeats, 'repeat')}; bands: lowest and"
+        " highest repeat; ×: speed-up over target-only streaming at the same round-trip time."
+        + (f" Draft length of stop-and-wait: {gammas}." if gammas else "")
+    )
+    tokens = sum(int(row["tokens"]) for row in content["results"])
+    differ = sum(int(row["mismatches"]) for row in content["summary"])
+    yield (
+        f"Target {settings['target_name'] or settings['model']}, draft"
+        f" {settings['draft_name'] or settings['draft']}, temperature"
+        f" {settings['temperature']:g}; {settings['timing']}. Tokens that differ from the target's"
+        f" own: {differ:,} of {tokens:,}."
+    )
+    yield (
+        f"{machine['processor']}, {machine['cpu_count']} CPUs, load"
+        f" {machine['load_average']:.1f}; edgespec {content['versions']['edgespec']};"
+        f" {content['finished_at'][:10]}; {content['command']}"
+    )
+    if content.get("interrupted"):
+        yield "The bench was interrupted: only what all arms had finished is drawn."
+    if "failure" in content:
+        yield f"The bench ended in an error: {content['failure']}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _picture(curves: Sequence[Curve], caption: Sequence[str]) -> str:
+    every = [point for curve in curves for point in curve.points]
+    step_ms = _step(max(point.high_ms for point in every))
+    top_ms = step_ms * math.ceil(max(point.high_ms for point in every) * 1.02 / step_ms)
+    rtts_ms = sorted({point.rtt_ms for point in every})
+    scale = _Scale(max(rtts_ms[-1], 1.0), max(top_ms, step_ms))
+    title = "Time per token by the link's round-trip time"
+    body = [f'<text class="title" x="24" y="34">{title}</text>']
+    body += _axes(scale, step_ms, rtts_ms)
+    ours_last = sorted(curves, key=lambda curve: curve.arm is Arm.EDGESPEC)
+    for curve in ours_last:
+        body += _band(curve, scale)
+    for curve in ours_last:
+        body += _curve(curve, scale)
+    for curve in curves:
+        if curve.arm is Arm.EDGESPEC:
+            body += _speedups(curve, curves, scale)
+    body += _legend(curves, scale)
+    below = _BOTTOM + 74
+    for number, line in enumerate(caption):
+        y = below + _CAPTION_ROW * number
+        body.append(f'<text class="soft small" x="24" y="{y}">{text(line)}</text>')
+    size = (_WIDTH, below + _CAPTION_ROW * len(caption) + 4)
+    said = "; ".join(
+        f"{_ARMS[curve.arm][0]}: "
+        + ", ".join(f"{point.token_ms:.1f} at {point.rtt_ms:g}" for point in curve.points)
+        for curve in curves
+    )
+    about = f"Milliseconds a token at a round-trip time in milliseconds. {said}."
+    colors = [(curve.arm.value, *_ARMS[curve.arm][2:]) for curve in curves]
+    return picture(size, title, about, _STYLE, body, colors)
+
+
+def _axes(scale: _Scale, step_ms: float, rtts_ms: Sequence[float]) -> Iterator[str]:
+    for number in range(round(scale.token_ms / step_ms) + 1):
+        y = scale.y(number * step_ms)
+        yield f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" stroke="var(--line)"/>'
+        yield (
+            f'<text class="soft" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{number * step_ms:g}</text>"
+        )
+    last_x = -math.inf
+    for rtt_ms in rtts_ms:
+        x = scale.x(rtt_ms)
+        yield f'<path d="M{x:.1f} {_BOTTOM}v5" stroke="var(--soft)"/>'
+        if x - last_x >= _TICK_APART:
+            yield (
+                f'<text class="soft" x="{x:.1f}" y="{_BOTTOM + 20}" text-anchor="middle">'
+                f"{rtt_ms:g}</text>"
+            )
+            last_x = x
+    yield f'<text class="soft" x="24" y="{_TOP - 16}">ms a token</text>'
+    yield (
+        f'<text class="soft" x="{(_LEFT + _RIGHT) / 2:g}" y="{_BOTTOM + 42}"'
+        ' text-anchor="middle">round-trip time, ms</text>'
+    )
+
+
+def _band(curve: Curve, scale: _Scale) -> Iterator[str]:
+    """From the lowest to the highest repeat: an area, and a bar at each point."""
+    high = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.high_ms):.1f}" for p in curve.points]
+    low = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.low_ms):.1f}" for p in reversed(curve.points)]
+    color = f"var(--{curve.arm.value})"
+    yield f'<path d="M{"L".join(high + low)}z" fill="{color}" fill-opacity="0.16"/>'
+    bars = "".join(
+        f"M{scale.x(p.rtt_ms):.1f} {scale.y(p.low_ms):.1f}V{scale.y(p.high_ms):.1f}"
+        for p in curve.points
+    )
+    yield f'<path d="{bars}" stroke="{color}" stroke-width="1.5"/>'
+
+
+def _curve(curve: Curve, scale: _Scale) -> Iterator[str]:
+    places = [(scale.x(p.rtt_ms), scale.y(p.token_ms)) for p in curve.points]
+    ours = curve.arm is Arm.EDGESPEC
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    yield (
+        f'<path d="M{line}" fill="none" stroke="var(--{curve.arm.value})"'
+        f' stroke-width="{3 if ours else 1.8}"/>'
+    )
+    for x, y in places:
+        yield _mark(curve.arm, x, y)
+
+
+def _speedups(ours: Curve, curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
+    """Below our points and those of other arms right below them; above, beside a neighbour."""
+    last_x = -math.inf
+    for point in ours.points:
+        if point.speedup is None:
+            continue
+        x, y = scale.x(point.rtt_ms), scale.y(point.token_ms)
+        below = x - last_x >= _LABEL_APART
+        label_y = y + _LABEL_ROW if below else y - _LABEL_ROW / 2
+        if below:
+            beside = (p for curve in curves for p in curve.points if p.rtt_ms == point.rtt_ms)
+            for other_y in sorted(scale.y(other.token_ms) for other in beside):
+                if y < other_y < label_y + _MARK:
+                    label_y = other_y + _LABEL_ROW
+        yield (
+            f'<text class="speed" x="{x:.1f}" y="{label_y:.1f}" text-anchor="middle">'
+            f"{point.speedup:.2f}×</text>"
+        )
+        last_x = x if below else -math.inf
+
+
+def _legend(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
+    """Names beside the ends of the curves, from top to bottom as those lie."""
+    ends = sorted((scale.y(curve.points[-1].token_ms), curve.arm.value) for curve in curves)
+    tops: list[float] = []
+    for y, _ in ends:
+        tops.append(max(y, tops[-1] + _LABEL_ROW) if tops else y)
+    over = max(0.0, tops[-1] - _BOTTOM)
+    for (_, name), y in zip(ends, tops, strict=True):
+        arm = Arm(name)
+        yield _mark(arm, _RIGHT + 32, y - over)
+        yield (
+            f'<text{_OURS if arm is Arm.EDGESPEC else ""} x="{_RIGHT + 44}"'
+            f' y="{y - over + 4.5:.1f}">{text(_ARMS[arm][0])}</text>'
+        )
+
+
+def _mark(arm: Arm, x: float, y: float) -> str:
+    return (
+        f'<path d="{_SHAPES[_ARMS[arm][1]]}" transform="translate({x:.1f} {y:.1f})"'
+        f' fill="var(--{arm.value})" stroke="var(--paper)"/>'
+    )
+
+
+def _step(highest: float) -> float:
+    """Between the lines of the grid: 1, 2 or 5 times a power of ten."""
+    if highest <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(highest / _TICKS_MAX))
+    return next(
+        factor * power for factor in (1, 2, 5, 10) if highest <= _TICKS_MAX * factor * power
+    )
+
+
+if __name__ == "__main__":
+    command(
+        draw,
+        {
+            "description": "Draw time per token over round-trip time as SVG.",
+            "record": "what `edgespec bench --json RECORD` wrote",
+        },
+    )

@@ -1,0 +1,96 @@
+"""What the pictures of the README share: a panel in the reader's own colours, and one way to fail.
+
+A picture fetches nothing, not even a font, and brings its own background: a page can be dark where
+the reader's system is light. Its colours follow ``prefers-color-scheme``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final
+from xml.sax.saxutils import escape
+
+from edgespec.core.protocol.printable import printable
+
+SANS: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+MONO: Final = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+# Name, in the light, in the dark.
+COLORS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("paper", "#ffffff", "#14171b"),
+    ("panel", "#f5f6f8", "#1d2126"),
+    ("ink", "#1b1f24", "#e8eaed"),
+    ("soft", "#59636e", "#a3acb7"),
+    ("line", "#d4d9df", "#363c44"),
+)
+
+
+class PictureError(Exception):
+    """A record cannot be drawn; the message names the file and says why."""
+
+
+def text(value: str) -> str:
+    """``value`` as XML text or attribute, without characters that XML or a reader cannot take."""
+    return escape(printable(value), {'"': "&quot;"})
+
+
+def picture(
+    size: tuple[int, int],
+    title: str,
+    description: str,
+    style: str,
+    body: Iterable[str],
+    colors: Iterable[tuple[str, str, str]] = (),
+) -> str:
+    """A whole SVG of ``size`` pixels: ``title`` and ``description`` are for those who cannot see
+    it, ``colors`` are added to ``COLORS``; each is a CSS variable of its name."""
+    width, height = size
+    both = (*COLORS, *colors)
+    light = " ".join(f"--{name}: {color};" for name, color, _ in both)
+    dark = " ".join(f"--{name}: {color};" for name, _, color in both)
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" role="img" aria-labelledby="title about">',
+            f'<title id="title">{text(title)}</title>',
+            f'<desc id="about">{text(description)}</desc>',
+            f"<style>svg {{ {light} }}",
+            f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}",
+            f"{style.strip()}</style>",
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"'
+            ' fill="var(--paper)" stroke="var(--line)"/>',
+            *body,
+            "</svg>\n",
+        )
+    )
+
+
+def read(path: Path) -> str:
+    """The text of a record. Raises ``PictureError``."""
+    try:
+        content = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PictureError(f"{path}: cannot be read: {error}") from None
+    if not content.strip():
+        raise PictureError(f"{path}: is empty")
+    return content
+
+
+def command(draw: Callable[[Path], str], about: Mapping[str, str]) -> None:
+    """The command line of one maker: RECORD and ``--out``; ``about`` holds its description and
+    what a record is. Exits with 1 and the reason where there is no picture."""
+    parser = argparse.ArgumentParser(description=about["description"])
+    parser.add_argument("record", type=Path, help=about["record"])
+    parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
+    arguments = parser.parse_args()
+    record: Path = arguments.record
+    out: Path = arguments.out or record.with_suffix(".svg")
+    try:
+        drawn = draw(record)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(drawn, encoding="utf-8", newline="\n")
+    except (PictureError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{out}: {len(drawn.encode()) / 1e3:.1f} kB")
