@@ -153,7 +153,7 @@ def machine() -> dict[str, object]:
     """Where it ran; the load is of the last minute, other programs' included."""
     load = psutil.getloadavg()[0]  # on every system, unlike that of os
     return {
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
