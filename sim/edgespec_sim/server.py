@@ -105,6 +105,10 @@ class SimulatedVerifier:
         """The process is gone: every stream breaks, nothing more is committed."""
         for stream in tuple(self._streams.values()):
             stream.cut(device_notice_s, 0.0, "the verifier is gone")
+        self.halt()
+
+    def halt(self) -> None:
+        """The process is gone, and its streams are somebody else's to break."""
         self._streams.clear()
         self._stopped = True
 

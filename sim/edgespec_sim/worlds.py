@@ -285,6 +285,7 @@ class _World:
         """Another verifier takes over, and nobody told it anything."""
         self.faults += 1
         self.down_until_s = self.queue.now + self.dice.uniform(0.0, self.options.downtime_s)
+        self.server.halt()
         self.server = self._start_verifier()
         for stream in self.streams:
             stream.cut(self.dice.uniform(0.0, 0.1), 0.0)
