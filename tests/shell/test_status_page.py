@@ -14,7 +14,7 @@ import pytest
 
 from edgespec.agent.status import StatusSource
 from edgespec.compose import build_agent
-from edgespec.config import AgentConfig, DraftSection
+from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.status_page import rendered_page
 from tests.report.test_report_pages import BROWSER, DARK
@@ -100,7 +100,9 @@ async def test_the_page_runs_its_own_script_only() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> None:
-    async with serving() as (address, _):
+    pacing = PacingSection(pass_ms=50.0)  # the text takes longer than a browser does
+    slow = VerifierConfig(model="toy", port=0, pacing=pacing)
+    async with serving(config=slow) as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
             source = StatusSource(agent, (address,), "9.9")
             async with status_page(source) as url:
