@@ -76,7 +76,8 @@ async def test_a_running_generation_is_listed_and_its_events_follow_one_another(
                 break
         found = source.snapshot()
         (one,) = found.generations
-        assert (one.tokens, one.link, one.verifier) == (seen, "streaming", address)
+        assert (one.link, one.verifier) == ("streaming", address)
+        assert one.tokens >= seen  # more may have come since the reader took his last chunk
         assert one.drafting
         verifier = found.verifier
         assert verifier is not None

@@ -24,6 +24,7 @@ from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_options import Keepalive
 from edgespec.transport.grpc_server import GrpcServer
 from tests.shell.echo_verifier import INFO, PATIENCE_S
+from tests.shell.gate import Gate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,16 +70,14 @@ async def test_a_dead_verifier_is_noticed_in_time(fault: signal.Signals) -> None
 async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
     """Both processes live and the connection stands, but nothing passes any more."""
     with verifier_process() as (_, address):
-        proxy = BlackHole(int(address.rpartition(":")[2]))
-        await proxy.start()
-        transport = GrpcTransport(f"127.0.0.1:{proxy.port}")
-        stream = await opened(transport)
-        proxy.pause()
-        with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
-            await asyncio.wait_for(stream.receive(), PATIENCE_S)
-        assert caught.value.retryable
-        await transport.close()
-        await proxy.stop()
+        async with Gate(int(address.rpartition(":")[2])) as gate:
+            transport = GrpcTransport(gate.address)
+            stream = await opened(transport)
+            gate.swallow()
+            with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
+                await asyncio.wait_for(stream.receive(), PATIENCE_S)
+            assert caught.value.retryable
+            await transport.close()
 
 
 @pytest.mark.slow
@@ -113,7 +112,7 @@ async def test_a_stopped_device_is_noticed_in_time() -> None:
 
     async def watch(stream: VerifierStream) -> None:
         await stream.receive()
-        proxy.pause()
+        gate.swallow()
         try:
             await stream.receive()
         except LinkError as error:
@@ -121,56 +120,14 @@ async def test_a_stopped_device_is_noticed_in_time() -> None:
 
     server = GrpcServer("127.0.0.1:0", watch, lambda: INFO)
     await server.start()
-    proxy = BlackHole(server.port)
-    await proxy.start()
-    transport = GrpcTransport(f"127.0.0.1:{proxy.port}", keepalive=Keepalive(3600.0, 3600.0))
-    stream = await transport.connect()
-    await stream.send(Open("session", "", "", (1,)))
-    error = await asyncio.wait_for(gone, PATIENCE_S)
-    assert "device at ipv4:127.0.0.1" in str(error)
-    await transport.close()
-    await server.stop()
-    await proxy.stop()
-
-
-class BlackHole:
-    """Forwards TCP to a port, until it is paused: then connections stay and nothing passes."""
-
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._open = asyncio.Event()
-        self._open.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self.port = 0
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    def pause(self) -> None:
-        self._open.clear()
-
-    async def stop(self) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.transport.abort()
-        await asyncio.gather(*(w.wait_closed() for w in self._writers), return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        self._writers += [writer, far_writer]
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._tasks.add(asyncio.create_task(self._forward(source, sink)))
-
-    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            await self._open.wait()
-            sink.write(data)
-            await sink.drain()
+    async with Gate(server.port) as gate:
+        transport = GrpcTransport(gate.address, keepalive=Keepalive(3600.0, 3600.0))
+        stream = await transport.connect()
+        await stream.send(Open("session", "", "", (1,)))
+        error = await asyncio.wait_for(gone, PATIENCE_S)
+        assert "device at ipv4:127.0.0.1" in str(error)
+        await transport.close()
+        await server.stop()
 
 
 async def _serve_until_killed() -> None:
