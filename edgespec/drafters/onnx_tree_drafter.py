@@ -67,9 +67,6 @@ class OnnxTreeDrafter(OnnxDrafter):
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        if self._session is None:
-            raise ValueError("the drafter is closed")
-        self._cache.advance(keep_length, feed)
         rows = TreeRows((), (), (), (keep_length + len(feed) - 1,))
         return self.step_tree(keep_length, feed, rows, width, cancelled)[0]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.twins import twin_of
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, TreeRows, never_cancelled
 
 
@@ -103,6 +104,10 @@ class PathDrafter:
     def info(self) -> ModelInfo:
         return self._inner.info
 
+    def twin(self) -> PathDrafter:
+        """Another sequence on the same weights (``ports.Twinned``)."""
+        return PathDrafter(twin_of(self._inner), self.most_leaves)
+
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.begin(prompt_length, sampling)
         self._rows.clear()
@@ -115,7 +120,8 @@ class PathDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        return self._inner.step(keep_length, feed, width, cancelled)
+        rows = TreeRows((), (), (), (keep_length + len(feed) - 1,))
+        return self.step_tree(keep_length, feed, rows, width, cancelled)[0]
 
     def step_tree(
         self,

@@ -22,6 +22,7 @@ _round = st.tuples(
     st.lists(st.integers(0, 2), max_size=3),  # committed
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=4),  # grown: behind, token
     st.lists(st.integers(0, 9), min_size=1, max_size=3),  # leaves
+    st.sampled_from(["done", "done", "withdrawn", "forgotten"]),  # what became of the step
 )
 
 
@@ -31,11 +32,11 @@ def _leaves_of(tree: SpeculationTree) -> list[int]:
 
 @given(st.lists(_round, max_size=15))
 def test_rows_are_the_text_and_paths_and_nothing_is_fed_twice(
-    rounds: list[tuple[list[int], list[tuple[int, int]], list[int]]],
+    rounds: list[tuple[list[int], list[tuple[int, int]], list[int], str]],
 ) -> None:
     tree = SpeculationTree(CommittedPrefix((9, 9)))
     cache, table = TreeCache(), RowTable()
-    for committed, grown, chosen in rounds:
+    for committed, grown, chosen, fate in rounds:
         tree.commit(committed)
         for behind, token in grown:
             parents = [ROOT, *tree.nodes]
@@ -45,6 +46,12 @@ def test_rows_are_the_text_and_paths_and_nothing_is_fed_twice(
         leaves = list(dict.fromkeys(ends[one % len(ends)] for one in chosen))
         known = {tuple(table.path(row)) for row in range(len(table.tokens))}
         keep, feed, rows = cache.feed(tree, leaves)
+        if fate != "done":  # it never reached the drafter; "forgotten": which serves another text
+            cache.take_back(forgotten=fate == "forgotten")
+            if fate == "forgotten":
+                table.clear()
+            assert len(cache) == len(table.tokens)
+            continue
         fed = table.advance(keep, feed, rows)
         text = tree.prefix.tokens
         paths = [tuple(table.path(row)) for row in range(len(table.tokens))]

@@ -20,6 +20,7 @@ from edgespec.core.device.turn_policy import TurnPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.model_free import ModelFreeDrafter
 from edgespec.drafters.toy import ToyDrafter
+from edgespec.drafters.tree_rows import PathDrafter
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import Cancelled, Candidate, Drafter, never_cancelled
 from tests.shell.live_verifier import serving, toy_text
@@ -37,9 +38,13 @@ class Steps:
     def __init__(self) -> None:
         self.done: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.leaves = 0
+        """The most of one step."""
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        self.done[session] += isinstance(item, StepDone)
+        if isinstance(item, StepDone):
+            self.done[session] += 1
+            self.leaves = max(self.leaves, 1 + len(item.others))
         if isinstance(item, StepFailed):
             self.failed.append(item.why)
 
@@ -127,6 +132,20 @@ async def test_twenty_chats_are_drafted_for_in_turn(caches: int) -> None:
     assert texts == [right(prompt, length) for prompt in PROMPTS]
     assert len(steps.done) == len(PROMPTS)
     assert min(steps.done.values()) > 0
+    assert steps.failed == []
+
+
+@pytest.mark.parametrize("caches", [1, 3])
+async def test_steps_of_several_leaves_are_shared_too(caches: int) -> None:
+    """A cache that changes hands, or a step that is withdrawn, leaves rows and text in step."""
+    steps, length = Steps(), 60
+    drafter = PathDrafter(ToyDrafter(TOY_MODEL.perturbed(0.2), load_target(TOY).info), 4)
+    options = AgentOptions(draft_caches=caches, turns=TurnPolicy(turn_steps=2))
+    async with crowd(drafter, steps, options, pass_ms=8.0) as agent:
+        texts = await asyncio.gather(*(text_of(agent, prompt, length) for prompt in PROMPTS[:8]))
+    assert texts == [right(prompt, length) for prompt in PROMPTS[:8]]
+    assert len(steps.done) == 8
+    assert steps.leaves > 1
     assert steps.failed == []
 
 
