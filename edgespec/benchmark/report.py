@@ -25,6 +25,7 @@ from edgespec.benchmark.calibration import GammaCost
 from edgespec.benchmark.rows import Row, numbers, summarise
 from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.workload import Workload
+from edgespec.whole_file import replace_file
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
 _COLUMNS = (
@@ -87,12 +88,7 @@ def document(
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """All or nothing: the file is complete or not there. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n", 0o644)
 
 
 def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:

@@ -14,6 +14,7 @@ from edgespec.compose import SetupError
 from edgespec.config import AgentConfig
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.telemetry.process_memory import machine_memory
+from edgespec.whole_file import replace_file
 
 FLAG: Final = "--install"
 _OURS: Final = "Made by edgespec"
@@ -36,9 +37,7 @@ def install_service(config: AgentConfig, words: Sequence[str]) -> None:
         if path.exists() and _OURS not in path.read_text(encoding="utf-8"):
             raise SetupError(f"{path} is there and was not made by edgespec; move it away first")
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".new")
-        draft.write_text(render_unit(settings), encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, render_unit(settings), 0o644)
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"cannot write {path}: {error}") from error
     say(f"wrote {path}")

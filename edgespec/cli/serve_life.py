@@ -103,10 +103,12 @@ async def _serve(
             going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
         say(f"stopping{going_on}")
     finally:
-        await server.stop(0.0 if stop.hurried else None)
-        await status.close()
-        for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        try:
+            await server.stop(0.0 if stop.hurried else None)
+        finally:
+            for number in numbers:
+                asyncio.get_running_loop().remove_signal_handler(number)
+            await status.close()
 
 
 class _Stopping:
@@ -145,11 +147,14 @@ async def _look(config: AgentConfig) -> VerifierWatch:
         {one: connect(one, access=access) for one in addresses},
         lambda model: misfit(config, model, "the verifier"),
     )
-    await watch.look()
-    hopeless = (Presence.MISFIT, Presence.REFUSES)
-    if all(one.presence in hopeless for one in watch.statuses):
+    try:
+        await watch.look()
+        hopeless = (Presence.MISFIT, Presence.REFUSES)
+        if all(one.presence in hopeless for one in watch.statuses):
+            raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+    except BaseException:
         await watch.close()
-        raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+        raise
     return watch
 
 

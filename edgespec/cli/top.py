@@ -55,6 +55,7 @@ def top(url: Url = DEFAULT_URL, once: Once = False, interval: Interval = 1.0) ->
 
 
 def _print_once(source: Source, console: Console) -> None:
+    """One table. Rates of a verifier are differences of counters, so it is looked at twice."""
     found = _first(source)
     if source.needs_two:
         time.sleep(_ONCE_S)

@@ -11,10 +11,8 @@ is replaced as a whole: a verifier that reads it meanwhile finds the old one or 
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,6 +21,7 @@ from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.key_ring import DIGEST_BYTES, KeyRing, digest
+from edgespec.whole_file import replace_file
 
 KEY_PREFIX = "edgespec-"
 """So that a key is known for one where it should not be: in a repository, say."""
@@ -110,15 +109,6 @@ def save_keys(path: Path, keys: KeyFile) -> None:
     """Write the file anew, readable for its owner alone. Raises ``ConfigError``."""
     path = path.resolve()
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_HEAD + dump_config(keys))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        replace_file(path, _HEAD + dump_config(keys))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error

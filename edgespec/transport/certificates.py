@@ -10,9 +10,7 @@ checked before either is written, and each is written as a whole.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -31,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from edgespec.transport.tls import TlsFileError
+from edgespec.whole_file import replace_file
 
 CA_NAME: Final = "ca"
 _MAX_NAME_LENGTH: Final = 64  # of a common name, by X.520
@@ -183,20 +182,5 @@ def _free(folder: Path, stem: str, force: bool) -> Files:
 def _write(files: Files, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    _replace(files[1], secret, 0o600)
-    _replace(files[0], certificate.public_bytes(Encoding.PEM), 0o644)
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Write the file as a whole, or not at all."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(draft, mode)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    replace_file(files[1], secret)
+    replace_file(files[0], certificate.public_bytes(Encoding.PEM), 0o644)

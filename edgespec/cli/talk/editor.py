@@ -7,19 +7,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from edgespec.cli.running import say
 from edgespec.cli.talk.commands import Name
-from edgespec.cli.talk.record import private_folder, state_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
 PROMPT: Final = "> "
 _MORE: Final = "  "
-_HISTORY_ENTRIES: Final = 1000
-_HISTORY_BYTES: Final = 4 << 20
 _REFRESH_S: Final = 1.0
 
 
@@ -47,11 +44,12 @@ class TerminalEditor:
     ) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import NestedCompleter, PathCompleter
-        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+        from prompt_toolkit.history import InMemoryHistory
 
-        history: History = InMemoryHistory()
-        if remember and (path := _history_file()) is not None:
-            history = FileHistory(str(path))
+        from edgespec.cli.talk.history import TypedHistory, history_file
+
+        path = history_file() if remember else None
+        self._kept = None if path is None else TypedHistory(path)
         files = PathCompleter(expanduser=True)
         takes_file = (Name.SAVE, Name.LOAD)
         self._runner = runner
@@ -60,7 +58,7 @@ class TerminalEditor:
             multiline=True,
             prompt_continuation=_MORE,
             key_bindings=_bindings(),
-            history=history,
+            history=InMemoryHistory() if self._kept is None else self._kept,
             completer=NestedCompleter(
                 {one.value: files if one in takes_file else None for one in Name}
             ),
@@ -72,7 +70,10 @@ class TerminalEditor:
         )
 
     def ask(self) -> str:
-        return self._runner.run(self._ask())
+        message = self._runner.run(self._ask())
+        if self._kept is not None and (trouble := self._kept.trouble()):
+            say(trouble)
+        return message
 
     async def _ask(self) -> str:
         return await self._session.prompt_async()
@@ -139,25 +140,6 @@ def _bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return bindings
-
-
-def _history_file() -> Path | None:
-    """The file of what was typed before, its oldest entries dropped; None where none can be."""
-    path = state_folder() / "chat_history"
-    try:
-        private_folder(path.parent)
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(number, "rb") as file:
-            os.fchmod(number, 0o600)
-            size = os.fstat(number).st_size
-            text = file.read() if size <= _HISTORY_BYTES else b""
-        entries = text.split(b"\n# ")  # each begins with a comment that tells when
-        if size > _HISTORY_BYTES or len(entries) > _HISTORY_ENTRIES:
-            kept = b"\n# " + b"\n# ".join(entries[-_HISTORY_ENTRIES // 2 :])
-            path.write_bytes(kept if text else b"")
-    except OSError:
-        return None
-    return path
 
 
 def _columns() -> int:

@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+
+from edgespec.whole_file import replace_file
 
 FORMAT: Final = "edgespec-conversation"
 VERSION: Final = 1
@@ -87,17 +88,7 @@ def write(path: Path, record: Record) -> None:
     """Replace ``path`` in one step. Raises ``ConversationError``; then ``path`` is as it was."""
     try:
         private_folder(path.parent)
-        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # of mode 0600
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(record.as_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        replace_file(path, record.as_json())
     except (OSError, UnicodeError) as error:
         raise ConversationError(f"{path}: cannot be written: {_why(error)}") from error
 
