@@ -1,4 +1,4 @@
-"""``edgespec certs``: a CA of one's own, and certificates for verifiers and devices."""
+"""``edgespec certs``: a CA of one's own, certificates for verifiers and devices, and pins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from edgespec.cli.running import EXIT_CODES, reported, say
-from edgespec.compose import needs
+from edgespec.compose import SetupError, needs, with_port
+from edgespec.config.security import host_of
+from edgespec.transport import pinning
+from edgespec.whole_file import replace_file
 
 CA_DAYS, SERVER_DAYS, DEVICE_DAYS = 3650, 397, 397
 _MAX_DAYS = 36_500
@@ -21,7 +24,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 certs = typer.Typer(
     name="certs",
     no_args_is_help=True,
-    help="Make a CA, and certificates for verifiers and devices.",
+    help="Make a CA, certificates for verifiers and devices, and pins.",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
 )
@@ -93,3 +96,57 @@ def device(
 def _say(files: tuple[Path, Path], days: int) -> None:
     certificate, key = files
     say(f"{certificate} (for {days} days) and {key} (keep it secret) were written")
+
+
+@certs.command(epilog=EXIT_CODES)
+def fingerprint(
+    file: Annotated[Path, typer.Argument(help="A verifier's certificate, in PEM")],
+) -> None:
+    """Print the SHA-256 fingerprint of a certificate, to be compared with what a device sees.
+
+    [dim]edgespec certs fingerprint pki/server.pem[/]
+    """
+    with reported():
+        typer.echo(pinning.read(file).fingerprint)
+
+
+@certs.command(epilog=EXIT_CODES)
+def pin(
+    verifier: Annotated[str, typer.Argument(help="HOST, or HOST:PORT")],
+    expected: Annotated[
+        str,
+        typer.Option(
+            "--fingerprint",
+            metavar="sha256:HEX",
+            help="What `edgespec certs fingerprint` says on the verifier; without it nothing is"
+            " written",
+        ),
+    ] = "",
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to keep it")
+    ] = Path("verifier.pem"),
+    force: Force = False,
+) -> None:
+    """Pin a verifier: keep its own certificate, so that a device trusts this one and no other.
+
+    Ask whoever runs the verifier for the fingerprint, by another way than this network. A device
+    then takes the file in the place of a CA's. When the verifier's certificate is renewed, pin it
+    again.
+
+    [dim]edgespec certs pin gpu-box --fingerprint sha256:4ba3... --out gpu-box.pem[/]
+    [dim]edgespec generate --verifier gpu-box --ca gpu-box.pem "Hello"[/]
+    """
+    with reported():
+        address = with_port(verifier)
+        host, port = host_of(address), int(address.rpartition(":")[2])
+        shown = pinning.fetch(host, port)
+        if not expected:
+            typer.echo(shown.fingerprint)
+            say("nothing was written: is this what `edgespec certs fingerprint` says there?")
+            say(f"  then: edgespec certs pin {verifier} --fingerprint {shown.fingerprint}")
+            return
+        pinning.check(shown, expected)
+        if out.exists() and not force:
+            raise SetupError(f"{out} is there; --force replaces it")
+        replace_file(out, shown.pem, 0o644)
+        say(f"{out} was written; a device with --ca {out} trusts this certificate and no other")
