@@ -13,7 +13,7 @@ import typer
 from edgespec import __version__
 from edgespec.agent.status import StatusSource
 from edgespec.cli import options
-from edgespec.cli.device import agent_settings, greet
+from edgespec.cli.device import agent_settings, greet, greet_if_there
 from edgespec.cli.running import reported, say, trace_to
 from edgespec.cli.streaming import use_color
 from edgespec.cli.talk import record
@@ -28,6 +28,7 @@ from edgespec.compose import (
     with_port,
 )
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.core.device.offline import Offline
 from edgespec.ports import ModelInfo
 from edgespec.telemetry.trace import Tracer
 
@@ -129,19 +130,21 @@ def _chat(
     colored = use_color(color)
     drawn = markdown and colored and is_drawable()
     with asyncio.Runner() as runner, trace_to(settings.trace) as tracer:
-        settings, info = runner.run(greet(settings))
+        hello = greet_if_there if settings.offline is Offline.DRAFT else greet
+        settings, info = runner.run(hello(settings))
         found, path = _record(info, resume=resume, history=keeps)
-        say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
+        partner = info.name if info is not None else "the draft until a verifier answers"
+        say(f"talking with {partner}; /help lists the commands, /quit or Ctrl-D leaves")
         if found.messages:
             say(described(found))
-            if found.model and found.model != info.name:
+            if info is not None and found.model and found.model != info.name:
                 say(f"(it was with {found.model})")
         _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
 
 
 def _talk(
     settings: AgentConfig,
-    info: ModelInfo,
+    info: ModelInfo | None,
     text: PromptTokenizer,
     runner: asyncio.Runner,
     tracer: Tracer,
@@ -173,9 +176,11 @@ def _talk(
         runner.run(agent.close())
 
 
-def _record(info: ModelInfo, *, resume: bool, history: bool) -> tuple[record.Record, Path | None]:
+def _record(
+    info: ModelInfo | None, *, resume: bool, history: bool
+) -> tuple[record.Record, Path | None]:
     """The conversation to go on with and where it is kept; a new one if there is none."""
-    fresh = record.Record(info.name, begun=record.now_text())
+    fresh = record.Record("" if info is None else info.name, begun=record.now_text())
     if not history:
         return fresh, None
     record.forget_oldest()

@@ -94,13 +94,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
 
 
-def start(*arguments: str, module: str = "edgespec") -> subprocess.Popen[str]:
+def start(
+    *arguments: str, module: str = "edgespec", has_input: bool = False
+) -> subprocess.Popen[str]:
     """``edgespec`` (or another module) in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=environment(),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -223,21 +223,35 @@ def test_on_a_pipe_only_verified_text_is_on_stdout(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_the_command_writes_on_without_a_verifier_and_ends_with_the_targets_text() -> None:
+@pytest.mark.parametrize(
+    ("command", "prompt"), [("generate", "one day in may"), ("chat", "one day in may ")]
+)
+def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
+    command: str, prompt: str
+) -> None:
     with daemon() as (address, process):
         process.kill()
         process.wait()
         common = ["--verifier", address, "--draft", "toy", "--tokenizer", "toy", "-n", "30"]
-        child = start("generate", "one day in may", *common, "--offline", "draft", "--ignore-eos")
+        talks = command == "chat"
+        words = [] if talks else [prompt]
+        options = ("--offline", "draft", "--ignore-eos")
+        child = start(command, *words, *common, *options, has_input=talks)
         assert child.stderr is not None
+        if child.stdin is not None:
+            child.stdin.write("/model\none day in may\n")
+            child.stdin.flush()
         said = child.stderr.readline()
         assert said.startswith("offline: no verifier answers")
         while "[unverified]" not in said:
-            said = child.stderr.read(12)
-            assert said
+            more = child.stderr.read(1)
+            assert more, said
+            said += more
+        assert not talks or "target  not known: no verifier had answered" in said
         port = address.rpartition(":")[2]
         with ready(start("verifier", "--model", "toy", "--port", port)):
             out, _ = child.communicate(timeout=60)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    assert out == TEXT.decode(toy_text(TEXT.encode("one day in may"), params)) + "\n"
+    assert TEXT.decode(toy_text(TEXT.encode(prompt), params)) + "\n" in out
+    assert out.count("\n") == 1
     assert child.returncode == 0

@@ -48,7 +48,8 @@ class Conversation:
     tokenizer: PromptTokenizer
     config: AgentConfig
     runner: asyncio.Runner
-    info: ModelInfo
+    info: ModelInfo | None
+    """What is served; None: no verifier had answered when the chat began."""
     status: StatusSource
     record: records.Record
     editor: Editor = field(default_factory=PlainEditor)
@@ -113,7 +114,7 @@ class Conversation:
             case Name.STATS:
                 say("nothing yet" if self.last is None else self._stats(self.last))
             case Name.RESET:
-                self._begin_anew(records.Record(self.info.name, begun=records.now_text()))
+                self._begin_anew(records.Record(self.target, begun=records.now_text()))
                 say("the conversation is forgotten")
 
     def _begin_anew(self, found: records.Record) -> None:
@@ -133,7 +134,7 @@ class Conversation:
     def _model(self) -> str:
         drafter = self.agent.drafter
         lines = [
-            f"target  {self.info.name}, context {self.info.context_length} tokens",
+            f"target  {_target(self.info)}",
             f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
             f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
         ]
@@ -161,7 +162,8 @@ class Conversation:
         reply = _Reply(self._view())
         try:
             prompt = self.tokenizer.encode_chat([*self.record.asked, message])
-            check_prompt(prompt, self.info)
+            if self.info is not None:
+                check_prompt(prompt, self.info)
             self.last = Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
         except KeyboardInterrupt:
@@ -175,6 +177,11 @@ class Conversation:
         said = "".join(reply.parts)
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
+
+    @property
+    def target(self) -> str:
+        """The model's name; empty: not known."""
+        return "" if self.info is None else self.info.name
 
     @property
     def _goes_on_offline(self) -> bool:
@@ -242,3 +249,9 @@ class _Reply:
 
     def end(self) -> None:
         self.view.end()
+
+
+def _target(info: ModelInfo | None) -> str:
+    if info is None:
+        return "not known: no verifier had answered when this chat began"
+    return f"{info.name}, context {info.context_length} tokens"
