@@ -27,6 +27,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
     allows,
 )
+from edgespec.models import grammar_trial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,7 +39,7 @@ _MOST_COPIES: Final = 256
 is compiled again."""
 _TRIAL_S: Final = 10.0
 """Of the clock, on a busy machine; of processor time a trial has less."""
-_TRIAL: Final = Path(__file__).with_name("grammar_trial.py")
+_TRIAL: Final = Path(grammar_trial.__file__)
 _MAX_MESSAGE: Final = 400
 STEP_BOUNDS: Final = {
     "max_items_in_row": 1000,

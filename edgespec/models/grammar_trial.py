@@ -8,7 +8,6 @@ standard output, empty for nothing. A grammar that needs too much kills the proc
 from __future__ import annotations
 
 import json
-import resource
 import sys
 
 _CPU_S = 4
@@ -18,6 +17,8 @@ _STEPS = 16
 
 def main() -> None:
     """Compile, and go a few steps: some grammars show only then what they cost."""
+    import resource  # where there are limits to set
+
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
