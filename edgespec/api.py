@@ -34,6 +34,7 @@ from edgespec.config import (
 )
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction, Offline
+from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import TokenScore
@@ -44,6 +45,9 @@ __all__ = [
     "AgentOptions",
     "Chunk",
     "ConfigError",
+    "Constraint",
+    "ConstraintError",
+    "ConstraintKind",
     "Correction",
     "FaultCode",
     "FinishReason",

@@ -24,6 +24,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -143,7 +144,10 @@ def build_verifier(
         server_drafts=config.server_drafts,
     )
     streams = None if watch is None else watch.streams
-    verifier = Verifier(target, limits, engine_limits, tracer=tracer, telemetry=streams)
+    read = verifier_reader(config.model)
+    verifier = Verifier(
+        target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
+    )
     wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
@@ -358,7 +362,8 @@ def build_agent(
         offline=config.offline_policy,
     )
     drafter = load_drafter(config, say=say)
-    return Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options, tracer=tracer)
+    encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
+    return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -71,7 +71,7 @@ COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
     "export_cache draft_memory foreign_drafts model_drafter access setup_error "
-    "many_verifiers".split()
+    "many_verifiers constraint_readers".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -84,6 +84,7 @@ ROOMS = (
 )
 # The arms of a comparison are settings of the core's policies; reports and the simulator name them.
 ARMS = "edgespec.benchmark.arms"
+TOY_PARTS = ("constrained_rows", "request_checks", "toy_memory")
 # The first floor that holds a module is its floor. The toys come before their packages: they are
 # the simulator's models, so they keep its rules.
 FLOORS = (
@@ -106,11 +107,12 @@ FLOORS = (
         (CORE, PORTS, "edgespec.drafters.twins"),
         HEAVY | IMPURE,
     ),
+    Floor("edgespec.targets.constrained_rows", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.targets.toy_memory", (CORE, PORTS), HEAVY | IMPURE),
     Floor("edgespec.targets.request_checks", (CORE, PORTS), HEAVY | IMPURE),
     Floor(
         "edgespec.targets.toy",
-        (CORE, PORTS, "edgespec.targets.request_checks", "edgespec.targets.toy_memory"),
+        (CORE, PORTS, *(f"edgespec.targets.{part}" for part in TOY_PARTS)),
         HEAVY | IMPURE,
     ),
     # A device has no torch, not even to export a draft.
@@ -154,6 +156,7 @@ FLOORS = (
         ),
         HEAVY - {"onnxruntime"},
     ),
+    Floor("edgespec.constraint_readers", (CORE, "edgespec.models"), HEAVY),
     Floor(
         "edgespec.foreign_drafts",
         (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),

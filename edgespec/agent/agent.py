@@ -14,7 +14,7 @@ import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from edgespec.agent.activity import Activity
@@ -46,6 +46,7 @@ from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
+from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -112,7 +113,9 @@ class Agent:
     """Drives generations against one verifier, or several. ``drafter`` None only streams.
 
     ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
-    the given ids. Use as an async context manager, or call ``close``.
+    the given ids. ``read_constraint`` gives a constraint its matcher, or raises
+    ``ConstraintError``; None: drafts know nothing of constraints, which the verifier keeps
+    all the same. Use as an async context manager, or call ``close``.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Agent:
         options: AgentOptions | None = None,
         *,
         tracer: Tracer | None = None,
+        read_constraint: Callable[[Constraint], Constraint] | None = None,
     ) -> None:
         self.options = options or AgentOptions()
         self.stats: GenerationStats | None = None
@@ -132,7 +136,7 @@ class Agent:
         """What its generations do, for a status."""
         self._transport, self._drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
-        self._tracer = tracer or NoTrace()
+        self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
         self._shared: SharedDrafter | None = None
         """``drafter``, from the first generation on."""
@@ -178,11 +182,13 @@ class Agent:
         """``generate``, and what the draft writes while no verifier can be reached.
 
         That comes as ``UnverifiedChunk``, where ``AgentOptions.offline`` lets it, and a ``Chunk``
-        or a ``Correction`` follows for each of its tokens before the end.
+        or a ``Correction`` follows for each of its tokens before the end. Raises as that does, and
+        ``ConstraintError`` for a constraint that cannot be kept.
         """
         sampling = _checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        sampling = await self._read(sampling)
         drafter = self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
@@ -208,6 +214,14 @@ class Agent:
             await driver.close()
             if route is not None:
                 await route.close()
+
+    async def _read(self, sampling: SamplingParams) -> SamplingParams:
+        """With a constraint that this device has read, if it can; in a thread, for it may take a
+        second. Raises ``ConstraintError``."""
+        constraint, read = sampling.constraint, self._read_constraint
+        if constraint is None or read is None:
+            return sampling
+        return replace(sampling, constraint=await asyncio.to_thread(read, constraint))
 
     @property
     def transport(self) -> Transport | VerifierPool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edgespec.cli import options
+from edgespec.cli import constraint_options, options
 from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import reported, run, say, trace_to
@@ -82,6 +83,8 @@ def generate(
     stop: options.StopText = None,
     max_tokens: options.MaxTokens = None,
     ignore_eos: options.IgnoreEos = None,
+    json_schema: constraint_options.JsonSchema = None,
+    grammar: constraint_options.Grammar = None,
     json_lines: Json = False,
     logprobs: Logprobs = 0,
     stats: options.Stats = False,
@@ -100,7 +103,18 @@ def generate(
     """
     with reported():
         view = _view(json_lines, use_color(color), logprobs)
-        run(_generate(agent_settings(context), _prompt(prompt, file), view, stats, logprobs))
+        settings = _held(agent_settings(context), json_schema, grammar)
+        run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
+
+
+def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
+    """``config``, its text held to what these files say. Raises ``ConfigError``, ``OSError``."""
+    if (constraint := constraint_options.constraint_of(json_schema, grammar)) is None:
+        return config
+    try:
+        return replace(config, sampling=replace(config.sampling, constraint=constraint))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:

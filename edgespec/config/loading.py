@@ -227,7 +227,7 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
             raise _wrong(source, place, value, "text that UTF-8 can hold")
         return value
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise _wrong(source, place, value, words[hint])
+    raise _wrong(source, place, value, words.get(hint, "left out"))
 
 
 def _encodable(text: str) -> bool:

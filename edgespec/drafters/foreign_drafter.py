@@ -27,9 +27,9 @@ from edgespec.drafters.foreign_cache import InPlaceCache, KeyValueCache, Reslice
 from edgespec.drafters.foreign_check import CHECKED_LENGTH, Behaviour, check_behaviour
 from edgespec.drafters.foreign_graph import ForeignGraph, HeadHint, Role, read_graph
 from edgespec.drafters.manifest import DraftModelError
+from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.onnx_nodes import read_nodes
 from edgespec.drafters.runtime_session import open_session, ports, weights_bytes
-from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
@@ -146,9 +146,8 @@ class ForeignDrafter:
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
-        cache, params = self._cache, self._cache.sampling
         self._row[self._proposable :] = -np.inf
-        return best_candidates(self._row, params, position, width, cache.counts, self._work)
+        return guesses(self._row, self._cache, position, width, self._work)
 
     def close(self) -> None:
         """Free weights and buffers; further steps are refused."""

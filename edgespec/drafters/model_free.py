@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+from edgespec.core.protocol.constraint import allows
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.follower_tables import FollowerTable
 from edgespec.core.verifier.guess_chances import (
@@ -175,7 +176,7 @@ class ModelFreeDrafter:
         return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._text.begin(prompt_length)
+        self._text.begin(prompt_length, sampling.constraint)
         self._guesses.begin()
 
     def step(
@@ -189,13 +190,19 @@ class ModelFreeDrafter:
             raise StepCancelledError("a lookup was cancelled before it began")
         self._text.advance(keep_length, feed)
         self._guesses.read(self._text)
-        named = self._guesses.named(self._text)[:width]
+        named = permitted(self._guesses.named(self._text), self._text)[:width]
         worth = [one for one in named if one.chance >= self._least_chance]
         self._text.offer((one.token, one.chance) for one in worth)
         return tuple([one.candidate for one in worth])
 
     def close(self) -> None:
         self._text.forget(0)
+
+
+def permitted(named: tuple[Guess, ...], text: SettledText) -> tuple[Guess, ...]:
+    """Those that the constraint of the text allows."""
+    mask = text.mask()
+    return named if mask is None else tuple([one for one in named if allows(mask, one.token)])
 
 
 def _common(tokens: Sequence[int], position: int) -> int:

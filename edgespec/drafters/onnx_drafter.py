@@ -35,8 +35,9 @@ from edgespec.drafters.manifest import (
     DraftModelError,
     read_manifest,
 )
+from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.runtime_session import CPU, load_session
-from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
+from edgespec.drafters.sampler import MAX_WIDTH
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
@@ -159,10 +160,9 @@ class OnnxDrafter:
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
-        cache, params = self._cache, self._cache.sampling
         self._logits[0, self._manifest.proposable :] = -np.inf
         width = min(width, self._most_guesses)
-        return best_candidates(self._logits[0], params, position, width, cache.counts, self._work)
+        return guesses(self._logits[0], self._cache, position, width, self._work)
 
     def close(self) -> None:
         """Free weights and buffers; further steps are refused."""

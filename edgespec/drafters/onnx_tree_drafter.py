@@ -23,9 +23,9 @@ from edgespec.core.device.tree_cache import MAX_TREE_NODES
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.manifest import DraftModelError
+from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.runtime_session import load_session
-from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.tree_graph import with_tree_inputs
 from edgespec.drafters.tree_rows import RowTable, common_length
 from edgespec.ports import Cancelled, Candidate, StepCancelledError, TreeRows, never_cancelled
@@ -127,15 +127,13 @@ class OnnxTreeDrafter(OnnxDrafter):
 
     def _guesses(self, leaf: int, logits: NDArray[np.float32], width: int) -> tuple[Candidate, ...]:
         cache, position = self._cache, self._table.positions[leaf] + 1
-        if cache.sampling.penalised:  # its counts are those of the leaf's own text
+        if cache.sampling.penalised or cache.constrained:  # what these say is of the leaf's text
             path = self._table.path(leaf)
             keep = common_length(cache.tokens, path[:-1])
             cache.advance(keep, path[keep:])
         self._logits[0] = logits
         self._logits[0, self._manifest.proposable :] = -np.inf
-        return best_candidates(
-            self._logits[0], cache.sampling, position, width, cache.counts, self._work
-        )
+        return guesses(self._logits[0], cache, position, width, self._work)
 
     def _feed(self, start: int, end: int, leaves: Sequence[int]) -> None:
         """Rows ``start`` to ``end`` (at most ``CHUNK``) behind those before them, which are held;

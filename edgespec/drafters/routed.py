@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses
+from edgespec.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses, permitted
 from edgespec.drafters.settled_text import SettledText
 from edgespec.drafters.twins import twin_of
 from edgespec.ports import (
@@ -152,7 +152,7 @@ class RoutedDrafter:
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._model.begin(prompt_length, sampling)
-        self._text.begin(prompt_length)
+        self._text.begin(prompt_length, sampling.constraint)
         self._guesses.begin()
         self._asked.clear()
         self._agreed = 0
@@ -171,7 +171,7 @@ class RoutedDrafter:
         self._agreed = min(self._agreed, text.kept)
         self._guesses.read(text)
         self._judge()
-        named = self._guesses.named(text)
+        named = permitted(self._guesses.named(text), text)
         worth = [guess for guess in named[:width] if guess.chance >= self._least_chance]
         kind = worth[0].cell if worth else NO_GUESS
         chance = min(1.0, sum(guess.chance for guess in worth))

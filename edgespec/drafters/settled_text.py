@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.ports import ModelInfo
@@ -35,12 +36,17 @@ class SettledText:
     def tokens(self) -> Sequence[int]:
         return self._cache.tokens
 
-    def begin(self, prompt_length: int) -> None:
+    def begin(self, prompt_length: int, constraint: Constraint | None = None) -> None:
         """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
-        self._cache.begin(prompt_length, SamplingParams())  # nothing here counts penalties
+        # Nothing here counts penalties.
+        self._cache.begin(prompt_length, SamplingParams(constraint=constraint))
         self.prompt_length = prompt_length
         self.settled = self.kept = 0
         self._offered = {}
+
+    def mask(self) -> bytes | None:
+        """As ``TokenCache.mask``."""
+        return self._cache.mask()
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length. Raises

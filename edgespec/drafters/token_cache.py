@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.token_counts import TokenCounts
 from edgespec.ports import ModelInfo
@@ -16,12 +17,14 @@ from edgespec.ports import ModelInfo
 class TokenCache:
     """Ids of one sequence, with prompt and output told apart.
 
-    ``counts`` are those of its tokens where the sampling has penalties, else None.
+    ``counts`` are those of its tokens where the sampling has penalties, else None; ``constrained``
+    is where it stands in the grammar of a constraint that this device has read.
     """
 
     def __init__(self, info: ModelInfo) -> None:
         self.sampling = SamplingParams()
         self.counts: TokenCounts | None = None
+        self.constrained: ConstrainedText | None = None
         self._info = info
         self._tokens: list[int] = []
         self._prompt_length = 0
@@ -35,6 +38,9 @@ class TokenCache:
         self._prompt_length = prompt_length
         self.sampling = sampling
         self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
+        constraint, ends = sampling.constraint, self._info.eos_token_ids
+        known = constraint is not None and constraint.matcher is not None and ends
+        self.constrained = ConstrainedText(constraint, ends) if constraint and known else None
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
@@ -72,6 +78,13 @@ class TokenCache:
             for part, in_output in self._parts(length):
                 self.counts.remove(part, in_output=in_output)
         del self._tokens[length:]
+
+    def mask(self) -> bytes | None:
+        """What the constraint allows behind the tokens; None: it says nothing here."""
+        if self.constrained is None:
+            return None
+        self.constrained.follow(self.output)
+        return self.constrained.mask()
 
     def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
         """What lies behind ``start``: that of the prompt and that of the output."""

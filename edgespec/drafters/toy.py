@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from edgespec.core.protocol.noise import gumbel, noise_bits
-from edgespec.core.protocol.sampling import SamplingParams, warp
+from edgespec.core.protocol.sampling import SamplingParams, masked, warp
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.ports import Cancelled, Candidate, ModelInfo, StepCancelledError, never_cancelled
@@ -55,7 +55,9 @@ class ToyDrafter:
             raise StepCancelledError("the toy's step was cancelled before it began")
         position = self._cache.advance(keep_length, feed)
         cache, params = self._cache, self._cache.sampling
-        logits = self._model.logits(cache.tokens)
+        logits = masked(self._model.logits(cache.tokens), cache.mask())
+        if max(logits) == -math.inf:
+            return ()
         prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
         found = best_of(warp(logits, params, prompt, output), params, position, width)
         if len(found) == width or params.greedy:

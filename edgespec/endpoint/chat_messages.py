@@ -33,7 +33,8 @@ def tools_of(fields: Fields) -> list[dict[str, Any]]:
     given = fields.sections("tools") or ()
     if len(given) > MAX_TOOLS:
         raise invalid("tools", f"tools holds {len(given)} tools, but at most {MAX_TOOLS}")
-    return [_tool(one) for one in given]
+    forced = fields.raw("tool_choice") not in (None, "auto", "none")
+    return [_tool(one, forced=forced) for one in given]
 
 
 def _message(fields: Fields) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _object_or_text(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _tool(fields: Fields) -> dict[str, Any]:
+def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
     kind = fields.text("type")
     if kind != "function":
         name = fields.name("type")
@@ -118,8 +119,9 @@ def _tool(fields: Fields) -> dict[str, Any]:
             " underscores",
         )
     function.section("parameters")  # an object, if it is there
-    if function.flag("strict"):
+    if function.flag("strict") and not forced:
         name = function.name("strict")
-        raise invalid(name, f"{name} is true, but arguments cannot be forced to match a schema yet")
+        why = f"{name} is true, but only a call that tool_choice forces is held to a schema"
+        raise invalid(name, why)
     told = {key: value for key, value in function.data.items() if key != "strict"}
     return {"type": "function", "function": told}

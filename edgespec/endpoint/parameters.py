@@ -14,7 +14,7 @@ from edgespec.endpoint.fields import shown
 
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
-    " frequency_penalty presence_penalty response_format"
+    " frequency_penalty presence_penalty response_format grammar regex"
     # Not OpenAI's: those of the servers that people have at home.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos".split()
 )
@@ -39,7 +39,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "grammar": ("",),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -64,7 +63,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 """Not supported, with the values that ask for nothing; so does null."""
-_STRUCTURED: Final = "structured output is not supported yet"
 
 
 def check_names(data: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -81,21 +79,3 @@ def check_names(data: Mapping[str, Any], known: frozenset[str]) -> None:
                 f"{name} is {shown(value)}, but {name} is not supported",
                 "unsupported_parameter",
             )
-    _check_response_format(data.get("response_format"))
-
-
-def _check_response_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return
-    if kind in ("json_object", "json_schema"):
-        raise invalid(
-            "response_format",
-            f"response_format is of type {kind!r}, but must be of type 'text': {_STRUCTURED}",
-            "unsupported_parameter",
-        )
-    raise invalid(
-        "response_format", f"response_format is {shown(value)}, but must be of type 'text'"
-    )

@@ -11,6 +11,7 @@ from edgespec.endpoint.answer import Choice, ToolUse
 from edgespec.endpoint.errors import ApiError, invalid
 from edgespec.endpoint.requests import Asked, ChatRequest, Prompt, seed_of
 from edgespec.endpoint.run import Job
+from edgespec.endpoint.structured import forced_call, no_format
 from edgespec.endpoint.tool_calls import MARKS, tool_format, tool_reader
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 
@@ -41,6 +42,21 @@ async def chat_tokens(tokenizer: ChatTokenizer, request: ChatRequest) -> list[in
 async def prompt_tokens(tokenizer: ChatTokenizer, prompt: Prompt) -> Sequence[int]:
     """The ids of a text, as ``edgespec generate`` makes them, or those given."""
     return await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+
+
+def with_forced_call(tokenizer: ChatTokenizer, request: ChatRequest) -> ChatRequest:
+    """The same request, held to a call where there must be one. Raises ``ApiError``."""
+    if not request.must_call:
+        return request
+    template = tokenizer.chat_template(tools=True)
+    form = None if template is None else tool_format(template.source)
+    if template is None or form is None:
+        raise no_format()
+    constraint = forced_call(
+        form, template.source, request.tools, tokenizer.special_id, one=request.one_call
+    )
+    sampling = replace(request.asked.sampling, constraint=constraint)
+    return replace(request, asked=replace(request.asked, sampling=sampling))
 
 
 def sampling_of(
@@ -82,6 +98,7 @@ def choices_of(
         for k in range(asked.n):
             own = replace(sampling, seed=seed_of(sampling.seed, k))
             job = Job(len(found), tokens, own, logprobs)
+            job.must_call = request is not None and request.must_call
             tools = None if request is None else _tool_use(request, tokenizer)
             found.append(
                 Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)

@@ -15,6 +15,7 @@ from edgespec.endpoint.chat_messages import messages_of, tools_of
 from edgespec.endpoint.errors import invalid
 from edgespec.endpoint.fields import Fields, shown, texts
 from edgespec.endpoint.parameters import CHAT, COMPLETION, check_names
+from edgespec.endpoint.structured import constraint_of
 
 Prompt = str | tuple[int, ...]
 MAX_TOKEN_ID: Final = (1 << 31) - 1
@@ -52,6 +53,8 @@ class ChatRequest:
     """Empty: none, or none wanted."""
     one_call: bool
     """No more than one tool may be called in an answer."""
+    must_call: bool
+    """The answer has to be a call of one of ``tools``."""
     variables: Mapping[str, Any]
     """Further ones for the chat template."""
 
@@ -74,14 +77,17 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
     if top and not scored:
         raise invalid("top_logprobs", f"top_logprobs is {top}, but logprobs is not true")
     longest = fields.whole("max_completion_tokens", 1, MAX_TOKENS)
-    tools, wanted = tools_of(fields), _tool_choice(fields)
+    tools = tools_of(fields)
+    callable_tools, must_call = _tool_choice(fields, tools)
     variables = fields.section("chat_template_kwargs")
     parallel = fields.raw("parallel_tool_calls")
     return ChatRequest(
         _asked(fields, defaults, most, scored, top or 0, longest),
         messages_of(fields),
-        tools if wanted else [],
-        parallel is not None and not fields.flag("parallel_tool_calls"),
+        callable_tools,
+        (must_call and len(callable_tools) < len(tools))
+        or (parallel is not None and not fields.flag("parallel_tool_calls")),
+        must_call,
         {} if variables is None else variables.data,
     )
 
@@ -152,6 +158,8 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         given["stop_token_ids"] = _token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
     if (biases := fields.section("logit_bias")) is not None:
         given["logit_bias"] = _biases(biases)
+    if (constraint := constraint_of(fields)) is not None:
+        given["constraint"] = constraint
     if fields.raw("ignore_eos") is not None:
         given["ignore_eos"] = fields.flag("ignore_eos")
     try:
@@ -181,16 +189,27 @@ def _biases(fields: Fields) -> dict[int, float]:
     return biases
 
 
-def _tool_choice(fields: Fields) -> bool:
-    """Whether the model may call tools; one that must is more than can be promised here."""
+_Tools = list[dict[str, Any]]
+
+
+def _tool_choice(fields: Fields, tools: _Tools) -> tuple[_Tools, bool]:
+    """The tools that may be called, and whether one of them must be."""
     value = fields.raw("tool_choice")
     if value in (None, "auto", "none"):
-        return bool(value != "none")
-    raise invalid(
-        "tool_choice",
-        f"tool_choice is {shown(value)}, but must be 'auto' or 'none': a call cannot be forced yet",
-        "unsupported_parameter",
-    )
+        return (tools if value != "none" else []), False
+    chosen = tools
+    if isinstance(value, dict):
+        function = Fields(value, "tool_choice.").section("function")
+        name = None if function is None else function.text("name")
+        chosen = [one for one in tools if one["function"]["name"] == name]
+    elif value != "required":
+        wanted = "'auto', 'none', 'required' or a function"
+        raise invalid("tool_choice", f"tool_choice is {shown(value)}, but must be {wanted}")
+    if not chosen:
+        raise invalid("tool_choice", f"tool_choice is {shown(value)}, but tools has no such tool")
+    if constraint_of(fields) is not None:
+        raise invalid("tool_choice", "tool_choice forces a call, which no other format fits beside")
+    return chosen, True
 
 
 def _prompts(fields: Fields) -> tuple[Prompt, ...]:

@@ -17,11 +17,17 @@ from typing import Final, Self
 
 from edgespec.agent.agent import Agent, GenerationError, GenerationStats
 from edgespec.agent.reply import ReplyEvent
+from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.errors import ApiError, from_generation, invalid
 
 # Events that nobody has read yet; beyond them the generations wait.
 _MOST_UNREAD: Final = 256
+_PARAMS: Final = {
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.REGEX: "regex",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +39,8 @@ class Job:
     prompt: Sequence[int]
     sampling: SamplingParams
     logprobs: int = 0
+    must_call: bool = False
+    """Its constraint is that of a call."""
     stats: GenerationStats | None = field(default=None, init=False)
 
 
@@ -121,6 +129,8 @@ class Run:
                     await self._put((job.index, event))
         except GenerationError as failure:
             error = from_generation(failure)
+        except ConstraintError as failure:
+            error = invalid(_param(job), str(failure))
         except Exception as failure:
             if not begun and isinstance(failure, ValueError | TypeError):
                 error = invalid("prompt", str(failure))
@@ -132,3 +142,11 @@ class Run:
     async def _put(self, one: tuple[int, ReplyEvent] | _Ended) -> None:
         await self._unread.put(one)
         self._wake.set()
+
+
+def _param(job: Job) -> str:
+    """The parameter that a constraint came with."""
+    constraint = job.sampling.constraint
+    if job.must_call or constraint is None:
+        return "tools"
+    return _PARAMS[constraint.kind]

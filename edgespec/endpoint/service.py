@@ -25,6 +25,7 @@ from edgespec.endpoint.prompting import (
     choices_of,
     prompt_tokens,
     sampling_of,
+    with_forced_call,
 )
 from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, completion_request
 from edgespec.endpoint.run import Run
@@ -111,6 +112,7 @@ class Endpoint:
         request = chat_request(data, self.sampling, self.settings.max_concurrent)
         self._check_model(request.asked.model)
         tokens = await chat_tokens(self.tokenizer, request)
+        request = with_forced_call(self.tokenizer, request)
         return self._answer(ChatShape(), request.asked, [tokens], request)
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:

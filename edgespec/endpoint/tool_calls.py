@@ -21,9 +21,9 @@ from typing import Any, Final, Protocol, assert_never
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
 LLAMA_MARK: Final = "<|python_tag|>"
-_OPEN: Final = "<tool_call>"
-_CLOSE: Final = "</tool_call>"
-MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, _OPEN, _CLOSE)
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, OPEN, CLOSE)
 """Where one of these is a special token, decoded text does not show it; it is put back."""
 _NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
@@ -61,7 +61,7 @@ class ToolReader(Protocol):
 
 def tool_format(template: str) -> ToolFormat | None:
     """What a chat template's source teaches; None: nothing that is known here."""
-    if _OPEN in template:
+    if OPEN in template:
         return ToolFormat.HERMES
     if MISTRAL_MARK in template:
         return ToolFormat.MISTRAL
@@ -103,18 +103,18 @@ class _Hermes:
         self._held += text
         found: list[Found] = []
         while True:
-            mark = _CLOSE if self._inside else _OPEN
+            mark = CLOSE if self._inside else OPEN
             before, there, rest = self._held.partition(mark)
             if not there:
                 break
             self._held = rest
             if self._inside:
-                found += self._read(before, _CLOSE)
+                found += self._read(before, CLOSE)
             else:
                 found += self._say(before.rstrip())
             self._inside = not self._inside
         if not self._inside:
-            cut = len(self._held) - _may_begin(_OPEN, self._held)
+            cut = len(self._held) - _may_begin(OPEN, self._held)
             said, self._held = self._held[:cut], self._held[cut:]
             found += self._say(said)
         return found
@@ -128,7 +128,7 @@ class _Hermes:
     def _read(self, body: str, close: str) -> list[Found]:
         call = _call(_json(body), self._new_id, ("arguments", "parameters"))
         if call is None:
-            return self._say(_OPEN + body + close)
+            return self._say(OPEN + body + close)
         self._after_call = True
         return [call]
 

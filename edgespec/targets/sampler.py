@@ -21,6 +21,7 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelOutputError
+from edgespec.targets.forbid import forbid
 from edgespec.targets.noise import gumbel_noise
 from edgespec.targets.token_counts import Occurrences
 
@@ -38,6 +39,8 @@ class SampleBlock:
     """Of the token to be chosen, for each row."""
     occurrences: Occurrences | None = None
     """Of the tokens before each row; needed when ``params.penalised``."""
+    masks: Sequence[bytes | None] = ()
+    """Of each row, or none at all: the tokens that the constraint allows there."""
 
 
 def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
@@ -50,6 +53,7 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     if not rows:
         return []
+    logits = forbid(logits, [mask for block in blocks for mask in _masks(block)])
     largest, best = logits.max(dim=-1)  # NaN wherever a row holds one
     if not torch.isfinite(largest).all():
         row = int(torch.isfinite(largest).logical_not().nonzero()[0])
@@ -72,6 +76,10 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
     return _warp(logits, blocks)[:, : logits.shape[-1]]
+
+
+def _masks(block: SampleBlock) -> Sequence[bytes | None]:
+    return block.masks or (None,) * len(block.positions)
 
 
 def _plain(params: SamplingParams) -> bool:

@@ -21,6 +21,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
+from edgespec.targets.constrained_rows import ConstrainedRows
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.loading import LoadedModel, UnsupportedModelError, load_model
 from edgespec.targets.pass_plan import PassPlan, plan_pass
@@ -81,6 +82,7 @@ class TorchTarget:
         )
         self._pool = _pool(loaded, max_cached_tokens)
         self._counts = TokenCountsCache(max_sessions)
+        self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
         if loaded.device.type == "cpu" if canonical is None else canonical:
             self._enter_canonical_mode(loaded, required=canonical is True)
@@ -136,6 +138,11 @@ class TorchTarget:
                 "(context_length)"
             )
         self._pool.open(key, prompt_length, sampling, text)
+        try:
+            self._constrained.open(key, sampling)
+        except ValueError:
+            self._pool.close(key)
+            raise
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
@@ -170,6 +177,7 @@ class TorchTarget:
 
     def close(self, key: str) -> None:
         self._pool.close(key)
+        self._constrained.close(key)
 
     def self_test(self) -> SelfTest:
         """Check that logits do not depend on the schedule. A few small passes; between sessions."""
@@ -213,7 +221,11 @@ class TorchTarget:
             return SampleBlock(request.key, params, ())
         positions = [length, *(length + depth for depth in node_depths(request.parents))]
         before = counts.before(request.tokens, request.parents) if counts else None
-        return SampleBlock(request.key, params, positions, before)
+        masks: Sequence[bytes | None] = ()
+        if params.constraint is not None:
+            output = sequence.tokens[sequence.prompt_length :]
+            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        return SampleBlock(request.key, params, positions, before, masks)
 
 
 def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:

@@ -16,6 +16,7 @@ from edgespec.core.protocol.scores import score_token
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.targets.constrained_rows import ConstrainedRows
 from edgespec.targets.request_checks import check_batch
 from edgespec.targets.toy_memory import ToyMemory
 
@@ -72,6 +73,7 @@ class ToyTarget:
         self._cache = cache
         self._memory = None if cache is None else ToyMemory(cache)
         self._sequences: dict[str, _Sequence] = {}
+        self._constrained = ConstrainedRows(self._info)
 
     @property
     def info(self) -> ModelInfo:
@@ -92,6 +94,7 @@ class ToyTarget:
             raise CapacityError(
                 f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length}"
             )
+        self._constrained.open(key, sampling)
         self._sequences[key] = _Sequence(prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
@@ -116,6 +119,7 @@ class ToyTarget:
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
+        self._constrained.close(key)
         if self._memory is not None:
             self._memory.forget(key)
 
@@ -165,7 +169,12 @@ class ToyTarget:
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
             paths.append((*paths[parent], token) if parent >= 0 else (token,))
-        targets = tuple(self._sample(sequence, p) for p in ((), *paths))
+        masks: Sequence[bytes | None] = [None] * (1 + len(paths))
+        if sequence.sampling.constraint is not None:
+            output = sequence.tokens[sequence.prompt_length :]
+            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        rows = zip(((), *paths), masks, strict=True)
+        targets = tuple([self._sample(sequence, path, mask) for path, mask in rows])
         if not request.logprobs:
             return PassResult(request.key, targets)
         scores = [
@@ -178,7 +187,7 @@ class ToyTarget:
         """What the model looks at: no copy of a long text."""
         return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
 
-    def _sample(self, sequence: _Sequence, path: tuple[int, ...]) -> int:
+    def _sample(self, sequence: _Sequence, path: tuple[int, ...], mask: bytes | None) -> int:
         # Only the tail and, when penalised, the whole text are looked at.
         tail = self._tail(sequence, path)
         length = len(sequence.tokens) + len(path)
@@ -187,4 +196,4 @@ class ToyTarget:
         if sequence.sampling.penalised:
             prompt = sequence.tokens[: sequence.prompt_length]
             output = [*sequence.tokens[sequence.prompt_length :], *path]
-        return choose(self.model.logits(tail), sequence.sampling, length, prompt, output)
+        return choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)

@@ -236,6 +236,7 @@ def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
         model=check_text("Opened.model", opened.model, limits.max_name_bytes),
         position=check_number("Opened.position", opened.position, 0, MAX_UINT32),
         fingerprint=check_text("Opened.fingerprint", opened.fingerprint, limits.max_name_bytes),
+        constrained=opened.constrained,
     )
 
 
@@ -245,6 +246,7 @@ def _decode_opened(wire: pb.Opened, limits: WireLimits) -> Opened:
         model=check_text("Opened.model", wire.model, limits.max_name_bytes),
         position=wire.position,
         fingerprint=check_text("Opened.fingerprint", wire.fingerprint, limits.max_name_bytes),
+        constrained=wire.constrained,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import (
     EXACT_RULE,
     MAX_SECRET_BYTES,
@@ -28,6 +29,12 @@ from edgespec.transport.wire_limits import (
 # Enum members by wire number.
 _RUN_AHEAD: Final = {1: RunAhead.AUTO, 2: RunAhead.ALWAYS, 3: RunAhead.NEVER}
 _RUN_AHEAD_NAME: Final = {m: pb.RunAhead.Name(n) for n, m in _RUN_AHEAD.items()}
+_CONSTRAINT: Final = {
+    1: ConstraintKind.JSON_SCHEMA,
+    2: ConstraintKind.GRAMMAR,
+    3: ConstraintKind.REGEX,
+}
+_CONSTRAINT_NAME: Final = {m: pb.ConstraintKind.Name(n) for n, m in _CONSTRAINT.items()}
 _DEFAULT: Final = SamplingParams()
 
 
@@ -113,6 +120,9 @@ def encode_sampling(sampling: SamplingParams, limits: WireLimits) -> pb.Sampling
         wire.repetition_penalty = sampling.repetition_penalty
     if sampling.max_tokens != _DEFAULT.max_tokens:
         wire.max_tokens = sampling.max_tokens
+    if (constraint := sampling.constraint) is not None:
+        kind = _CONSTRAINT_NAME[constraint.kind]
+        wire.constraint.CopyFrom(pb.Constraint(kind=kind, text=constraint.text))
     return wire
 
 
@@ -139,11 +149,17 @@ def decode_sampling(wire: pb.Sampling, limits: WireLimits) -> SamplingParams:
             ),
             max_tokens=wire.max_tokens if wire.HasField("max_tokens") else _DEFAULT.max_tokens,
             ignore_eos=wire.ignore_eos,
+            constraint=_decode_constraint(wire) if wire.HasField("constraint") else None,
         )
     except ProtocolViolation:
         raise
     except ValueError as error:
         raise ProtocolViolation(f"Sampling: {error}") from None
+
+
+def _decode_constraint(wire: pb.Sampling) -> Constraint:
+    kind = check_member("Constraint.kind", _CONSTRAINT, wire.constraint.kind)
+    return Constraint(kind, wire.constraint.text)
 
 
 def _check(bias_count: int, stop_count: int, limits: WireLimits) -> None:

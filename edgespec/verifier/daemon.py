@@ -39,6 +39,7 @@ from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.verifier.backlog import Backlog
+from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
 from edgespec.verifier.target_worker import TargetWorker
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class Verifier:
         tracer: Tracer | None = None,
         telemetry: EngineTelemetry | None = None,
         clock: Callable[[], float] = time.monotonic,
+        read_constraint: ReadConstraint | None = None,
     ) -> None:
+        self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
         self.engine = VerifyEngine(target.info, limits, engine_limits or ee.EngineLimits())
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
@@ -136,11 +139,12 @@ class Verifier:
             if not isinstance(first, Open):
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return
-            if self._stopping:
-                self._send(number, _STOPS)
+            opening = await self._desk.prepared(first)
+            if self._stopping or isinstance(opening, Fault):
+                self._send(number, opening if isinstance(opening, Fault) else _STOPS)
                 self._close(number)
                 return
-            self._handle(ee.StreamOpened(number, first, stream.peer, stream.credential))
+            self._handle(ee.StreamOpened(number, opening, stream.peer, stream.credential))
             if (feed := getattr(stream, "feed", None)) is not None:
                 await feed(partial(self._take, number))
             while True:
@@ -348,6 +352,7 @@ class Verifier:
         """Tell every device to come back later, end the streams, let a running pass finish; one
         that does not end within half a minute is left behind."""
         self._end_streams(_STOPS)
+        self._desk.close()
         left: set[asyncio.Future[ee.BatchDone]] = set()
         if self._pass is not None:
             _, left = await asyncio.wait([self._pass], timeout=_LAST_PASS_S)

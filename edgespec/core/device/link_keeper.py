@@ -15,7 +15,7 @@ from __future__ import annotations
 from edgespec.core.device import events as ev
 from edgespec.core.device.reconnect import Reconnect, ReconnectPolicy
 from edgespec.core.device.transitions import DRAFT_MOVES
-from edgespec.core.protocol.messages import Fault, FaultCode
+from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.printable import one_line
 from edgespec.core.protocol.transitions import transition
 
@@ -52,6 +52,16 @@ class LinkKeeper:
     def connected(self) -> None:
         """The stream is there; the verifier still has to greet, by the same deadline."""
         self._move(ev.STREAMING, self.deadline)
+
+    def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
+        """The verifier greets. One that does not keep the constraint which was sent would answer
+        with another text: better none."""
+        if (constraint := request.sampling.constraint) is not None and not opened.constrained:
+            kind = constraint.kind.value
+            why = f"the verifier is too old to hold a text to a {kind}: it did not say that it does"
+            return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
+        self.greeted(now)
+        return []
 
     def greeted(self, now: float) -> None:
         self._greeted, self._waiting_since = True, now

@@ -146,8 +146,7 @@ class DraftSession:
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
         self._end = min(self._bounds.length - 1, self._draft_context_length)
-        self.link.greeted(now)
-        return []
+        return self.link.opened(self.request, opened, now)
 
     def _on_commit(self, commit: Commit, now: float) -> list[ev.DraftAction]:
         if not self._reader.continues(commit):

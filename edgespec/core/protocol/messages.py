@@ -152,6 +152,8 @@ class Opened:
     """Committed length at which the stream goes on (that of the device's own tokens)."""
     fingerprint: str = ""
     """As ``ModelInfo.fingerprint``."""
+    constrained: bool = False
+    """The verifier keeps ``SamplingParams.constraint``; one that does not know it never says so."""
 
 
 @statically_frozen

@@ -3,8 +3,11 @@
 Theory of operation. The token at ``position`` is a pure function of the target's logits, the
 tokens before it, the parameters and the seed:
 
-    bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
+    mask -> bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
     -> argmax of (logits + Gumbel noise)
+
+The mask is that of the constraint, if there is one, behind the output (``constrained_text.py``): a
+token that it forbids counts as one with a logit of minus infinity.
 
 A temperature of 0, as any below ``LEAST_TEMPERATURE``, is the greedy case: no truncation, no noise,
 ties to the lowest id. ``choose`` is the scalar specification (lists of floats); the numpy and torch
@@ -21,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from edgespec.core.protocol.constraint import Constraint, allows
 from edgespec.core.protocol.noise import gumbel, noise_bits
 from edgespec.core.protocol.ranges import bounded
 
@@ -62,6 +66,8 @@ class SamplingParams:
     max_tokens: int = 256
     ignore_eos: bool = False
     """Go on past the model's own end token (for measurements)."""
+    constraint: Constraint | None = None
+    """What the text is held to; its end ends the text."""
 
     def __post_init__(self) -> None:
         bounded("temperature", self.temperature, 0.0, 100.0)
@@ -80,6 +86,8 @@ class SamplingParams:
             raise ValueError("stop must not hold an empty string")
         for token, bias in self.logit_bias.items():
             bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
+        if self.constraint is not None and self.ignore_eos:
+            raise ValueError("ignore_eos is true, but must be false where a constraint ends a text")
 
     @property
     def greedy(self) -> bool:
@@ -101,15 +109,24 @@ def choose(
     position: int,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
+    mask: bytes | None = None,
 ) -> int:
-    """The token at ``position``, given its row of logits and all the tokens before it."""
-    scores = warp(logits, params, prompt, output)
+    """The token at ``position``, given its row of logits, all the tokens before it and the mask of
+    the constraint there."""
+    scores = warp(masked(logits, mask), params, prompt, output)
     if not params.greedy:
         scores = [
             s + gumbel(noise_bits(params.seed, position, token)) if s > -math.inf else s
             for token, s in enumerate(scores)
         ]
     return max(range(len(scores)), key=lambda token: (scores[token], -token))
+
+
+def masked(logits: Sequence[float], mask: bytes | None) -> Sequence[float]:
+    """``logits``, with -inf for each token that ``mask`` forbids; None forbids nothing."""
+    if mask is None:
+        return logits
+    return [x if allows(mask, token) else -math.inf for token, x in enumerate(logits)]
 
 
 def warp(

@@ -46,6 +46,8 @@ def message_bytes(message: Message) -> int:
             tokens = _packed(message.prompt) + _packed(message.committed)
             secret = message.session_secret
             secret_bytes = 2 + len(secret) if secret else 0
+            constraint = message.sampling.constraint
+            secret_bytes += 0 if constraint is None else 8 + len(constraint.text.encode())
             rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
             return _wrapped(rest + text_bytes + secret_bytes + tokens)
         case Opened(_, model, position, fingerprint):

@@ -46,6 +46,13 @@ def refuse_open(
     if not 0 <= request.logprobs <= MAX_LOGPROBS:
         why = f"logprobs is {request.logprobs}, but must be in [0, {MAX_LOGPROBS}]"
         return Fault(FaultCode.INVALID, why)
+    constraint = request.sampling.constraint
+    if constraint is not None and constraint.matcher is None:
+        why = f"this verifier holds no text to a {constraint.kind.value}"
+        return Fault(FaultCode.INVALID, why)
+    if constraint is not None and not model.eos_token_ids:
+        why = f"{model.name!r} has no end token, with which a {constraint.kind.value} could end"
+        return Fault(FaultCode.INVALID, why)
     return _refuse_tokens(request, model, limits, _whose(credential))
 
 

@@ -150,8 +150,10 @@ class VerifySession:
         if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
         self._note_unread(now)
-        model = self._model
-        greeting = self._say(Opened(self._limits, model.name, held, model.fingerprint), now)
+        name, fingerprint = self._model.name, self._model.fingerprint
+        constrained = request.sampling.constraint is not None
+        opened = Opened(self._limits, name, held, fingerprint, constrained)
+        greeting = self._say(opened, now)
         missed = missed_commits(self.prefix, held, self.finish, self._scores)
         return greeting, *(self._say(commit, now) for commit in missed)
 

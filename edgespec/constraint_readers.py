@@ -1,0 +1,40 @@
+"""Who reads constraints: a verifier in the vocabulary of its target, a device in that of its texts.
+
+The library is optional on either side. A verifier without it refuses constraints and names the
+package; a device without it lets its drafts guess freely, which costs speed and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from edgespec.core.protocol.constraint import Constraint
+from edgespec.models.draft_sources import resolve_texts
+from edgespec.models.folders import Role, resolve_model
+from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS
+
+ReadConstraint = Callable[[Constraint], Constraint]
+_TOY = "toy"
+
+
+def verifier_reader(reference: str) -> ReadConstraint:
+    """For the target that ``reference`` names. Nothing is loaded before the first constraint."""
+    return GrammarReader(partial(_vocabulary, reference, Role.TARGET)).read
+
+
+def device_reader(reference: str) -> ReadConstraint | None:
+    """For the tokenizer that ``reference`` names; None where the library is not installed."""
+    reader = GrammarReader(partial(_vocabulary, reference, Role.DRAFT))
+    return reader.read if reader.available else None
+
+
+def _vocabulary(reference: str, role: Role) -> Any:
+    """What ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
+    if reference == _TOY:
+        return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
+    target = role is Role.TARGET
+    folder = resolve_model(reference, role) if target else resolve_texts(reference)
+    return (folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -1,0 +1,245 @@
+"""Reads constraints with llguidance: what a text may go on with, token by token.
+
+Theory of operation. A constraint is compiled once for a vocabulary, and each text gets a copy of
+the compiled one. Both are bounded. A step counts its work in the library's own units
+(``_STEP_BOUNDS``), and a text that needs more fails by name. To compile is not bounded that well by
+the library (a JSON schema with ``allOf`` over 30 patterns takes for ever, and all memory), so what
+was never read before is tried in a process of its own first (``grammar_trial.py``), which has so
+much time and memory and no more. Calls come from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from edgespec.core.protocol.constraint import (
+    Constraint,
+    ConstraintError,
+    ConstraintKind,
+    allows,
+)
+from edgespec.models import grammar_trial
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT: Final = 128
+"""Compiled constraints, the ones used last."""
+_MOST_COPIES: Final = 256
+"""Texts of one compiled constraint, which share what it has learned and its bound on that; then it
+is compiled again."""
+_TRIAL_S: Final = 10.0
+"""Of the clock, on a busy machine; of processor time a trial has less."""
+_TRIAL: Final = Path(grammar_trial.__file__)
+_MAX_MESSAGE: Final = 400
+STEP_BOUNDS: Final = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 30_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""llguidance's ``LLParserLimits``, at or below its defaults: about 10 ms for one mask at worst."""
+# White space as in printed JSON, but never without end: a small model might not stop.
+_JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
+
+
+class GrammarReader:
+    """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
+    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in a process of its own."""
+
+    def __init__(self, tokenizer: Callable[[], Any], *, tries: bool = True) -> None:
+        self._make_tokenizer, self._tries = tokenizer, tries
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def available(self) -> bool:
+        """Whether the library is installed."""
+        return find_spec("llguidance") is not None
+
+    def read(self, constraint: Constraint) -> Constraint:
+        """The same constraint, with its ``matcher``. Takes a while: not for an event loop. Raises
+        ``ConstraintError`` saying what is wrong with it, or that the library is missing."""
+        if not self.available:
+            raise ConstraintError(
+                f"a {constraint.kind.value} needs llguidance, which is not installed here:"
+                " pip install 'edgespec[grammar]'"
+            )
+        with self._lock:
+            found = self._kept.get(constraint)
+            if found is not None:
+                self._kept.move_to_end(constraint)
+                found.copies += 1
+        if found is None or found.copies > _MOST_COPIES:
+            compiled = _Compiled(self._compile(constraint, known=found is not None))
+            found = compiled
+            with self._lock:
+                self._kept[replace(constraint, matcher=None)] = compiled
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+        compiled, ends = found, self._tokens().eos_tokens
+        return replace(constraint, matcher=lambda: TextMatcher(compiled.matcher.deep_copy(), ends))
+
+    def _tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(self._make_tokenizer())
+            return self._tokenizer
+
+    def _compile(self, constraint: Constraint, *, known: bool) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        grammar = grammar_of(constraint)
+        if self._tries and not known:
+            self._try(constraint.kind, grammar)
+        limits = LLParserLimits(
+            max_items_in_row=STEP_BOUNDS["max_items_in_row"],
+            initial_lexer_fuel=STEP_BOUNDS["initial_lexer_fuel"],
+            step_lexer_fuel=STEP_BOUNDS["step_lexer_fuel"],
+            step_max_items=STEP_BOUNDS["step_max_items"],
+            max_lexer_states=STEP_BOUNDS["max_lexer_states"],
+            max_grammar_size=STEP_BOUNDS["max_grammar_size"],
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(constraint.kind, matcher.get_error())
+        return matcher
+
+    def _try(self, kind: ConstraintKind, grammar: str) -> None:
+        """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
+        that a grammar is tried on it; of all else 256 bytes are enough."""
+        source = self._make_tokenizer() if kind is ConstraintKind.GRAMMAR else "byte"
+        if not isinstance(source, str):
+            source = "byte"
+        asked = {"tokenizer": source, "grammar": grammar, "bounds": STEP_BOUNDS}
+        try:
+            done = subprocess.run(
+                [sys.executable, str(_TRIAL)],
+                input=json.dumps(asked).encode(),
+                capture_output=True,
+                timeout=_TRIAL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise _too_much(kind) from None
+        except OSError as error:
+            raise ConstraintError(f"a {kind.value} cannot be tried now: {error}") from error
+        if done.returncode:
+            raise _too_much(kind)
+        if why := json.loads(done.stdout):
+            raise _refused(kind, str(why))
+
+
+@dataclass(slots=True)
+class _Compiled:
+    matcher: LLMatcher
+    copies: int = 1
+
+
+class TextMatcher:
+    """``core.protocol.constraint.Matcher``; ``ends`` are the library's own end tokens, which a mask
+    does not tell."""
+
+    def __init__(self, inner: LLMatcher, ends: Sequence[int]) -> None:
+        self._inner, self._ends = inner, tuple(ends)
+
+    @property
+    def accepting(self) -> bool:
+        return self._inner.is_accepting()
+
+    def mask(self) -> bytes:
+        mask = self._inner.compute_bitmask()
+        self._check()
+        if not any([allows(mask, end) for end in self._ends]):
+            return mask
+        bits = bytearray(mask)
+        for end in self._ends:
+            bits[end >> 3] &= ~(1 << (end & 7))
+        return bytes(bits)
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        count = self._inner.try_consume_tokens(list(tokens))
+        self._check()
+        return count
+
+    def rollback(self, count: int) -> None:
+        self._inner.rollback(count)
+        self._check()
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise ConstraintError(
+                f"the grammar asks for too much work here: {_first_words(self._inner.get_error())}"
+            )
+
+
+def letters_tokenizer(alphabet: str, end: int) -> Any:
+    """For ``GrammarReader``: each letter is a token, and ``alphabet[end]`` ends a text."""
+    from llguidance import TokenizerWrapper
+
+    return TokenizerWrapper(_Letters(alphabet, end))
+
+
+class _Letters:
+    """By the names that llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, alphabet: str, end: int) -> None:
+        self.eos_token_id, self.special_token_ids = end, [end]
+        self.tokens = [letter.encode() for letter in alphabet]
+        self.tokens[end] = b"<end>"
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        written = text if isinstance(text, bytes) else text.encode()
+        return [self.tokens.index(bytes((byte,))) for byte in written]
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """In llguidance's own notation. Raises ``ConstraintError`` for a schema that is no JSON."""
+    from llguidance import LLMatcher
+
+    match constraint.kind:
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(constraint.text)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.JSON_SCHEMA:
+            try:
+                json.loads(constraint.text)
+                return LLMatcher.grammar_from_json_schema(
+                    constraint.text,
+                    defaults=_JSON_STYLE,  # type: ignore[arg-type]
+                )
+            except (ValueError, RecursionError) as error:
+                raise _refused(constraint.kind, str(error)) from None
+
+
+def _refused(kind: ConstraintKind, why: str) -> ConstraintError:
+    return ConstraintError(f"the {kind.value} cannot be used: {_first_words(why)}")
+
+
+def _too_much(kind: ConstraintKind) -> ConstraintError:
+    return ConstraintError(
+        f"the {kind.value} cannot be used: to compile it takes more time or memory than is given"
+    )
+
+
+def _first_words(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _MAX_MESSAGE else words[:_MAX_MESSAGE] + " ..."

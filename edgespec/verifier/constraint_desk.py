@@ -1,0 +1,71 @@
+"""Reads the constraints of new streams before the engine sees them, beside everything else.
+
+To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own: no
+pass and no other stream waits for it. How many may wait, and how long, is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final
+
+from edgespec.core.protocol.constrained_text import ConstrainedText
+from edgespec.core.protocol.constraint import Constraint, ConstraintError
+from edgespec.core.protocol.messages import Fault, FaultCode, Open
+
+_THREADS: Final = 2
+_MOST_WAITING: Final = 32
+_WITHIN_S: Final = 20.0
+ReadConstraint = Callable[[Constraint], Constraint]
+"""Gives the constraint its matcher. Raises ``ConstraintError``."""
+
+
+class ConstraintDesk:
+    """``read`` None: constraints are left as they come, and the engine refuses them."""
+
+    def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
+        self._read, self._end_tokens = read, end_tokens
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
+
+    async def prepared(self, request: Open) -> Open | Fault:
+        """The request with a constraint that can be kept, or why there is none."""
+        constraint = request.sampling.constraint
+        if constraint is None or self._read is None:
+            return request
+        if self._waiting >= _MOST_WAITING:
+            why = f"{self._waiting} grammars wait to be read, limit {_MOST_WAITING}"
+            return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._threads, self._ready, request, self._read)
+            return await asyncio.wait_for(work, _WITHIN_S)
+        except ConstraintError as error:
+            return Fault(FaultCode.INVALID, str(error))
+        except TimeoutError:
+            why = f"the grammar was not read within {_WITHIN_S:.0f} s"
+            return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
+        finally:
+            self._waiting -= 1
+
+    def _ready(self, request: Open, read: ReadConstraint) -> Open:
+        constraint = request.sampling.constraint
+        assert constraint is not None
+        known = read(constraint)
+        held = request.committed
+        if held and self._end_tokens:
+            taken = ConstrainedText(known, self._end_tokens).follow(held)
+            if taken < len(held):
+                raise ConstraintError(
+                    f"the {known.kind.value} takes {taken} of the {len(held)} tokens that the"
+                    " device holds already"
+                )
+        return replace(request, sampling=replace(request.sampling, constraint=known))
+
+    def close(self) -> None:
+        """What waits is not read any more; what is being read ends by itself, in its bounds."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

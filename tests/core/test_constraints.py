@@ -1,0 +1,206 @@
+"""Constraints as a part of the law. Oracle: the scalar specification, one token after the other,
+with the mask that an automaton gives by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.device import events as ev
+from edgespec.core.protocol.constrained_text import ConstrainedText
+from edgespec.core.protocol.constraint import (
+    MAX_CONSTRAINT_BYTES,
+    Constraint,
+    ConstraintError,
+    ConstraintKind,
+    allows,
+    mask_of,
+)
+from edgespec.core.protocol.messages import Cancel, FaultCode, Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.admission import refuse_open
+from edgespec.drafters.toy import ToyDrafter
+from edgespec.targets.toy import ToyTarget
+from tests.core.draft_scripts import GREETING, REQUEST, new_session
+from tests.core.token_grammars import (
+    EOS,
+    Automaton,
+    AutomatonMatcher,
+    drafted_text,
+    lawful_text,
+)
+
+MODEL = ToyModel(vocabulary_size=8, order=2, seed=4, eos_token=EOS, eos_probability=0.1)
+PROMPT = [1, 2, 3]
+SAMPLED = SamplingParams(
+    temperature=1.1, top_p=0.9, min_p=0.01, seed=9, presence_penalty=0.5, logit_bias={2: 3.0}
+)
+LAWS = (SamplingParams(), SAMPLED, replace(SAMPLED, top_k=3, top_p=1.0))
+
+
+@st.composite
+def automata(draw: st.DrawFn) -> Automaton:
+    count = draw(st.integers(1, 4))
+    states = st.integers(0, count - 1)
+    moves = st.dictionaries(st.integers(1, 7), states, max_size=4)
+    table = draw(st.lists(moves, min_size=count, max_size=count))
+    return Automaton(tuple(table), frozenset(draw(st.sets(states, max_size=count))))
+
+
+@given(automata(), st.sampled_from(LAWS), st.integers(0, 1 << 16))
+def test_drafts_change_nothing_of_a_constrained_text(
+    automaton: Automaton, law: SamplingParams, seed: int
+) -> None:
+    params = replace(law, constraint=automaton.constraint(), max_tokens=20)
+    expected = lawful_text(MODEL, PROMPT, params, lambda out: mask_of(automaton.allowed(out)))
+    for token, output in ((t, expected[:at]) for at, t in enumerate(expected)):
+        assert token in automaton.allowed(output)
+
+    def guess(output: Sequence[int], dice: random.Random) -> int:
+        right = expected[len(output)] if output == expected[: len(output)] != expected else EOS
+        return dice.choice((right, right, dice.randrange(8)))
+
+    target = ToyTarget(MODEL)
+    assert drafted_text(target, PROMPT, params, guess, seed) == expected
+    held = expected[: seed % len(expected)]
+    assert drafted_text(target, PROMPT, params, guess, seed, held=held) == expected
+
+
+@given(automata(), st.data())
+def test_a_tree_has_the_masks_of_its_paths(automaton: Automaton, data: st.DataObject) -> None:
+    """Oracle: a text of its own for each path."""
+    constraint = automaton.constraint()
+    nodes = data.draw(st.lists(st.integers(0, 7), max_size=8))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
+    text = ConstrainedText(constraint, (EOS,))
+    for _ in range(2):  # the second time from where the first one left it
+        found = text.masks(nodes, parents)
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(nodes, parents, strict=True):
+            paths.append([*paths[1 + parent], token])
+        for path, mask in zip(paths, found, strict=True):
+            alone = ConstrainedText(constraint, (EOS,))
+            alone.follow(path)
+            assert mask == alone.mask()
+
+
+def test_a_text_is_followed_token_by_token_and_not_from_its_start() -> None:
+    loop = Automaton(({1: 0, 2: 0},), frozenset({0}))
+    text = ConstrainedText(loop.constraint(), (EOS,))
+    before = AutomatonMatcher.fed
+    output: list[int] = []
+    for token in [1, 2] * 50:
+        output.append(token)
+        assert text.follow(output) == len(output)
+    assert AutomatonMatcher.fed - before == 100
+    assert text.follow([*output[:90], 2, 2]) == 92
+    assert AutomatonMatcher.fed - before == 102
+
+
+def test_what_is_not_in_the_grammar_is_not_taken() -> None:
+    once = Automaton(({1: 1}, {}), frozenset({1}))
+    text = ConstrainedText(once.constraint(), (EOS, 7))
+    assert text.follow([EOS]) == 0
+    assert text.mask() is None
+    assert text.follow([1, 2]) == 1
+    assert text.mask() is None
+    assert text.follow([1, 7]) == 2  # an end token behind a complete text belongs to it
+    assert text.mask() is None
+    assert text.follow([1]) == 1
+    assert text.mask() == mask_of((EOS, 7))
+
+
+def test_a_dead_end_ends_the_text() -> None:
+    stuck = Automaton(({1: 1}, {}), frozenset())
+    params = SamplingParams(constraint=stuck.constraint())
+    text = drafted_text(ToyTarget(MODEL), PROMPT, params, lambda *_: 1, 0)
+    assert text == [1, EOS]
+
+
+def test_padding_ids_are_forbidden() -> None:
+    assert choose([0.0, 0.0, 9.0], SamplingParams(), 0, mask=mask_of((1,))) == 1
+    assert not allows(mask_of((1,)), 1 << 20)
+
+
+def test_a_draft_guesses_under_the_mask() -> None:
+    only = Automaton(({5: 1}, {6: 0}), frozenset({1}))
+    drafter = ToyDrafter(MODEL)
+    drafter.begin(len(PROMPT), SamplingParams(constraint=only.constraint()))
+    assert [one.token for one in drafter.step(0, PROMPT, 4)] == [5]
+    assert {one.token for one in drafter.step(3, (5,), 4)} == {6, EOS}
+    assert {one.token for one in drafter.step(3, (4,), 4)} != {6, EOS}  # no place in the grammar
+    drafter.begin(len(PROMPT), SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "5")))
+    assert len(drafter.step(0, PROMPT, 4)) == 4  # nobody here reads it
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", r"bytes of the regex constraint is 0, but must be in \[1, 32768\]"),
+        ("é" * (MAX_CONSTRAINT_BYTES // 2 + 1), "constraint is 32770"),
+        ("\ud800", "the regex constraint is no Unicode"),
+    ],
+)
+def test_bounds_of_a_constraint(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Constraint(ConstraintKind.REGEX, text)
+
+
+def test_the_end_cannot_be_ignored_with_a_constraint() -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "a")
+    with pytest.raises(ValueError, match="ignore_eos is true, but must be false"):
+        SamplingParams(constraint=constraint, ignore_eos=True)
+
+
+def test_a_matcher_counts_for_nothing_when_constraints_are_compared() -> None:
+    """A device comes back with the same text; who reads it is each end's own business."""
+    mine = Automaton(({},), frozenset()).constraint()
+    assert mine == replace(mine, matcher=None)
+    assert hash(mine) == hash(replace(mine, matcher=None))
+    assert mine.text not in repr(SamplingParams(constraint=mine))
+
+
+def test_a_verifier_refuses_what_it_cannot_keep() -> None:
+    constraint = Automaton(({},), frozenset()).constraint()
+    model = ModelInfo("big", "", 8, 64, (EOS,))
+    request = Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
+    assert refuse_open(request, model, Limits(), frozenset({"exact"})) is None
+    endless = refuse_open(request, replace(model, eos_token_ids=()), Limits(), frozenset({"exact"}))
+    assert endless is not None
+    assert "'big' has no end token" in endless.message
+    unread = SamplingParams(constraint=replace(constraint, matcher=None))
+    fault = refuse_open(replace(request, sampling=unread), model, Limits(), frozenset({"exact"}))
+    assert fault is not None
+    assert (fault.code, fault.message) == (
+        FaultCode.INVALID,
+        "this verifier holds no text to a grammar",
+    )
+    with pytest.raises(ConstraintError, match="nothing here that reads a grammar"):
+        ToyTarget(MODEL).open("s", 1, unread)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_device_hangs_up_on_a_verifier_that_does_not_know_constraints(keeps: bool) -> None:
+    sampling = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a"))
+    session = new_session(request=replace(REQUEST, sampling=sampling))
+    session.handle(ev.Start(), 0.0)
+    session.handle(ev.Connected(), 1.0)
+    actions = session.handle(replace(GREETING, constrained=keeps), 2.0)
+    failed = [one for one in actions if isinstance(one, ev.Fail)]
+    if keeps:
+        assert not failed
+        return
+    assert ev.Transmit(Cancel()) in actions
+    assert failed == [
+        ev.Fail(
+            "the verifier is too old to hold a text to a regex: it did not say that it does",
+            FaultCode.INVALID,
+        )
+    ]

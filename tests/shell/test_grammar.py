@@ -1,0 +1,387 @@
+"""Constraints read with llguidance. Oracles: the scalar law without drafts, Python's own ``json``
+and ``re``, and a few lines that check a value against a schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.core.protocol.constrained_text import ConstrainedText
+from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind, mask_of
+from edgespec.core.protocol.messages import FaultCode, Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.token_bytes import TokenBytes
+from edgespec.targets.sampler import SampleBlock, choose_tokens
+from edgespec.targets.torch_target import TorchTarget
+from edgespec.targets.toy import ToyTarget
+from edgespec.transport.codec import decode_uplink, encode_uplink
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.daemon import Verifier
+from tests.core.token_grammars import EOS, drafted_text, lawful_text
+from tests.shell.failing_verifiers import agent, gates
+from tests.shell.tiny_checkpoints import (
+    VOCABULARY_SIZE,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+    write_tokenizer,
+)
+
+# A letter a token: all that JSON needs, so that random models write JSON of every kind.
+LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))
+MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eos_probability=0.05)
+READER = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), tries=False)
+PROMPT = [40, 50]
+SAMPLED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=400)
+WORD: Mapping[str, Any] = {"type": "string", "pattern": "^[a-z]{1,6}$"}
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens if token != EOS)
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(value))
+
+
+def fits(value: Any, wanted: Mapping[str, Any]) -> bool:
+    if "enum" in wanted:
+        return value in wanted["enum"]
+    match wanted["type"]:
+        case "object":
+            inner = wanted["properties"]
+            return list(value) == list(inner) and all(fits(value[k], inner[k]) for k in inner)
+        case "array":
+            return len(value) <= wanted["maxItems"] and all(fits(v, wanted["items"]) for v in value)
+        case "integer":
+            return type(value) is int and wanted["minimum"] <= value <= wanted["maximum"]
+        case "boolean":
+            return type(value) is bool
+        case _:
+            return re.fullmatch("[a-z]{1,6}", value) is not None
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
+    return names.map(
+        lambda found: {
+            "type": "object",
+            "properties": found,
+            "required": list(found),
+            "additionalProperties": False,
+        }
+    )
+
+
+SCHEMAS = objects(
+    st.recursive(
+        st.sampled_from(
+            [
+                WORD,
+                {"type": "boolean"},
+                {"type": "integer", "minimum": -5, "maximum": 99},
+                {"enum": ["red", "green", 3, None]},
+            ]
+        ),
+        lambda inner: (
+            objects(inner) | inner.map(lambda one: {"type": "array", "items": one, "maxItems": 2})
+        ),
+        max_leaves=4,
+    )
+)
+
+
+@settings(max_examples=8)
+@given(SCHEMAS, st.integers(0, 1 << 16), st.booleans())
+def test_every_text_fits_its_schema_and_drafts_change_nothing(
+    wanted: Any, seed: int, greedy: bool
+) -> None:
+    constraint = READER.read(schema(wanted))
+    law = SamplingParams(max_tokens=400) if greedy else replace(SAMPLED, seed=seed)
+    params = replace(law, constraint=constraint)
+    alone = ConstrainedText(constraint, (EOS,))
+
+    def mask(output: Sequence[int]) -> bytes:
+        alone.follow(output)
+        found = alone.mask()
+        assert found is not None
+        return found
+
+    expected = lawful_text(MODEL, PROMPT, params, mask)
+    assert expected[-1] == EOS
+    assert fits(json.loads(text_of(expected)), wanted)
+
+    def guess(output: Sequence[int], dice: random.Random) -> int:
+        right = expected[len(output)] if output == expected[: len(output)] != expected else 7
+        return dice.choice((right, right, dice.randrange(len(LETTERS))))
+
+    assert drafted_text(ToyTarget(MODEL), PROMPT, params, guess, seed) == expected
+
+
+def test_torch_chooses_as_the_scalar_law_does() -> None:
+    dice, size = random.Random(1), 70  # not whole bytes
+    rows = torch.randn(12, size, generator=torch.Generator().manual_seed(1))
+    masks: list[bytes | None] = [mask_of(dice.sample(range(90), 9)) for _ in range(12)]
+    masks[3] = None
+    for law in (SamplingParams(), SAMPLED, replace(SAMPLED, top_k=5)):
+        blocks = [
+            SampleBlock("a", law, range(5), masks=masks[:5]),
+            SampleBlock("b", law, range(7, 9)),
+            SampleBlock("c", law, range(20, 25), masks=masks[7:]),
+        ]
+        positions = [*range(5), 7, 8, *range(20, 25)]
+        used = [*masks[:5], None, None, *masks[7:]]
+        before = rows.clone()
+        assert choose_tokens(rows, blocks) == [
+            choose(row, law, at, mask=mask)
+            for row, at, mask in zip(rows.tolist(), positions, used, strict=True)
+        ]
+        assert torch.equal(rows, before)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchTarget, Path]:
+    folder = write_tokenizer(tmp_path_factory.mktemp("tiny"))
+    config = tiny_config(vocab_size=VOCABULARY_SIZE + 50)
+    write_checkpoint(folder, config, tiny_tensors(config))
+    return TorchTarget(str(folder), name="tiny", vocabulary=""), folder
+
+
+def test_a_model_with_words_and_padding_is_held_to_a_schema(
+    tiny: tuple[TorchTarget, Path],
+) -> None:
+    """Oracle: the text that it gives without drafts; and the letters that its tokens stand for."""
+    from tokenizers import Tokenizer
+
+    target, folder = tiny
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert words.get_vocab_size() < target.info.vocabulary_size  # the rest is padding
+    wanted = {
+        "type": "object",
+        "properties": {"a": WORD, "b": {"type": "integer", "minimum": 0, "maximum": 300}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    reader = GrammarReader((folder / "tokenizer.json").read_text, tries=False)
+    params = replace(SAMPLED, constraint=reader.read(schema(wanted)))
+    expected = drafted_text(target, [5, 6], params, lambda *_: 9, 0)
+    written = b"".join(map(TokenBytes(words), expected[:-1]))
+    assert fits(json.loads(written), wanted)
+
+    def guess(output: Sequence[int], dice: random.Random) -> int:
+        right = expected[len(output)] if output == expected[: len(output)] != expected else 7
+        return dice.choice((right, right, dice.randrange(300)))
+
+    for seed in (1, 2):
+        held = expected[: 4 * (seed - 1)]
+        assert drafted_text(target, [5, 6], params, guess, seed, held=held) == expected
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+ENDLESS = schema({"allOf": [{"type": "string", "pattern": f".*a{n}.*"} for n in range(30)]})
+
+
+@pytest.mark.parametrize(
+    ("constraint", "why"),
+    [
+        (Constraint(ConstraintKind.JSON_SCHEMA, "{"), "json_schema cannot be used: Expecting"),
+        (schema({"type": "objekt"}), "json_schema cannot be used: Invalid type: objekt"),
+        (schema({"not": {}}), 'Unimplemented keys: .*"not"'),
+        (schema({"$ref": "http://127.0.0.1:9/x.json"}), "json_schema cannot be used: .*retriev"),
+        (Constraint(ConstraintKind.GRAMMAR, "start: foo"), 'unknown name: "foo"'),
+        (Constraint(ConstraintKind.REGEX, "(a"), "regex cannot be used"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, why: str) -> None:
+    with pytest.raises(ConstraintError, match=why):
+        READER.read(constraint)
+
+
+def test_a_schema_that_takes_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, so that its bound can be anything; without it, this never ends."""
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 2.0)
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    with pytest.raises(ConstraintError, match="takes more time or memory than is given"):
+        reader.read(ENDLESS)
+    assert reader.read(schema({"type": "object"})).matcher is not None
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
+    with pytest.raises(ConstraintError, match=r"needs llguidance.* pip install 'edgespec\[grammar"):
+        READER.read(schema({}))
+
+
+def test_a_constraint_travels_and_its_matcher_does_not() -> None:
+    constraint = READER.read(schema({"type": "object"}))
+    opening = Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
+    found = decode_uplink(encode_uplink(opening))
+    assert found == opening
+    assert isinstance(found, Open)
+    assert found.sampling.constraint is not None
+    assert found.sampling.constraint.matcher is None
+
+
+# --- agent and verifier -----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pair(reads: GrammarReader | None, drafts: GrammarReader | None) -> AsyncIterator[Agent]:
+    """An agent and a verifier of letters; either with a library or without."""
+    read = None if reads is None else reads.read
+    verifier = Verifier(
+        ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary), Limits(), read_constraint=read
+    )
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    drafter = ToyDrafter(MODEL.perturbed(0.2))
+
+    def encode(text: str) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    one = Agent(
+        transport,
+        drafter,
+        encode,
+        lambda prompt: LettersStream(),
+        read_constraint=None if drafts is None else drafts.read,
+    )
+    try:
+        yield one
+    finally:
+        await one.close()
+        await verifier.stop()
+
+
+class LettersStream:
+    def push(self, tokens: Sequence[int]) -> str:
+        return text_of(tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+CAT = schema(
+    {
+        "type": "object",
+        "properties": {"name": WORD, "lives": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["name", "lives"],
+        "additionalProperties": False,
+    }
+)
+
+
+async def written(one: Agent, constraint: Constraint, prompt: str = "cat") -> str:
+    params = replace(SAMPLED, constraint=constraint)
+    return "".join([chunk.text async for chunk in one.generate(prompt, params)])
+
+
+async def test_a_device_without_the_library_gets_the_same_text() -> None:
+    async with pair(READER, READER) as with_it, pair(READER, None) as without:
+        text = await written(with_it, CAT)
+        assert set(json.loads(text)) == {"name", "lives"}
+        assert await written(without, CAT) == text
+        for one in (with_it, without):
+            assert one.stats is not None
+            assert one.stats.counters.draft_failure == ""
+
+
+async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = schema({"type": "objekt"})
+    async with pair(READER, None) as one:
+        with pytest.raises(GenerationError, match="Invalid type: objekt") as caught:
+            await written(one, bad)
+        assert caught.value.code is FaultCode.INVALID
+        monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
+        with pytest.raises(GenerationError, match=r"pip install 'edgespec\[grammar\]'"):
+            await written(one, CAT)
+    async with pair(None, None) as one:
+        with pytest.raises(GenerationError, match="this verifier holds no text to a json_schema"):
+            await written(one, CAT)
+
+
+async def test_a_device_refuses_what_it_cannot_read() -> None:
+    async with pair(READER, READER) as one:
+        with pytest.raises(ConstraintError, match="Invalid type: objekt"):
+            await written(one, schema({"type": "objekt"}))
+
+
+async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None:
+    verifier = Verifier(
+        ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary),
+        Limits(),
+        read_constraint=READER.read,
+    )
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    stream = await transport.connect()
+    params = replace(SAMPLED, constraint=CAT)
+    await stream.send(Open("s", "", "", (5,), (LETTERS.index("{"), 7), params))
+    said = await stream.receive()
+    assert "takes 1 of the 2 tokens that the device holds already" in str(said)
+    await stream.close()
+    await transport.close()
+    await verifier.stop()
+
+
+async def test_a_grammar_that_is_read_slowly_holds_nobody_up() -> None:
+    """Oracle: the other text is whole before the slow one may begin."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Slow(GrammarReader):
+        def read(self, constraint: Constraint) -> Constraint:
+            if constraint == CAT:
+                loop.call_soon_threadsafe(begun.set)
+                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
+            return super().read(constraint)
+
+    slow = Slow(lambda: letters_tokenizer(LETTERS, EOS), tries=False)
+    async with pair(slow, None) as one:
+        first = asyncio.create_task(written(one, CAT))
+        await begun.wait()
+        assert json.loads(await written(one, schema({"enum": ["a", "b"]}))) in ("a", "b")
+        assert not first.done()
+        go_on.set()
+        assert set(json.loads(await first)) == {"name", "lives"}
+
+
+REGEX = Constraint(ConstraintKind.REGEX, "([a-z]{3} ){20}[0-9]{4}")
+
+
+async def test_a_text_goes_on_at_another_verifier_where_its_grammar_stands() -> None:
+    """Oracle: the text of a verifier that nobody kills."""
+    params = SamplingParams(max_tokens=200, temperature=0.8, seed=3, constraint=REGEX)
+
+    async def collect(one: Agent, at: Mapping[int, Any] | None = None) -> str:
+        text, todo = "", dict(at or {})
+        async with asyncio.timeout(60.0):
+            async for chunk in one.generate("once", params):
+                text += chunk.text
+                for count in [count for count in todo if count <= len(text)]:
+                    todo.pop(count)()
+        return text
+
+    async with gates(2) as ((gate, _), (other, _)):
+        async with agent(other.address) as one:
+            expected = await collect(one)
+        assert re.fullmatch(REGEX.text, expected)
+        async with agent(gate.address, other.address) as one:
+            assert await collect(one, {17: gate.kill}) == expected
+            assert one.stats is not None
+            assert one.stats.verifiers == (gate.address, other.address)
