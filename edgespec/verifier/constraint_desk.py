@@ -18,7 +18,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode, Open
 
 _THREADS: Final = 2
 _MOST_WAITING: Final = 32
-_WITHIN_S: Final = 20.0
+_WITHIN_S: Final = 40.0
 ReadConstraint = Callable[[Constraint], Constraint]
 """Gives the constraint its matcher. Raises ``ConstraintError``."""
 
