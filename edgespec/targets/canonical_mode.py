@@ -61,6 +61,9 @@ def find_canonical_mode(
     left as it was. Sets nothing but the model's layers; the caller has set one thread.
     """
     failures: list[str] = []
+    other = _other_products(loaded)
+    if other:
+        return CanonicalMode(None, (f"{other} is no plain matrix product whose rows can be tiled",))
     for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
@@ -104,6 +107,16 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
 
 def _linear_layers(loaded: LoadedModel) -> Iterator[torch.nn.Linear]:
     return (part for part in loaded.model.modules() if isinstance(part, torch.nn.Linear))
+
+
+def _other_products(loaded: LoadedModel) -> str:
+    """The name of a matrix that no linear layer or embedding holds, such as those of experts."""
+    for name, part in loaded.model.named_modules():
+        if not isinstance(part, (torch.nn.Linear, torch.nn.Embedding)):
+            for tensor, values in part.named_parameters(recurse=False):
+                if values.ndim > 1:
+                    return f"{name}.{tensor}"
+    return ""
 
 
 def _head_dim(loaded: LoadedModel) -> int:

@@ -21,8 +21,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
+from edgespec.targets.families import UnsupportedModelError
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
-from edgespec.targets.loading import LoadedModel, UnsupportedModelError, load_model
+from edgespec.targets.loading import LoadedModel, load_model
 from edgespec.targets.pass_plan import PassPlan, plan_pass
 from edgespec.targets.request_checks import check_batch, node_depths
 from edgespec.targets.row_tiles import RowTiles
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTarget:
-    """``ports.TargetModel`` for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+    """``ports.TargetModel`` for checkpoints of the families in ``families.py``.
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
@@ -69,6 +70,7 @@ class TorchTarget:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
         loaded = load_model(path, dtype=dtype, device=device, context_length=context_length)
         self._model = loaded.model
+        self._window = loaded.window
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
         self._info = ModelInfo(
@@ -197,7 +199,7 @@ class TorchTarget:
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
         with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, tiles=self._row_tiles)
+            plan = plan_pass(self._pool, batch, tiles=self._row_tiles, window=self._window)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _sample_block(self, request: PassRequest) -> SampleBlock:
