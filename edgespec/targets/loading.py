@@ -1,7 +1,8 @@
 """Open a causal language model from a folder or a hub id, or refuse it by name.
 
 ``families.py`` says which models the packed pass computes correctly, ``strict_weights.py`` that
-a checkpoint must fill its model to the last tensor.
+a checkpoint must fill its model to the last tensor, ``checkpoint_formats.py`` which quantised ones
+can be read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.targets import packed_attention
+from edgespec.targets.checkpoint_formats import not_loaded, prepare_format
 from edgespec.targets.families import UnsupportedModelError, check_family
+from edgespec.targets.quantized import FORMATS as QUANTIZE_FORMATS
+from edgespec.targets.quantized import quantize_model
 from edgespec.targets.strict_weights import check_loading, check_numbers
 
 DTYPES = {
@@ -40,36 +44,29 @@ class LoadedModel:
 
 
 def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", context_length: int | None = None
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    context_length: int | None = None,
+    quantize: str = "",
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
     any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
     cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
+    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be auto, {', '.join(DTYPES)}")
     where = _device(device)
+    if quantize:
+        dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     shape = check_family(config, context_length)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("quantised checkpoints are not supported; use the dense one")
-    packed_attention.register()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        trust_remote_code=False,
-        use_safetensors=True,
-        dtype=_dtype(dtype, where),
-        attn_implementation=packed_attention.IMPLEMENTATION,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are named with all other faults instead
-    )
-    model, info = loaded
-    check_loading(path, info)
-    model = model.to(where).eval()
-    check_numbers(path, model)
+    model = _read(path, config, _dtype(dtype, where), where, quantize)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
@@ -83,6 +80,55 @@ def load_model(
         dtype=model.dtype,
         device=where,
     )
+
+
+def _read(
+    path: str, config: Any, dtype: torch.dtype | str, device: torch.device, quantize: str
+) -> Any:
+    """The model with all its weights, on ``device``, in evaluation mode."""
+    method = prepare_format(path, config, on_cpu=device.type == "cpu")
+    if method and quantize:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
+        )
+    packed_attention.register()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation=packed_attention.IMPLEMENTATION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named with all other faults instead
+        )
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        if not method:
+            raise
+        raise not_loaded(path, method, error) from error
+    model, info = loaded
+    check_loading(path, info)
+    check_numbers(path, model)
+    if quantize:
+        quantize_model(path, model, quantize)
+    return model.to(device).eval()
+
+
+def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
+    """The number format of the activations. Raises ``ValueError``."""
+    if quantize not in QUANTIZE_FORMATS:
+        raise ValueError(f"quantize is {quantize!r}, but must be {' or '.join(QUANTIZE_FORMATS)}")
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes on a CPU, but device is {str(device)!r}; "
+            "on a GPU serve a checkpoint that comes quantised"
+        )
+    if dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes in bfloat16, but dtype is {dtype!r}"
+        )
+    return "bfloat16"
 
 
 def _device(name: str) -> torch.device:

@@ -40,6 +40,7 @@ class TorchTarget:
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
+    ``quantize`` int8 or int4 rounds the weights when they are loaded.
     ``max_cached_tokens`` bounds the key-value pool over all sessions.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
@@ -65,14 +66,19 @@ class TorchTarget:
         context_length: int | None = None,
         canonical: bool | None = None,
         model_threads: int | None = None,
+        quantize: str = "",
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
-        loaded = load_model(path, dtype=dtype, device=device, context_length=context_length)
+        loaded = load_model(
+            path, dtype=dtype, device=device, context_length=context_length, quantize=quantize
+        )
         self._model = loaded.model
         self._window = loaded.window
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
+        if quantize:
+            number_format = f"{quantize}-{number_format}"
         self._info = ModelInfo(
             name,
             vocabulary,

@@ -21,56 +21,10 @@ import transformers
 
 from edgespec.targets.families import FAMILIES, UnsupportedModelError, check_family
 from edgespec.targets.torch_target import TorchTarget
+from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.ragged_decoding import decode_beside, generated
 from tests.shell.random_schedules import Recorder, check_random_schedule
 
-VOCABULARY = 211
-WINDOW = 12
-SLIDING = {"sliding_window": WINDOW}
-EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "mistral": ("Mistral", SLIDING),
-    "qwen2": ("Qwen2", {**SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 24}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "moe_intermediate_size": 64}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "gemma2": (
-        "Gemma2",
-        {**GEMMA, **SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma3_text": (
-        "Gemma3",
-        {**GEMMA, **SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "phi3": ("Phi3", SLIDING),
-    "granite": (
-        "Granite",
-        {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 2.0},
-    ),
-    "gpt_oss": (
-        "GptOss",
-        {
-            **EXPERTS,
-            **SLIDING,
-            "num_local_experts": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-}
 CHANGED_SCORES = {"gemma2", "gpt_oss", "mistral"}
 """These have code of their own in plain mode too."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
@@ -84,43 +38,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _model(case: str) -> Any:
-    """Random, with every vector moved off its first value and an embedding that is not the head."""
-    family, extra = CASES[case]
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 7,
-        "pad_token_id": None,
-        **extra,
-    }
-    text = "Text" if family == "Gemma3" else ""
-    config = getattr(transformers, f"{family}{text}Config")(**settings)
-    torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for tensor in model.parameters():
-            if tensor.ndim == 1:
-                tensor.add_(torch.randn_like(tensor), alpha=0.3)
-    return model
-
-
 def _target(folder: Path, **options: Any) -> TorchTarget:
     settings: dict[str, Any] = {"device": "cpu", "max_cached_tokens": 1024, **options}
     return TorchTarget(str(folder), name="tiny", vocabulary="print", **settings)
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", sorted(FAMILY_MODELS))
 def test_greedy_texts_are_those_of_generate(case: str, tmp_path: Path) -> None:
-    model = _model(case)
+    model = family_model(case)
     model.save_pretrained(tmp_path)
     texts = [generated(model, prompt, 20) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 15
@@ -131,12 +56,12 @@ def test_greedy_texts_are_those_of_generate(case: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_tried() -> None:
-    assert set(CASES) == set(FAMILIES)
+    assert set(FAMILY_MODELS) == set(FAMILIES)
 
 
 def test_a_window_and_a_soft_cap_have_the_same_bits_under_every_schedule(tmp_path: Path) -> None:
     """The window is shorter than the distance of two tiles of keys, so tiles are left out."""
-    _model("gemma2").save_pretrained(tmp_path)
+    family_model("gemma2").save_pretrained(tmp_path)
     recorder = Recorder(tmp_path, "float32")
     for length in (20, 300):
         check_random_schedule(random.Random(length), recorder, length)
