@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache draft_memory foreign_drafts model_drafter access setup_error "
+    "export_cache draft_memory target_memory foreign_drafts model_drafter access setup_error "
     "many_verifiers".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
@@ -152,6 +152,8 @@ FLOORS = (
         ),
         HEAVY - {"onnxruntime"},
     ),
+    # Memory of a target's keys and values, from settings; torch comes late.
+    Floor("edgespec.target_memory", (CORE, CONFIG, TELEMETRY, "edgespec.targets"), HEAVY),
     Floor(
         "edgespec.foreign_drafts",
         (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
