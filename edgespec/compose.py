@@ -52,6 +52,7 @@ from edgespec.models.weights import text_fingerprint, weights_fingerprint
 from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
+from edgespec.target_memory import pool_budget
 from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
@@ -225,6 +226,8 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
             context_length=config.max_model_len,
             canonical=config.canonical,
             model_threads=config.threads,
+            quantize=config.quantize,
+            pool_budget=pool_budget(config.limits),
         )
     except (ValueError, OSError):
         raise

@@ -70,7 +70,7 @@ WHOLE_FILE = "edgespec.whole_file"
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache draft_memory foreign_drafts model_drafter access setup_error "
+    "export_cache draft_memory target_memory foreign_drafts model_drafter access setup_error "
     "many_verifiers constraint_readers".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
@@ -157,6 +157,8 @@ FLOORS = (
         HEAVY - {"onnxruntime"},
     ),
     Floor("edgespec.constraint_readers", (CORE, "edgespec.models"), HEAVY),
+    # Memory of a target's keys and values, from settings; torch comes late.
+    Floor("edgespec.target_memory", (CORE, CONFIG, TELEMETRY, "edgespec.targets"), HEAVY),
     Floor(
         "edgespec.foreign_drafts",
         (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),

@@ -21,9 +21,12 @@ KEYS = {
     "port": "port",
     "dtype": "dtype",
     "device": "device",
+    "quantize": "quantize",
     "canonical": "canonical",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
+    "kv_budget": "limits.kv_budget",
+    "gpu_memory_utilization": "limits.gpu_memory_utilization",
     "server_drafts": "server_drafts",
     "keys": "keys",
     **tls_options.VERIFIER_TLS_KEYS,
@@ -69,6 +72,10 @@ Dtype = Annotated[
     typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")]
+Quantize = Annotated[
+    str | None,
+    typer.Option("--quantize", help="Round the weights to int8 or int4, on a CPU (default: no)"),
+]
 Canonical = Annotated[
     bool | None,
     typer.Option(
@@ -79,6 +86,20 @@ Canonical = Annotated[
 MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
 MaxModelLen = Annotated[
     int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
+]
+KvBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-budget",
+        help="Memory of cached keys and values: 4GiB, 25%, auto (default: 65,536 tokens)",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        help="Or: share of the GPU for weights, passes and cache together, such as 0.9",
+    ),
 ]
 PassMs = Annotated[
     float | None, typer.Option("--pass-ms", help="Emulate a slower target: time of a pass")
@@ -118,9 +139,12 @@ def verifier(
     port: Port = None,
     dtype: Dtype = None,
     device: Device = None,
+    quantize: Quantize = None,
     canonical: Canonical = None,
     max_sessions: MaxSessions = None,
     max_model_len: MaxModelLen = None,
+    kv_budget: KvBudget = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
     server_drafts: ServerDrafts = None,
     keys: ServiceKeys = None,
     tls_cert: tls_options.TlsCert = None,

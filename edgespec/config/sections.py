@@ -29,6 +29,7 @@ DEFAULT_ADDRESS = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
 MAX_VERIFIERS = 64
 LEARNED = "learned:"
 """What comes before the file of a learned association."""
+QUANTIZE_FORMATS = ("", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -63,6 +64,11 @@ class LimitsSection:
     addresses."""
     max_cached_tokens: int = 65_536
     """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
+    kv_budget: str = ""
+    """Memory of keys and values instead of a number of rows: a size such as ``4GiB``, a share of
+    the machine's or the GPU's memory such as ``25%``, or ``auto``, what is free."""
+    gpu_memory_utilization: float | None = None
+    """Instead: the share of a GPU that weights, passes, and keys and values may take together."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
     """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``,
     or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
@@ -88,6 +94,15 @@ class LimitsSection:
         bounded("peer_share", self.peer_share, 0.001, 1.0)
         bounded("stall_s", self.stall_s, 1.0, 3600.0)
         bounded("max_cached_tokens", self.max_cached_tokens, 1, 1 << 30)
+        if self.kv_budget:
+            parse_budget(self.kv_budget)
+        if self.gpu_memory_utilization is not None:
+            bounded("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+            if self.kv_budget:
+                raise ValueError(
+                    f"kv_budget is {self.kv_budget!r} and gpu_memory_utilization is "
+                    f"{self.gpu_memory_utilization}, but only one of them can size the cache"
+                )
         bounded("max_nodes_outstanding", self.max_nodes_outstanding, 1, 256)
         bounded("max_nodes_per_pass", self.max_nodes_per_pass, 1, 256)
         bounded("max_unreceived", self.max_unreceived, 1, 4096)
@@ -112,6 +127,8 @@ class VerifierConfig:
     """0: any free one; the ready line tells which."""
     dtype: str = "auto"
     device: str = "auto"
+    quantize: str = ""
+    """Round the weights when they are loaded, on a CPU: ``int8``, ``int4``; empty: as they are."""
     canonical: bool | None = None
     """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
     threads: int | None = None
@@ -146,6 +163,7 @@ class VerifierConfig:
             bounded("metrics_port", self.metrics_port, 0, 65_535)
         bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("quantize", self.quantize, QUANTIZE_FORMATS)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         bounded("drain_s", self.drain_s, 0.0, 86_400.0)

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from edgespec.targets.loading import LoadedModel
 from edgespec.targets.packed_attention import canonical_attention
 from edgespec.targets.pass_plan import KEY_TILE, CanonicalGroup
+from edgespec.targets.quantized import QuantizedLinear
 from edgespec.targets.row_tiles import (
     RowTiles,
+    TiledLayer,
     agreeing_linear_sizes,
     agreeing_sizes,
     install,
@@ -61,6 +64,9 @@ def find_canonical_mode(
     left as it was. Sets nothing but the model's layers; the caller has set one thread.
     """
     failures: list[str] = []
+    other = _other_products(loaded)
+    if other:
+        return CanonicalMode(None, (f"{other} is no plain matrix product whose rows can be tiled",))
     for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
@@ -84,13 +90,18 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     if not attention:
         failures.append(f"{tiles}: attention gives equal rows different bits")
         return None
-    found: list[tuple[torch.nn.Linear, tuple[int, ...]]] = []
+    found: list[tuple[TiledLayer, tuple[int, ...]]] = []
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for layer in _linear_layers(loaded):
-        weight, bias = layer.weight, layer.bias
-        shape = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
-        if shape not in known:
-            known[shape] = agreeing_linear_sizes(weight, bias, base)
+        if isinstance(layer, QuantizedLinear):
+            shape = _quantized_shape(layer)
+            if shape not in known:
+                known[shape] = _agreeing_quantized_sizes(layer, base)
+        else:
+            weight, bias = layer.weight, layer.bias
+            shape = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
+            if shape not in known:
+                known[shape] = agreeing_linear_sizes(weight, bias, base)
         if not known[shape]:
             failures.append(
                 f"{tiles}: a {layer.in_features} x {layer.out_features} product"
@@ -102,8 +113,35 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
 
 
-def _linear_layers(loaded: LoadedModel) -> Iterator[torch.nn.Linear]:
-    return (part for part in loaded.model.modules() if isinstance(part, torch.nn.Linear))
+def _linear_layers(loaded: LoadedModel) -> Iterator[TiledLayer]:
+    return (part for part in loaded.model.modules() if isinstance(part, TiledLayer))
+
+
+def _quantized_shape(layer: QuantizedLinear) -> tuple[object, ...]:
+    places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
+    return (layer.number_format, layer.packed.shape, places, layer.bias is None)
+
+
+def _agreeing_quantized_sizes(layer: QuantizedLinear, base: int) -> tuple[int, ...]:
+    """The base alone, where the places in it agree: bfloat16 results might hide what other row
+    counts change, and a product of integer weights gains little from more rows."""
+    generator = torch.Generator().manual_seed(layer.in_features)
+    probes = torch.randn((4, layer.in_features), generator=generator).bfloat16()
+    return agreeing_sizes(layer.product, probes, base)[:1]
+
+
+def _other_products(loaded: LoadedModel) -> str:
+    """The name of a matrix that no layer with a known product holds, such as those of experts."""
+    for name, part in loaded.model.named_modules():
+        if isinstance(part, QuantizedLinear):
+            continue
+        known = isinstance(part, (torch.nn.Linear, torch.nn.Embedding))
+        own = chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        for tensor, values in own:
+            plain = type(values) in (torch.Tensor, torch.nn.Parameter)
+            if values.ndim > 1 and not (known and plain and values.is_floating_point()):
+                return f"{name}.{tensor}"
+    return ""
 
 
 def _head_dim(loaded: LoadedModel) -> int:

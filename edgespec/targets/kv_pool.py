@@ -98,6 +98,12 @@ class KvPool:
         return self._own.free_count * BLOCK_SIZE
 
     @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, all layers."""
+        sides, layers, _, width = self.data.shape
+        return sides * layers * width * self.data.element_size()
+
+    @property
     def session_count(self) -> int:
         return len(self._sequences)
 

@@ -1,7 +1,8 @@
 """Open a causal language model from a folder or a hub id, or refuse it by name.
 
-Only what the packed pass computes correctly is let in: dense models in which every layer attends
-to all earlier tokens, and rotary embeddings that depend on a token's position and nothing else.
+``families.py`` says which models the packed pass computes correctly, ``strict_weights.py`` that
+a checkpoint must fill its model to the last tensor, ``checkpoint_formats.py`` which quantised ones
+can be read.
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.targets import packed_attention
+from edgespec.targets.checkpoint_formats import not_loaded, prepare_format
+from edgespec.targets.families import UnsupportedModelError, check_family
+from edgespec.targets.quantized import FORMATS as QUANTIZE_FORMATS
+from edgespec.targets.quantized import quantize_model
+from edgespec.targets.strict_weights import check_loading, check_numbers
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# "dynamic" and "longrope" change earlier positions' angles when a text grows: cached keys go stale.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be served; the message names what it has and what is supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +36,37 @@ class LoadedModel:
     """Key-value heads times head dimension."""
     vocabulary_size: int
     context_length: int
+    window: int | None
+    """Of the layers with sliding attention, in tokens; None where all see the whole text."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
 
 def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", context_length: int | None = None
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    context_length: int | None = None,
+    quantize: str = "",
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
     any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
     cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
+    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be auto, {', '.join(DTYPES)}")
     where = _device(device)
+    if quantize:
+        dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    served_length = check_supported(config, context_length)
-    packed_attention.register()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        trust_remote_code=False,
-        use_safetensors=True,
-        dtype=_dtype(dtype, where),
-        attn_implementation=packed_attention.IMPLEMENTATION,
-    )
-    model = model.to(where).eval()
-    _check_weights(path, model)
+    shape = check_family(config, context_length)
+    model = _read(path, config, _dtype(dtype, where), where, quantize)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
@@ -74,66 +74,61 @@ def load_model(
         layer_count=config.num_hidden_layers,
         key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
         vocabulary_size=config.vocab_size,
-        context_length=served_length,
+        context_length=shape.context_length,
+        window=shape.window,
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
     )
 
 
-def _check_weights(path: str, model: Any) -> None:
-    """Raises ``UnsupportedModelError`` naming the first tensor that holds NaN or infinity."""
-    for name, tensor in model.named_parameters():
-        low, high = torch.aminmax(tensor.detach())  # both are NaN where any element is
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise UnsupportedModelError(
-                f"{path}: the checkpoint is damaged: tensor {name} holds NaN or infinite values"
-            )
-
-
-def check_supported(config: Any, context_length: int | None = None) -> int:
-    """The context length to serve, in tokens. Raises ``UnsupportedModelError``."""
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+def _read(
+    path: str, config: Any, dtype: torch.dtype | str, device: torch.device, quantize: str
+) -> Any:
+    """The model with all its weights, on ``device``, in evaluation mode."""
+    method = prepare_format(path, config, on_cpu=device.type == "cpu")
+    if method and quantize:
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)} (dense, full attention)"
+            f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
         )
-    limit = int(config.max_position_embeddings)
-    length = limit if context_length is None else context_length
-    if not 0 < length <= limit:
-        raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("quantised checkpoints are not supported; use the dense one")
-    _check_rope(config)
-    _check_layers(config, length)
-    return length
+    packed_attention.register()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation=packed_attention.IMPLEMENTATION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named with all other faults instead
+        )
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        if not method:
+            raise
+        raise not_loaded(path, method, error) from error
+    model, info = loaded
+    check_loading(path, info)
+    check_numbers(path, model)
+    if quantize:
+        quantize_model(path, model, quantize)
+    return model.to(device).eval()
 
 
-def _check_rope(config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in SUPPORTED_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rope type {kind!r} depends on the length of the text and would spoil cached keys; "
-            f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
+    """The number format of the activations. Raises ``ValueError``."""
+    if quantize not in QUANTIZE_FORMATS:
+        raise ValueError(f"quantize is {quantize!r}, but must be {' or '.join(QUANTIZE_FORMATS)}")
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes on a CPU, but device is {str(device)!r}; "
+            "on a GPU serve a checkpoint that comes quantised"
         )
-
-
-def _check_layers(config: Any, length: int) -> None:
-    """A sliding window that is never shorter than the text does nothing and is let pass."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    if other:
-        raise UnsupportedModelError(
-            f"layer types {', '.join(other)} are not supported; supported is full_attention"
+    if dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes in bfloat16, but dtype is {dtype!r}"
         )
-    slides = "sliding_attention" in kinds if kinds else window is not None
-    if slides and (window is None or window < length):
-        raise UnsupportedModelError(
-            f"sliding-window attention is not supported: the window is {window} tokens and the "
-            f"context {length}; set context_length to at most the window to use full attention"
-        )
+    return "bfloat16"
 
 
 def _device(name: str) -> torch.device:

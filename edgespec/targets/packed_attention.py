@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from edgespec.targets.pass_plan import CanonicalGroup, PassPlan, PlainGroup
+from edgespec.targets.score_rules import CAUSAL, ScoreRule, masked_attention
 
 IMPLEMENTATION = "edgespec_packed"
 _LOG2_E = math.log2(math.e)
@@ -46,26 +47,32 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     edgespec_pass: PassPlan | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' signature: ``query`` [1, heads, rows, head_dim], ``key``/``value`` with the
-    key-value heads; returns [1, rows, heads, head_dim]."""
+    key-value heads; returns [1, rows, heads, head_dim]. ``s_aux`` [heads] are the layer's sinks.
+    """
     assert edgespec_pass is not None, "the model was called without a pass plan"
     layer = module.layer_idx
     assert isinstance(layer, int)
     _, heads, rows, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
     plan = edgespec_pass
+    # A plan has a window when a layer of the model has one that is shorter than the context.
+    rule = ScoreRule(sliding_window is not None and plan.windowed, softcap, s_aux)
     keys, values = plan.pool.data[0, layer], plan.pool.data[1, layer]
     keys.index_copy_(0, plan.write_slots, _as_rows(key, plan.row_count))
     values.index_copy_(0, plan.write_slots, _as_rows(value, plan.row_count))
     out = torch.zeros((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     for group in plan.groups:
         if isinstance(group, CanonicalGroup):
-            part = canonical_attention(query, key, value, keys, values, group, scale)
+            part = canonical_attention(query, key, value, keys, values, group, scale, rule)
             out[group.rows[: group.count]] = part
         else:
-            out[group.rows.view(-1)[group.real]] = _plain(query, keys, values, group, scale)
+            out[group.rows.view(-1)[group.real]] = _plain(query, keys, values, group, scale, rule)
     return out.unsqueeze(0), None
 
 
@@ -86,6 +93,7 @@ def canonical_attention(
     values: torch.Tensor,
     group: CanonicalGroup,
     scale: float,
+    rule: ScoreRule = CAUSAL,
 ) -> torch.Tensor:
     """Attention of one group: [group.count, heads, head_dim] in the type of ``query``.
 
@@ -100,19 +108,28 @@ def canonical_attention(
     q = q.view(kv_heads, share * rows, head_dim)
     own_key = key[0].index_select(1, group.rows).float().unsqueeze(1)
     own_value = value[0].index_select(1, group.rows).float().unsqueeze(1)
-    own_score = (q_4d * own_key).sum(dim=-1, keepdim=True)
-    scores = []
+    own_score = rule.capped((q_4d * own_key).sum(dim=-1, keepdim=True), _LOG2_E)
+    scores: list[tuple[torch.Tensor, torch.Tensor]] = []
     best = own_score
-    for slots, mask in zip(group.key_slots, group.masks, strict=True):
+    masks = group.window_masks if rule.windowed else group.masks
+    for slots, mask in zip(group.key_slots, masks, strict=True):
+        if mask is None:  # nobody sees a key of this tile: it would add exact zeros
+            continue
         tile = keys.index_select(0, slots).float().view(-1, kv_heads, head_dim)
         score = torch.bmm(q, tile.permute(1, 2, 0)).view(kv_heads, share, rows, -1)
+        score = rule.capped(score, _LOG2_E)
         score += mask
-        scores.append(score)
+        scores.append((slots, score))
         best = torch.maximum(best, score.amax(dim=-1, keepdim=True))
+    sinks = rule.sink_scores(kv_heads, _LOG2_E)
+    if sinks is not None:
+        best = torch.maximum(best, sinks)
     weight = (own_score - best).mul_(_LN_2).exp_()
     total = weight.clone()
+    if sinks is not None:
+        total += (sinks - best).mul_(_LN_2).exp_()
     out = weight * own_value
-    for slots, score in zip(group.key_slots, scores, strict=True):
+    for slots, score in scores:
         weights = (score - best).exp2_()
         total += weights.sum(dim=-1, keepdim=True)
         tile = values.index_select(0, slots).float().view(-1, kv_heads, head_dim)
@@ -129,6 +146,7 @@ def _plain(
     values: torch.Tensor,
     group: PlainGroup,
     scale: float,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """[rows that are not padding, heads, head_dim]."""
     heads, head_dim = query.shape[1], query.shape[3]
@@ -138,8 +156,13 @@ def _plain(
     flat_slots = group.key_slots.view(-1)
     k = keys.index_select(0, flat_slots).view(shape).transpose(1, 2)
     v = values.index_select(0, flat_slots).view(shape).transpose(1, 2)
-    grouped = k.shape[1] != heads
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=grouped
-    )
+    mask = group.window_mask if rule.windowed else group.mask
+    assert mask is not None, "the plan of a model with windows has their mask"
+    if rule.changes_scores:
+        out = masked_attention(q, k, v, mask, scale, rule)
+    else:
+        grouped = k.shape[1] != heads
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
     return out.transpose(1, 2).reshape(-1, heads, head_dim)[group.real]

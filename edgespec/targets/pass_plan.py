@@ -17,7 +17,7 @@ chunk, or are nodes of the same pass: the arithmetic sees the same numbers at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,8 @@ class CanonicalGroup:
     """int64 [KEY_TILE] each."""
     masks: tuple[torch.Tensor, ...]
     """float32 [padded, KEY_TILE] each: 0 where the row sees the key, else -inf."""
+    window_masks: tuple[torch.Tensor | None, ...] = ()
+    """The same of layers with a window; None where no row sees a key. Empty without a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class PlainGroup:
     """bool [sessions, 1, rows, keys]: True where the row sees the key."""
     real: torch.Tensor
     """int64: flat indices of the rows that are not padding."""
+    window_mask: torch.Tensor | None = None
+    """``mask`` of layers with a window; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class PassPlan:
     """int64 [padded]: rows whose logits are wanted."""
     sampled_count: int
     groups: tuple[CanonicalGroup, ...] | tuple[PlainGroup, ...]
+    windowed: bool = False
+    """Whether the groups have masks for layers with a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,17 @@ class SessionRows:
         return self.request.cache_length + len(self.request.feed)
 
 
-def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, tiles: RowTiles | None) -> PassPlan:
-    """Lay out a pass over ``batch``, whose blocks are reserved; without ``tiles`` in plain mode."""
+def plan_pass(
+    pool: KvPool,
+    batch: Sequence[PassRequest],
+    *,
+    tiles: RowTiles | None,
+    window: int | None = None,
+) -> PassPlan:
+    """Lay out a pass over ``batch``, whose blocks are reserved; without ``tiles`` in plain mode.
+
+    ``window`` is that of the model's layers with sliding attention, in tokens.
+    """
     device = pool.data.device
     sessions = _lay_out(pool, batch)
     tokens = [t for request in batch for t in (*request.feed, *request.tokens)]
@@ -112,10 +127,10 @@ def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, tiles: RowTiles | N
         if sampled_count:
             sampled = np.pad(sampled, (0, -sampled_count % tiles.row_multiple), mode="edge")
         sizes = tiles.attention_sizes
-        groups = tuple(g for s in sessions for g in _canonical_groups(s, sizes, device))
+        groups = tuple(g for s in sessions for g in _canonical_groups(s, sizes, window, device))
     else:
         buckets = _buckets(sessions) if device.type == "cuda" else [[s] for s in sessions]
-        groups = tuple(_plain_group(bucket, device) for bucket in buckets)
+        groups = tuple(_plain_group(bucket, window, device) for bucket in buckets)
     return PassPlan(
         pool=pool,
         row_count=row_count,
@@ -125,6 +140,7 @@ def plan_pass(pool: KvPool, batch: Sequence[PassRequest], *, tiles: RowTiles | N
         sampled_rows=_tensor(sampled, device),
         sampled_count=sampled_count,
         groups=groups,
+        windowed=window is not None,
     )
 
 
@@ -156,7 +172,7 @@ def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tenso
 
 
 def _canonical_groups(
-    session: SessionRows, sizes: tuple[int, ...], device: torch.device
+    session: SessionRows, sizes: tuple[int, ...], window: int | None, device: torch.device
 ) -> list[CanonicalGroup]:
     feed_rows = np.arange(len(session.request.feed))
     groups: list[CanonicalGroup] = []
@@ -168,13 +184,18 @@ def _canonical_groups(
         start = 0
         for size in cut(len(rows), sizes):
             tile = rows[start : start + size]
-            groups.append(_canonical_group(session, tile, size, slots, device))
+            groups.append(_canonical_group(session, tile, size, slots, window, device))
             start += size
     return groups
 
 
 def _canonical_group(
-    session: SessionRows, rows: Indices, size: int, slots: Slots, device: torch.device
+    session: SessionRows,
+    rows: Indices,
+    size: int,
+    slots: Slots,
+    window: int | None,
+    device: torch.device,
 ) -> CanonicalGroup:
     padded = np.pad(rows, (0, size - len(rows)), mode="edge")
     positions = session.positions[padded]
@@ -184,15 +205,30 @@ def _canonical_group(
     seen = min(len(slots), len(keys))
     keys[:seen] = slots[:seen]
     visible = np.arange(len(keys))[None] < positions[:, None]
-    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
+    in_window = None
+    if window is not None:
+        in_window = visible & (np.arange(len(keys))[None] > positions[:, None] - window)
     key_slots = _tensor(keys, device)
-    mask_tiles = (mask[:, i * KEY_TILE : (i + 1) * KEY_TILE] for i in range(tiles))
     return CanonicalGroup(
         rows=_tensor(session.first_row + padded, device),
         count=len(rows),
         key_slots=key_slots.split(KEY_TILE),
-        masks=tuple(_tensor(np.ascontiguousarray(tile), device) for tile in mask_tiles),
+        masks=tuple(_mask_tile(tile, device) for tile in _key_tiles(visible)),
+        window_masks=tuple(
+            _mask_tile(tile, device) if tile.any() else None for tile in _key_tiles(in_window)
+        ),
     )
+
+
+def _key_tiles(visible: npt.NDArray[np.bool_] | None) -> Iterator[npt.NDArray[np.bool_]]:
+    """[rows, KEY_TILE] each; none for None."""
+    if visible is not None:
+        for start in range(0, visible.shape[1], KEY_TILE):
+            yield visible[:, start : start + KEY_TILE]
+
+
+def _mask_tile(visible: npt.NDArray[np.bool_], device: torch.device) -> torch.Tensor:
+    return _tensor(np.where(visible, np.float32(0), np.float32(-np.inf)), device)
 
 
 def _lines(parents: Sequence[int]) -> list[tuple[Indices, Indices]]:
@@ -231,12 +267,15 @@ def _buckets(sessions: Sequence[SessionRows]) -> list[list[SessionRows]]:
     return list(buckets.values())
 
 
-def _plain_group(sessions: Sequence[SessionRows], device: torch.device) -> PlainGroup:
+def _plain_group(
+    sessions: Sequence[SessionRows], window: int | None, device: torch.device
+) -> PlainGroup:
     row_limit = max(session.request.row_count for session in sessions)
     key_limit = max(len(session.slots) for session in sessions)
     rows = np.empty((len(sessions), row_limit), dtype=np.int64)
     keys = np.full((len(sessions), key_limit), NULL_SLOT, dtype=np.int64)
     mask = np.zeros((len(sessions), 1, row_limit, key_limit), dtype=np.bool_)
+    narrow = None if window is None else np.zeros_like(mask)
     real = np.zeros((len(sessions), row_limit), dtype=np.bool_)
     for index, session in enumerate(sessions):
         count = session.request.row_count
@@ -244,6 +283,10 @@ def _plain_group(sessions: Sequence[SessionRows], device: torch.device) -> Plain
         rows[index, :count] += np.arange(count)
         keys[index, : len(session.slots)] = session.slots
         mask[index, 0, :count, : len(session.slots)] = _plain_mask(session)
+        if window is not None and narrow is not None:
+            near = _plain_distance(session) < window
+            narrow[index, 0, :count, : len(session.slots)] = near
+            narrow[index, 0, count:, 0] = True
         mask[index, 0, count:, 0] = True  # a row that sees nothing would be NaN
         real[index, :count] = True
     return PlainGroup(
@@ -251,6 +294,7 @@ def _plain_group(sessions: Sequence[SessionRows], device: torch.device) -> Plain
         key_slots=_tensor(keys, device),
         mask=_tensor(mask, device),
         real=_tensor(np.flatnonzero(real), device),
+        window_mask=None if narrow is None else _tensor(mask & narrow, device),
     )
 
 
@@ -267,3 +311,9 @@ def _plain_mask(session: SessionRows) -> npt.NDArray[np.bool_]:
             if parent >= 0:
                 mask[feed + node, base:] |= mask[feed + parent, base:]
     return mask
+
+
+def _plain_distance(session: SessionRows) -> Indices:
+    """int64 [rows, keys]: by how many positions a key lies before a row."""
+    keys = np.concatenate([np.arange(session.request.cache_length), session.positions])
+    return np.asarray(session.positions[:, None] - keys[None], dtype=np.int64)

@@ -24,8 +24,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from edgespec.targets.quantized import QuantizedLinear
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Takes rows [count, width], gives rows [count, any]."""
+TiledLayer = torch.nn.Linear | QuantizedLinear
 
 ALIGNMENT_BYTES = 64
 # Elements that torch's longest vector loop takes at once: two vectors of 32 bfloat16.
@@ -137,24 +140,33 @@ def linear(
 
     The number of rows must be a multiple of ``sizes[0]``.
     """
+    return in_pieces(rows, lambda piece: functional.linear(piece, weight, bias), sizes)
+
+
+def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
+    """``product`` of ``rows`` [..., width], computed in pieces of ``sizes``.
+
+    The number of rows must be a multiple of ``sizes[0]``.
+    """
     flat = rows.reshape(-1, rows.shape[-1])
     assert flat.shape[0] % sizes[0] == 0, (flat.shape, sizes)
-    pieces = [
-        functional.linear(_aligned(piece), weight, bias)
-        for piece in flat.split(cut(flat.shape[0], sizes))
-    ]
+    pieces = [product(_aligned(piece)) for piece in flat.split(cut(flat.shape[0], sizes))]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out.view(*rows.shape[:-1], -1)
 
 
-def install(layers: Iterable[tuple[torch.nn.Linear, tuple[int, ...]]]) -> None:
+def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
     """Make each layer compute in pieces of its sizes, until ``remove``."""
     for layer, sizes in layers:
-        forward: Any = partial(linear, weight=layer.weight, bias=layer.bias, sizes=sizes)
+        forward: Any
+        if isinstance(layer, QuantizedLinear):
+            forward = partial(in_pieces, product=layer.product, sizes=sizes)
+        else:
+            forward = partial(linear, weight=layer.weight, bias=layer.bias, sizes=sizes)
         layer.forward = forward  # type: ignore[method-assign]
 
 
-def remove(layers: Iterable[torch.nn.Linear]) -> None:
+def remove(layers: Iterable[TiledLayer]) -> None:
     """Undo ``install``; layers without it stay as they are."""
     for layer in layers:
         layer.__dict__.pop("forward", None)

@@ -22,9 +22,19 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
 from edgespec.targets.constrained_rows import ConstrainedRows
+from edgespec.targets.families import UnsupportedModelError
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
-from edgespec.targets.loading import LoadedModel, UnsupportedModelError, load_model
+from edgespec.targets.loading import LoadedModel, load_model
 from edgespec.targets.pass_plan import PassPlan, plan_pass
+from edgespec.targets.pool_size import (
+    PoolBudget,
+    check_budget,
+    largest_pass,
+    measured_rows,
+    memory_figures,
+    pool_tokens,
+    starting_tokens,
+)
 from edgespec.targets.request_checks import check_batch, node_depths
 from edgespec.targets.row_tiles import RowTiles
 from edgespec.targets.sampler import SampleBlock, choose_tokens
@@ -36,11 +46,13 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTarget:
-    """``ports.TargetModel`` for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+    """``ports.TargetModel`` for checkpoints of the families in ``families.py``.
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
-    ``max_cached_tokens`` bounds the key-value pool over all sessions.
+    ``quantize`` int8 or int4 rounds the weights when they are loaded.
+    ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
+    sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
@@ -65,13 +77,20 @@ class TorchTarget:
         context_length: int | None = None,
         canonical: bool | None = None,
         model_threads: int | None = None,
+        quantize: str = "",
+        pool_budget: PoolBudget | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
-        loaded = load_model(path, dtype=dtype, device=device, context_length=context_length)
+        loaded = load_model(
+            path, dtype=dtype, device=device, context_length=context_length, quantize=quantize
+        )
         self._model = loaded.model
+        self._window = loaded.window
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
+        if quantize:
+            number_format = f"{quantize}-{number_format}"
         self._info = ModelInfo(
             name,
             vocabulary,
@@ -80,6 +99,9 @@ class TorchTarget:
             loaded.eos_token_ids,
             f"{weights}-{number_format}" if weights else "",
         )
+        if pool_budget is not None:
+            check_budget(pool_budget, loaded.device)
+            max_cached_tokens = starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
         self._counts = TokenCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self._info)
@@ -92,6 +114,9 @@ class TorchTarget:
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
             )
+        self._notes = [f"{quantize} weights"] if quantize else []
+        if pool_budget is not None:
+            self._size_pool(loaded, pool_budget)
 
     @property
     def info(self) -> ModelInfo:
@@ -115,9 +140,10 @@ class TorchTarget:
     @property
     def mode(self) -> str:
         """How the target computes, in words for those who start it."""
-        if self._row_tiles is None:
-            return "plain (texts may differ where two tokens nearly tie)"
-        return f"canonical ({self._row_tiles})"
+        how = "plain (texts may differ where two tokens nearly tie)"
+        if self._row_tiles is not None:
+            how = f"canonical ({self._row_tiles})"
+        return ", ".join([how, *self._notes])
 
     @property
     def free_tokens(self) -> int:
@@ -183,6 +209,32 @@ class TorchTarget:
         """Check that logits do not depend on the schedule. A few small passes; between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
+    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
+        """Measure the largest pass on the pool there is, then make the one to serve with."""
+        rows = measured_rows(budget.rows, loaded.device)
+        batch = largest_pass(rows, self._info.vocabulary_size)
+        sampling = SamplingParams(temperature=1.0, top_p=0.9)
+        for request in batch:
+            self._pool.open(request.key, 1, sampling)
+        try:
+            figures = memory_figures(
+                budget,
+                lambda: self.forward(batch),
+                token_bytes=self._pool.token_bytes,
+                layer_count=loaded.layer_count,
+                device=loaded.device,
+            )
+        finally:
+            for request in batch:
+                self._pool.close(request.key)
+        longest = -(-self._info.context_length // BLOCK_SIZE) * BLOCK_SIZE
+        tokens = pool_tokens(budget, figures, self._max_sessions * longest)
+        self._pool = _pool(loaded, tokens)
+        logger.info("%d cached tokens: %s", tokens, figures)
+        self._notes.append(
+            f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
+        )
+
     def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
         def self_test(tiles: RowTiles) -> SelfTest:
             self._row_tiles = tiles
@@ -205,7 +257,7 @@ class TorchTarget:
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
         with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, tiles=self._row_tiles)
+            plan = plan_pass(self._pool, batch, tiles=self._row_tiles, window=self._window)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _sample_block(self, request: PassRequest) -> SampleBlock:

@@ -7,6 +7,7 @@ later must cost its own session the pass and no other session a token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelOutputError, PassRequest
-from edgespec.targets.loading import UnsupportedModelError
+from edgespec.targets.families import UnsupportedModelError
+from edgespec.targets.loading import load_model
 from edgespec.targets.torch_target import TorchTarget
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
@@ -62,6 +64,73 @@ def test_weights_whose_logits_overflow_are_refused_by_name(
     folder = _spoilt(tmp_path / "huge", "model.norm.weight", 3e38)
     with pytest.raises(UnsupportedModelError, match="huge: the model's logits are NaN or infinite"):
         _target(folder, canonical=canonical)
+
+
+Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+
+
+def _refusal(folder: Path, change: Callable[[Tensors], object], **config: Any) -> str:
+    """What is said of a checkpoint whose tensors were changed."""
+    settings = tiny_config(**config)
+    tensors = tiny_tensors(settings)
+    change(tensors)
+    write_checkpoint(folder, settings, tensors)
+    with pytest.raises(UnsupportedModelError, match="does not fill the model") as raised:
+        load_model(str(folder), device="cpu")
+    return str(raised.value)
+
+
+def test_a_head_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
+    message = _refusal(
+        tmp_path, lambda tensors: tensors.pop("lm_head.weight"), tie_word_embeddings=False
+    )
+    assert "1 tensor is missing: lm_head.weight (config.json says tie_word_embeddings" in message
+
+
+def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
+    narrow = np.zeros((96, 63), dtype=np.float32)
+
+    def change(tensors: Tensors) -> None:
+        del tensors["model.layers.1.self_attn.q_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = narrow
+        tensors["model.layers.2.mlp.up_proj.weight"] = narrow
+        tensors["model.layers.0.self_attn.q_proj.bias"] = narrow[0]
+
+    message = _refusal(tmp_path, change)
+    assert "1 tensor is missing: model.layers.1.self_attn.q_proj.weight;" in message
+    assert (
+        "2 tensors are in the checkpoint for which the model has no place: "
+        "model.layers.0.self_attn.q_proj.bias, model.layers.2.mlp.up_proj.weight;" in message
+    )
+    assert (
+        "1 tensor is of another shape: model.layers.0.mlp.up_proj.weight is 96 x 63 in the "
+        "checkpoint, 96 x 64 in the model" in message
+    )
+
+
+def test_of_many_missing_tensors_the_first_are_named(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "proj" in name]:
+            del tensors[name]
+
+    assert "14 tensors are missing: " in (message := _refusal(tmp_path, change))
+    assert message.endswith(" and 9 more")
+
+
+def test_angles_that_old_exports_store_are_no_fault(tmp_path: Path) -> None:
+    config = tiny_config()
+    angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, dtype=np.float32)}
+    write_checkpoint(tmp_path, config, tiny_tensors(config) | angles)
+    assert load_model(str(tmp_path), device="cpu").layer_count == 2
+
+
+def test_a_head_of_its_own_is_served_though_the_embeddings_are_called_tied(tmp_path: Path) -> None:
+    config = tiny_config()
+    tensors = tiny_tensors(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    write_checkpoint(tmp_path, config, tensors)
+    head = load_model(str(tmp_path), device="cpu").model.lm_head.weight
+    assert torch.equal(head, torch.from_numpy(tensors["lm_head.weight"]))
 
 
 def _decode(target: TorchTarget, failing: PassRequest | None) -> list[int]:

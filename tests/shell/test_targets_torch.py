@@ -21,7 +21,6 @@ import transformers
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
-from edgespec.targets.loading import UnsupportedModelError, check_supported
 from edgespec.targets.torch_target import TorchTarget
 
 VOCABULARY = 211
@@ -315,46 +314,6 @@ def test_on_a_gpu_every_schedule_agrees_with_the_cpu(folder: Path, dtype: str) -
     full = PROMPTS[1] + expected
     for guess in (_nothing, _tree(full, random.Random(1))):
         assert _decode(target, PROMPTS[1], length, guess)[0] == expected[:length]
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("GPT2", {}, "model type 'gpt2' is not supported; supported are llama, mistral, qwen2"),
-        ("Gemma2", {}, "model type 'gemma2'"),
-        ("Mistral", {"sliding_window": 64}, "the window is 64 tokens and the context 512"),
-        (
-            "Qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding-window attention is not supported",
-        ),
-        (
-            "Qwen3",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer types chunked_attention are not supported",
-        ),
-        (
-            "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope type 'dynamic' depends on the length",
-        ),
-        ("Llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    family: str, options: dict[str, Any], message: str
-) -> None:
-    common = {"max_position_embeddings": 512, "num_hidden_layers": 2}
-    config = getattr(transformers, f"{family}Config")(**{**common, **options})
-    with pytest.raises(UnsupportedModelError, match=message):
-        check_supported(config)
-
-
-def test_a_window_as_long_as_the_context_is_full_attention() -> None:
-    config = transformers.MistralConfig(sliding_window=64, max_position_embeddings=512)
-    assert check_supported(config, 64) == 64
-    with pytest.raises(ValueError, match=r"context_length is 513, but must be in \[1, 512\]"):
-        check_supported(config, 513)
 
 
 def test_bad_options_are_named(folder: Path) -> None:
