@@ -20,9 +20,9 @@ from itertools import chain
 
 import torch
 
+from edgespec.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.targets.canonical_attention import KEY_TILE, CanonicalGroup, canonical_attention
 from edgespec.targets.loading import LoadedModel
-from edgespec.targets.packed_attention import canonical_attention
-from edgespec.targets.pass_plan import KEY_TILE, CanonicalGroup
 from edgespec.targets.quantized import QuantizedLinear
 from edgespec.targets.row_tiles import (
     RowTiles,
@@ -169,10 +169,11 @@ def _attention_sizes(loaded: LoadedModel, head_dim: int, base: int) -> tuple[int
 
     def attend(rows: torch.Tensor) -> torch.Tensor:
         count = len(rows)
-        query = rows.view(count, heads, head_dim).transpose(0, 1).unsqueeze(0)
-        own = query[:, :kv_heads]
+        query = rows.view(count, heads, head_dim).transpose(0, 1)
+        own = query[:kv_heads]
         masks = tuple(part.expand(count, -1).contiguous() for part in mask.split(KEY_TILE))
         group = CanonicalGroup(slots[:count], count, slots.split(KEY_TILE), masks)
-        return canonical_attention(query, own, own, keys, values, group, head_dim**-0.5).flatten(1)
+        states = LayerStates(query, own, own, keys, values)
+        return canonical_attention(states, group, LayerAttention(head_dim**-0.5)).flatten(1)
 
     return agreeing_sizes(attend, random(4, heads * head_dim), base)

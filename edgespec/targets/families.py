@@ -8,7 +8,6 @@ token's position and nothing else. Each family is held against the library's own
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 FAMILIES: Final = {
@@ -36,18 +35,9 @@ class UnsupportedModelError(ValueError):
     """The model cannot be served; the message names what it has and what is supported."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedShape:
-    """How far the layers of a model see."""
-
-    context_length: int
-    """Prompt plus output, in tokens."""
-    window: int | None
-    """Of the layers with sliding attention, in tokens; None where it is no shorter than a text."""
-
-
-def check_family(config: Any, context_length: int | None = None) -> ServedShape:
-    """What a model with this transformers ``config`` is served as.
+def check_family(config: Any, context_length: int | None = None) -> int:
+    """The context length, prompt plus output in tokens, that a model with this transformers
+    ``config`` is served with.
 
     Raises ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad
     ``context_length``.
@@ -65,7 +55,8 @@ def check_family(config: Any, context_length: int | None = None) -> ServedShape:
         )
     for rope in _ropes(config):
         _check_rope(rope, length)
-    return ServedShape(length, _window(config, length))
+    _check_layers(config)
+    return length
 
 
 def _unknown_type(config: Any) -> str:
@@ -104,8 +95,8 @@ def _check_rope(rope: dict[str, Any], length: int) -> None:
         )
 
 
-def _window(config: Any, length: int) -> int | None:
-    """A window that is never shorter than the text does nothing."""
+def _check_layers(config: Any) -> None:
+    """A layer's window itself comes with its calls of attention."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds - _LAYER_TYPES)
@@ -115,10 +106,7 @@ def _window(config: Any, length: int) -> int | None:
             f"{', '.join(sorted(_LAYER_TYPES))}"
         )
     slides = "sliding_attention" in kinds if kinds else window is not None
-    if not slides:
-        return None
-    if window is None or window < 1:
+    if slides and (window is None or window < 1):
         raise UnsupportedModelError(
             f"layers have sliding attention, but sliding_window is {window}; must be at least 1"
         )
-    return None if window >= length else int(window)

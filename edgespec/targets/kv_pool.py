@@ -5,9 +5,10 @@ and position p lives in slot ``blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_
 with the requests of each pass: the engine's ledger decides who holds which block
 (``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
 lie behind the fed tokens, in the order of the request; ``keep`` copies the kept ones to their
-positions and forgets the rest. Nothing else moves, so truncation is a number. Block 0 belongs to
-nobody and stays zero: masked keys point at it, and zero times zero weight is zero, whereas stale
-memory may hold NaN.
+positions and forgets the rest. Nothing else moves, so truncation is a number. The copies of all
+sessions are made at once, when ``data`` is next looked at: no pass runs in between, so whoever
+gets a block meanwhile has written nothing to it. Block 0 belongs to nobody and stays zero: masked
+keys point at it, and zero times zero weight is zero, whereas stale memory may hold NaN.
 
 Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
 keeps a ledger of its own for them.
@@ -31,6 +32,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.ports import CapacityError, PassRequest
+from edgespec.targets.block_tables import BlockTables
 
 BLOCK_SIZE = 16
 NULL_SLOT = 0
@@ -43,6 +45,8 @@ class CachedSequence:
 
     prompt_length: int
     sampling: SamplingParams
+    table: int
+    """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
     """Its table in the last pass."""
     text: Sequence[int] = ()
@@ -88,9 +92,26 @@ class KvPool:
             raise ValueError(f"max_cached_tokens is {max_tokens}, but must be >= {BLOCK_SIZE}")
         self.block_count = -(-max_tokens // BLOCK_SIZE)
         slot_count = (self.block_count + 1) * BLOCK_SIZE
-        self.data = torch.zeros((2, layer_count, slot_count, row_width), dtype=dtype, device=device)
+        shape = (2, layer_count, slot_count, row_width)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._moves: list[Slots] = []
+        """[2, moved] each: slots to copy from and to."""
+        self.tables = BlockTables(device)
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self._sequences: dict[str, CachedSequence] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Keys and values, with every kept node at its position."""
+        if self._moves:
+            source, goal = torch.from_numpy(np.concatenate(self._moves, axis=1)).to(self.device)
+            self._data.index_copy_(2, goal, self._data.index_select(2, source))
+            self._moves.clear()
+        return self._data
 
     @property
     def free_tokens(self) -> int:
@@ -100,8 +121,8 @@ class KvPool:
     @property
     def token_bytes(self) -> int:
         """Of a token's keys and values, all layers."""
-        sides, layers, _, width = self.data.shape
-        return sides * layers * width * self.data.element_size()
+        sides, layers, _, width = self._data.shape
+        return sides * layers * width * self._data.element_size()
 
     @property
     def session_count(self) -> int:
@@ -114,10 +135,13 @@ class KvPool:
         the key is in use."""
         if key in self._sequences:
             raise ValueError(f"sequence {key!r} is already open")
-        self._sequences[key] = CachedSequence(prompt_length, sampling, text=text)
+        table = self.tables.take()
+        self._sequences[key] = CachedSequence(prompt_length, sampling, table, text=text)
 
     def close(self, key: str) -> None:
-        if self._sequences.pop(key, None) is not None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.tables.give_back(sequence.table)
             self._own.release(key)
 
     def sequence(self, key: str) -> CachedSequence:
@@ -151,19 +175,20 @@ class KvPool:
         short or names a block that is not there, ``CapacityError`` when requests without tables
         find no room.
         """
-        for request in batch:
-            self._check_table(request)
-        missing = self.missing_tokens(batch)
+        bare = [request for request in batch if not self._check_table(request)]
+        missing = self.missing_tokens(bare)
         if missing:
             raise CapacityError(
                 f"the pass needs {missing} more cached tokens than the {self.free_tokens} free of "
                 f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
             )
         for request in batch:
-            sequence = self.sequence(request.key)
-            sequence.cut(request.cache_length)
+            sequence = self._sequences[request.key]
+            if request.cache_length != len(sequence.tokens):
+                sequence.cut(request.cache_length)
             sequence.nodes = sequence.parents = ()
             sequence.blocks = request.blocks or self._own_table(request)
+            self.tables.write(sequence.table, sequence.blocks)
 
     def commit(self, request: PassRequest) -> None:
         """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
@@ -186,22 +211,27 @@ class KvPool:
         if moved:
             first = sequence.length
             slots = sequence.slots(first + len(sequence.nodes))[first:]
-            source, goal = torch.from_numpy(slots[np.array(moved).T]).to(self.data.device)
-            self.data[:, :, goal] = self.data[:, :, source]
+            self._moves.append(slots[np.array(moved).T])
         sequence.tokens.extend(sequence.nodes[node] for node in nodes)
         sequence.nodes = sequence.parents = ()
         self._own.trim(key, sequence.length)
 
-    def _check_table(self, request: PassRequest) -> None:
-        if not request.blocks:
-            return
-        room = len(request.blocks) * BLOCK_SIZE
+    def _check_table(self, request: PassRequest) -> bool:
+        """Whether the request brings a table; raises ``ValueError`` for one that is wrong."""
+        blocks = request.blocks
+        sequence = self.sequence(request.key)
+        if not blocks:
+            return False
+        room = len(blocks) * BLOCK_SIZE
         rows = request.cache_length + request.row_count
         if rows > room:
             raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
-        low, high = min(request.blocks), max(request.blocks)
+        if blocks == sequence.blocks:  # as in its last pass
+            return True
+        low, high = min(blocks), max(blocks)
         if low < 1 or high > self.block_count:
             raise ValueError(f"{request.key!r}: blocks {low} to {high}, limit {self.block_count}")
+        return True
 
     def _own_table(self, request: PassRequest) -> tuple[int, ...]:
         length = request.cache_length + request.row_count

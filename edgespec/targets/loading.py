@@ -36,8 +36,6 @@ class LoadedModel:
     """Key-value heads times head dimension."""
     vocabulary_size: int
     context_length: int
-    window: int | None
-    """Of the layers with sliding attention, in tokens; None where all see the whole text."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -65,7 +63,7 @@ def load_model(
     if quantize:
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    shape = check_family(config, context_length)
+    served_length = check_family(config, context_length)
     model = _read(path, config, _dtype(dtype, where), where, quantize)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
@@ -74,8 +72,7 @@ def load_model(
         layer_count=config.num_hidden_layers,
         key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
         vocabulary_size=config.vocab_size,
-        context_length=shape.context_length,
-        window=shape.window,
+        context_length=served_length,
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,

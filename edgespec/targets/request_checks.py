@@ -41,13 +41,15 @@ def _check_request(request: PassRequest, cached_length: int, info: ModelInfo) ->
         raise ValueError(f"{key!r}: feed is empty, but must hold at least one token")
     if len(request.tokens) != len(parents) or (request.tokens and not request.sample):
         raise ValueError(f"{key!r}: nodes need parents, and sample=True")
-    if any(not -1 <= parent < node for node, parent in enumerate(parents)):
+    if parents and any([not -1 <= parent < node for node, parent in enumerate(parents)]):
         raise ValueError(f"{key!r}: parents {parents} must come before their nodes")
-    low, high = min(request.feed + request.tokens), max(request.feed + request.tokens)
+    tokens = request.feed + request.tokens
+    low, high = min(tokens), max(tokens)
     if low < 0 or high >= info.vocabulary_size:
         raise ValueError(
             f"{key!r}: token ids {low} to {high}, limit 0 to {info.vocabulary_size - 1}"
         )
-    length = request.cache_length + len(request.feed) + max(node_depths(parents), default=0)
+    depth = max(node_depths(parents)) if parents else 0
+    length = request.cache_length + len(request.feed) + depth
     if length > info.context_length:
         raise CapacityError(f"{key!r}: {length} tokens, limit context_length {info.context_length}")

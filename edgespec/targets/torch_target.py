@@ -2,7 +2,8 @@
 
 Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
-(``packed_attention.py``) -> choose a token for every sampled row (``sampler.py``).
+(``packed_attention.py``, by one of the backends of ``attention_backend.py``) -> choose a token for
+every sampled row (``sampler.py``).
 
 Canonical mode makes the logits of a position the same to the last bit under every schedule:
 ``canonical_mode.py`` looks at start-up for a way of computing that holds for the loaded model, and
@@ -20,6 +21,9 @@ import torch
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.targets.attention_backend import AttentionBackend
+from edgespec.targets.attention_choice import choose_backend
+from edgespec.targets.canonical_attention import CanonicalAttention
 from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
 from edgespec.targets.constrained_rows import ConstrainedRows
 from edgespec.targets.families import UnsupportedModelError
@@ -35,12 +39,13 @@ from edgespec.targets.pool_size import (
     pool_tokens,
     starting_tokens,
 )
-from edgespec.targets.request_checks import check_batch, node_depths
+from edgespec.targets.request_checks import check_batch
 from edgespec.targets.row_tiles import RowTiles
 from edgespec.targets.sampler import SampleBlock, choose_tokens
 from edgespec.targets.scores import score_passes
 from edgespec.targets.self_test import SelfTest, finite_logits, run_self_test
 from edgespec.targets.token_counts import TokenCountsCache
+from edgespec.targets.tree_shape import tree_shape
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +91,6 @@ class TorchTarget:
             path, dtype=dtype, device=device, context_length=context_length, quantize=quantize
         )
         self._model = loaded.model
-        self._window = loaded.window
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
         if quantize:
@@ -106,6 +110,7 @@ class TorchTarget:
         self._counts = TokenCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
+        self._attention: AttentionBackend = choose_backend(loaded)
         if loaded.device.type == "cpu" if canonical is None else canonical:
             self._enter_canonical_mode(loaded, required=canonical is True)
         if model_threads is not None and not self.canonical:
@@ -144,6 +149,11 @@ class TorchTarget:
         if self._row_tiles is not None:
             how = f"canonical ({self._row_tiles})"
         return ", ".join([how, *self._notes])
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention backend."""
+        return self._attention.name
 
     @property
     def free_tokens(self) -> int:
@@ -185,21 +195,16 @@ class TorchTarget:
         with torch.inference_mode():
             tokens = choose_tokens(logits, blocks)
             scores = score_passes(logits, batch, tokens)
-        chosen = iter(tokens)
-        return [
-            PassResult(
-                request.key,
-                tuple(next(chosen) for _ in range(1 + len(request.tokens)))
-                if request.sample
-                else (),
-                scores.get(request.key, ()),
-            )
-            for request in batch
-        ]
+        results, first = [], 0
+        for request in batch:
+            last = first + 1 + len(request.tokens) if request.sample else first
+            chosen = tuple(tokens[first:last])
+            results.append(PassResult(request.key, chosen, scores.get(request.key, ())))
+            first = last
+        return results
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
-        with torch.inference_mode():
-            self._pool.keep(key, nodes)
+        self._pool.keep(key, nodes)
 
     def close(self, key: str) -> None:
         self._pool.close(key)
@@ -237,15 +242,17 @@ class TorchTarget:
 
     def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
         def self_test(tiles: RowTiles) -> SelfTest:
-            self._row_tiles = tiles
+            self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
             return self.self_test()
 
+        plain = self._attention
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         found = find_canonical_mode(loaded, self_test, row_by_row=required)
         self._row_tiles = found.tiles
         if found.tiles is not None:
             return
+        self._attention = plain
         torch.set_num_threads(threads)
         why = "; ".join(found.failures)
         if required:
@@ -257,7 +264,7 @@ class TorchTarget:
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
         with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, tiles=self._row_tiles, window=self._window)
+            plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _sample_block(self, request: PassRequest) -> SampleBlock:
@@ -271,7 +278,9 @@ class TorchTarget:
             )
         if not request.sample:
             return SampleBlock(request.key, params, ())
-        positions = [length, *(length + depth for depth in node_depths(request.parents))]
+        positions = [length]
+        if request.parents:
+            positions += (tree_shape(request.parents).depths + length).tolist()
         before = counts.before(request.tokens, request.parents) if counts else None
         masks: Sequence[bytes | None] = ()
         if params.constraint is not None:

@@ -126,15 +126,21 @@ def test_longrope_is_served_up_to_its_original_context() -> None:
             "original_max_position_embeddings": 64,
         },
     )
-    assert check_family(config, 64).context_length == 64
+    assert check_family(config, 64) == 64
     with pytest.raises(UnsupportedModelError, match=r"limit it with --max-model-len 64$"):
         check_family(config, 65)
 
 
-def test_a_window_as_long_as_the_context_is_full_attention() -> None:
+def test_a_context_longer_than_the_models_own_is_refused() -> None:
     config = transformers.MistralConfig(sliding_window=64, max_position_embeddings=512)
-    assert check_family(config).window == 64
-    assert check_family(config, 65).window == 64
-    assert check_family(config, 64).window is None
+    assert check_family(config) == 512
+    assert check_family(config, 64) == 64
     with pytest.raises(ValueError, match=r"context_length is 513, but must be in \[1, 512\]"):
         check_family(config, 513)
+
+
+def test_a_layer_that_slides_without_a_window_is_refused() -> None:
+    config = transformers.Qwen3Config(layer_types=["sliding_attention"], num_hidden_layers=1)
+    config.sliding_window = None
+    with pytest.raises(UnsupportedModelError, match="sliding_window is None; must be at least 1"):
+        check_family(config)

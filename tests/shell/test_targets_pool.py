@@ -12,8 +12,10 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, PassRequest
+from edgespec.targets.canonical_attention import CanonicalAttention, CanonicalLayout
+from edgespec.targets.grouped_attention import GroupedAttention, GroupedLayout
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
-from edgespec.targets.pass_plan import CanonicalGroup, PlainGroup, plan_pass
+from edgespec.targets.pass_plan import PassPlan, plan_pass
 from edgespec.targets.row_tiles import RowTiles
 
 GREEDY = SamplingParams()
@@ -153,27 +155,31 @@ def test_a_pool_without_a_block_is_refused() -> None:
 TREE = PassRequest("a", 3, (9, 9), tuple(range(10, 19)), (-1, -1, 0, 0, 0, 2, 2, 1, 7))
 
 
-def _cached(canonical: bool) -> tuple[CanonicalGroup | PlainGroup, ...]:
+def _cached(canonical: bool) -> PassPlan:
     pool = _pool(4)
     pool.open("a", 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (9, 9, 9)))
     pool.reserve([TREE])
-    plan = plan_pass(pool, [TREE], tiles=RowTiles() if canonical else None)
+    if canonical:
+        plan = plan_pass(pool, [TREE], CanonicalAttention(RowTiles()), tiles=RowTiles())
+    else:
+        plan = plan_pass(pool, [TREE], GroupedAttention())
     assert plan.row_count == 11
     assert plan.positions[0, :11].tolist() == [3, 4, 5, 5, 6, 6, 6, 7, 7, 6, 7]
     assert plan.sampled_rows[: plan.sampled_count].tolist() == list(range(1, 11))
     slots = pool.sequence("a").slots(14)
     assert plan.write_slots.tolist() == slots[3:].tolist()
-    return plan.groups
+    return plan
 
 
 def test_a_canonical_row_sees_its_ancestors_at_their_positions() -> None:
-    groups = _cached(canonical=True)
+    layout = _cached(canonical=True).attention
+    assert isinstance(layout, CanonicalLayout)
+    groups = layout.groups
     assert len(groups) == 2
     first_slot = BLOCK_SIZE
     seen: dict[int, list[int]] = {}
     for group in groups:
-        assert isinstance(group, CanonicalGroup)
         for row, mask in zip(group.rows[: group.count].tolist(), group.masks[0], strict=False):
             assert row not in seen
             seen[row] = group.key_slots[0][mask == 0].tolist()
@@ -185,9 +191,11 @@ def test_a_canonical_row_sees_its_ancestors_at_their_positions() -> None:
 
 
 def test_a_plain_row_sees_its_ancestors_and_itself() -> None:
-    [group] = _cached(canonical=False)
-    assert isinstance(group, PlainGroup)
-    mask = group.mask[0, 0]
-    assert mask[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
-    assert mask[10].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 12, 13]
-    assert mask[8].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 11]
+    layout = _cached(canonical=False).attention
+    assert isinstance(layout, GroupedLayout)
+    [group] = layout.groups
+    assert group.seen is not None
+    mask = group.seen[0]
+    assert mask[0].nonzero()[0].tolist() == [0, 1, 2, 3]
+    assert mask[10].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 6, 12, 13]
+    assert mask[8].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 5, 7, 11]

@@ -1,0 +1,236 @@
+"""Attention whose bits do not depend on how a text was cut into passes, nor on what runs beside it.
+
+Layout: a group is rows of one session that share *one line of ancestors*, and key index equals
+position. A row sees the keys of that line before its own position; its own key is not in the line
+but apart. So all nodes whose ancestors lie on the main chain, with all their siblings, are one
+line, cut and padded to groups whose row counts are all among ``RowTiles.attention_sizes``; only a
+second branch with inner nodes of its own needs another line. What a row computes is then the same
+whether its ancestors were cached one by one, in a chunk, or are nodes of the same pass: the
+arithmetic sees the same numbers at the same places.
+
+Arithmetic, in float32 whatever the model's type: scores of the line of ancestors in tiles of
+``KEY_TILE`` keys, indexed by position, and the row's own key apart,
+
+    out = (sum_tiles exp(S_tile - m) V_tile + exp(s_own - m) v_own) / (sums of the exps).
+
+Tiles are added one after the other, and masked keys add exact zeros. A group has one of the row
+counts of which ``canonical_mode.py`` found that they give the same bits, so no other shape occurs.
+
+exp is taken as exp2 of scores that carry a factor log2(e): on CPUs it is several times faster and,
+unlike exp, no slower where the result is zero. Only the own key's weight uses exp: its few
+elements do not fill vectors, and exp2's scalar tail is another function to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgespec.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.targets.batch_rows import BatchRows, Indices, SessionRows
+from edgespec.targets.kv_pool import NULL_SLOT, Slots
+from edgespec.targets.row_tiles import RowTiles, cut
+
+# The key axis is worked off in tiles of this many; a row's sums then associate by position alone.
+KEY_TILE = 256
+_LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
+# Copies of each own score under a soft cap, so that whole vectors are filled.
+_VECTOR_ELEMENTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalGroup:
+    """Rows of one session, keys at their positions."""
+
+    rows: torch.Tensor
+    """int64 [padded]: indices into the packed rows; the padding repeats the last one."""
+    count: int
+    """Rows that are not padding."""
+    key_slots: tuple[torch.Tensor, ...]
+    """int64 [KEY_TILE] each."""
+    masks: tuple[torch.Tensor, ...]
+    """float32 [padded, KEY_TILE] each: 0 where the row sees the key, else -inf."""
+    positions: torch.Tensor | None = None
+    """int64 [padded], for layers with a window."""
+    least_position: int = 0
+    """Of the rows."""
+
+    def windowed(self, window: int) -> CanonicalGroup:
+        """The same rows, seeing no key ``window`` positions or more behind them. Tiles of which no
+        row sees a key would add exact zeros: left out."""
+        assert self.positions is not None
+        last_unseen = self.positions[:, None] - window
+        keys = torch.arange(KEY_TILE, device=last_unseen.device)
+        first = max(0, self.least_position - window + 1) // KEY_TILE
+        masks = tuple(
+            mask.masked_fill(keys + (first + index) * KEY_TILE <= last_unseen, -torch.inf)
+            for index, mask in enumerate(self.masks[first:])
+        )
+        return replace(self, key_slots=self.key_slots[first:], masks=masks)
+
+
+class CanonicalAttention:
+    """``AttentionBackend`` for the row counts of ``tiles``."""
+
+    def __init__(self, tiles: RowTiles) -> None:
+        self._sizes = tiles.attention_sizes
+
+    @property
+    def name(self) -> str:
+        return "canonical"
+
+    def lay_out(self, rows: BatchRows) -> CanonicalLayout:
+        device = rows.pool.device
+        sessions = [rows.session(index) for index in range(len(rows.requests))]
+        groups = [g for s in sessions for g in _canonical_groups(s, self._sizes, device)]
+        return CanonicalLayout(tuple(groups), int(rows.positions.max()))
+
+
+@dataclass(slots=True)
+class CanonicalLayout:
+    """One pass in canonical mode."""
+
+    groups: tuple[CanonicalGroup, ...]
+    last_position: int
+    _windowed: tuple[int, tuple[CanonicalGroup, ...]] | None = None
+
+    def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
+        heads, rows, head_dim = states.query.shape
+        out = states.query.new_zeros((rows, heads, head_dim))
+        for group in self._groups(layer.window):
+            part = canonical_attention(states, group, layer)
+            out[group.rows[: group.count]] = part
+        return out
+
+    def _groups(self, window: int | None) -> tuple[CanonicalGroup, ...]:
+        """A window that hides nothing changes nothing."""
+        if window is None or window > self.last_position:
+            return self.groups
+        if self._windowed is None or self._windowed[0] != window:
+            self._windowed = window, tuple(group.windowed(window) for group in self.groups)
+        return self._windowed[1]
+
+
+def canonical_attention(
+    states: LayerStates, group: CanonicalGroup, layer: LayerAttention
+) -> torch.Tensor:
+    """Attention of one group: [group.count, heads, head_dim] in the type of the query.
+
+    ``layer.window`` is in the group's masks already.
+    """
+    heads, _, head_dim = states.query.shape
+    kv_heads = states.key.shape[0]
+    rows, share = len(group.rows), heads // kv_heads
+    # Query heads of one key head are stacked as rows: fewer, larger products, no repeated keys.
+    q = states.query.index_select(1, group.rows).float().mul_(layer.scale * _LOG2_E)
+    q_4d = q.view(kv_heads, share, rows, head_dim)
+    q = q.view(kv_heads, share * rows, head_dim)
+    own_key = states.key.index_select(1, group.rows).float().unsqueeze(1)
+    own_value = states.value.index_select(1, group.rows).float().unsqueeze(1)
+    own_score = (q_4d * own_key).sum(dim=-1, keepdim=True)
+    if layer.soft_cap is not None:
+        copies = own_score.expand(-1, -1, -1, _VECTOR_ELEMENTS).contiguous()
+        own_score = layer.capped(copies, _LOG2_E)[..., :1]
+    scores = []
+    best = own_score
+    for slots, mask in zip(group.key_slots, group.masks, strict=True):
+        tile = states.keys.index_select(0, slots).float().view(-1, kv_heads, head_dim)
+        score = torch.bmm(q, tile.permute(1, 2, 0)).view(kv_heads, share, rows, -1)
+        score = layer.capped(score, _LOG2_E)
+        score += mask
+        scores.append(score)
+        best = torch.maximum(best, score.amax(dim=-1, keepdim=True))
+    sinks = layer.sink_scores(kv_heads, _LOG2_E)
+    if sinks is not None:
+        best = torch.maximum(best, sinks)
+    weight = (own_score - best).mul_(_LN_2).exp_()
+    total = weight.clone()
+    if sinks is not None:
+        total += (sinks - best).mul_(_LN_2).exp_()
+    out = weight * own_value
+    for slots, score in zip(group.key_slots, scores, strict=True):
+        weights = (score - best).exp2_()
+        total += weights.sum(dim=-1, keepdim=True)
+        tile = states.values.index_select(0, slots).float().view(-1, kv_heads, head_dim)
+        product = torch.bmm(weights.view(kv_heads, share * rows, -1), tile.transpose(0, 1))
+        out += product.view(out.shape)
+    out /= total
+    out = out.view(heads, rows, head_dim)[:, : group.count].transpose(0, 1)
+    return out.to(states.query.dtype)
+
+
+def _canonical_groups(
+    session: SessionRows, sizes: tuple[int, ...], device: torch.device
+) -> list[CanonicalGroup]:
+    feed_rows = np.arange(len(session.request.feed))
+    groups: list[CanonicalGroup] = []
+    for path, nodes in _lines(session.request.parents):
+        rows = nodes + len(feed_rows)
+        if not groups:
+            rows = np.concatenate([feed_rows, rows])
+        slots = np.concatenate([session.slots[: session.base], session.slots[session.base + path]])
+        start = 0
+        for size in cut(len(rows), sizes):
+            tile = rows[start : start + size]
+            groups.append(_canonical_group(session, tile, size, slots, device))
+            start += size
+    return groups
+
+
+def _canonical_group(
+    session: SessionRows, rows: Indices, size: int, slots: Slots, device: torch.device
+) -> CanonicalGroup:
+    padded = np.pad(rows, (0, size - len(rows)), mode="edge")
+    positions = session.positions[padded]
+    # Tiles behind the last position would add exact zeros: left out. One is always there.
+    tiles = max(1, -(-int(positions.max()) // KEY_TILE))
+    keys = np.full(tiles * KEY_TILE, NULL_SLOT, dtype=np.int64)
+    seen = min(len(slots), len(keys))
+    keys[:seen] = slots[:seen]
+    visible = np.arange(len(keys))[None] < positions[:, None]
+    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
+    key_slots = _tensor(keys, device)
+    mask_tiles = (mask[:, i * KEY_TILE : (i + 1) * KEY_TILE] for i in range(tiles))
+    return CanonicalGroup(
+        rows=_tensor(session.first_row + padded, device),
+        count=len(rows),
+        key_slots=key_slots.split(KEY_TILE),
+        masks=tuple(_tensor(np.ascontiguousarray(tile), device) for tile in mask_tiles),
+        positions=_tensor(positions, device),
+        least_position=int(positions.min()),
+    )
+
+
+def _lines(parents: Sequence[int]) -> list[tuple[Indices, Indices]]:
+    """Cut a tree into lines of ancestors: (path of inner nodes, nodes whose ancestors lie on it).
+
+    The first line is there even for an empty tree. Every node is in exactly one.
+    """
+    inner = {parent for parent in parents if parent >= 0}
+    ends = inner - {parents[node] for node in inner}
+    line_of: dict[int, int] = {-1: 0}
+    paths: list[list[int]] = []
+    for line, end in enumerate(sorted(ends)):
+        path, node = [], end
+        while node >= 0:
+            path.append(node)
+            line_of.setdefault(node, line)
+            node = parents[node]
+        paths.append(path[::-1])
+    members: list[list[int]] = [[] for _ in (paths or [[]])]
+    for node, parent in enumerate(parents):
+        members[line_of[parent]].append(node)
+    return [
+        (np.array(path, dtype=np.int64), np.array(nodes, dtype=np.int64))
+        for path, nodes in zip(paths or [[]], members, strict=True)
+    ]
+
+
+def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,285 @@
+"""Several sessions in one call of torch's attention, their keys gathered into a kept buffer.
+
+Theory of operation. Sessions of like row count are put side by side in groups, as many as have
+their keys in ``_GROUP_BYTES``: small models then need few calls, and with large ones what was
+gathered is still in the processor's cache when it is read. Gathered keys lie in a buffer that is
+kept; a fresh allocation of megabytes costs a CPU more in page faults than the copy itself. A
+session alone in its group whose blocks follow each other is read in place.
+
+The query heads that share a key head are stacked as rows of it: torch then takes its fused kernel,
+whereas with ``enable_gqa`` and a mask it expands the keys, or leaves the kernel (bfloat16, one
+row: five times slower). With many rows the heads take turns instead, so that the mask is not
+repeated. Masks are made once a pass for each window among the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from edgespec.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.targets.batch_rows import BatchRows, Indices
+
+_GROUP_BYTES = 1 << 20
+# A GPU's caches matter less than its launches.
+_GROUP_BYTES_CUDA = 1 << 28
+# Larger gathers get memory of their own, so that one long text does not hold it for ever.
+_BUFFER_BYTES_MAX = 1 << 26
+_STACKED_ROWS_MAX = 64
+# A session joins a group whose padding then stays below this share.
+_PADDING_MAX = 0.25
+
+
+class GroupedAttention:
+    """``AttentionBackend`` for CPUs, and for other devices where nothing better works."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def name(self) -> str:
+        return "grouped"
+
+    def lay_out(self, rows: BatchRows) -> GroupedLayout:
+        data = rows.pool.data
+        limit = _GROUP_BYTES_CUDA if data.device.type == "cuda" else _GROUP_BYTES
+        key_bytes = data.shape[-1] * data.element_size()
+        groups = [_group(rows, members) for members in _members(rows, limit // key_bytes)]
+        largest = max(0 if group.key_slots is None else len(group.key_slots) for group in groups)
+        return GroupedLayout(groups, self._buffers_of(largest, data))
+
+    def _buffers_of(self, slots: int, data: torch.Tensor) -> list[torch.Tensor]:
+        """Two of [slots or more, row width], for keys and values."""
+        if self._buffers and self._buffers[0].shape[0] >= slots:
+            return self._buffers
+        fresh = [data.new_empty((slots, data.shape[-1])) for _ in range(2)]
+        if fresh[0].nbytes <= _BUFFER_BYTES_MAX:
+            self._buffers = fresh
+        return fresh
+
+
+@dataclass(slots=True)
+class AttentionGroup:
+    """Sessions side by side, each padded to the most rows and keys among them."""
+
+    rows: torch.Tensor | slice
+    """int64 [sessions * rows] into the packed rows, padding repeats a session's first row; a slice
+    where they lie one after the other."""
+    shape: tuple[int, int, int]
+    """Sessions, rows and keys of each."""
+    key_slots: torch.Tensor | None
+    """int64 [sessions * keys]; None where the keys lie at ``first_slot`` and behind."""
+    first_slot: int
+    real: torch.Tensor | None
+    """int64: of the sessions' rows those that are not padding; None for all."""
+    goal: torch.Tensor | None
+    """int64: their packed rows."""
+    seen: npt.NDArray[np.bool_] | None
+    """[sessions, rows, keys]: True where the row sees the key; None where all see all."""
+    row_positions: Indices
+    """[sessions, rows]."""
+    key_positions: Indices
+    """[sessions, keys]."""
+    masks: dict[tuple[int | None, int], torch.Tensor | None] = field(default_factory=dict)
+    """By window and how often the rows are stacked."""
+
+    def mask(self, window: int | None, share: int, like: torch.Tensor) -> torch.Tensor | None:
+        """[sessions, 1, share * rows, keys] in the type of ``like``: 0 or -inf."""
+        key = window, share
+        if key not in self.masks:
+            self.masks[key] = self._make_mask(window, share, like)
+        return self.masks[key]
+
+    def _make_mask(self, window: int | None, share: int, like: torch.Tensor) -> torch.Tensor | None:
+        seen = self.seen
+        if window is not None:
+            reach = self.row_positions[:, :, None] - self.key_positions[:, None] < window
+            if not reach.all():
+                seen = reach if seen is None else seen & reach
+        if seen is None:
+            return None
+        hidden = torch.from_numpy(~seen).to(like.device)
+        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+        mask.masked_fill_(hidden, -torch.inf)
+        return mask.repeat(1, share, 1)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLayout:
+    """One pass, in groups."""
+
+    groups: list[AttentionGroup]
+    buffers: list[torch.Tensor]
+    """For gathered keys and values, [slots, row width]; used again by the next layer and pass."""
+
+    def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
+        heads, rows, head_dim = states.query.shape
+        query = states.query.transpose(0, 1)
+        out = query.new_empty((rows, heads, head_dim))
+        for group in self.groups:
+            part = self._attend_group(group, layer, states, query)
+            if isinstance(group.rows, slice):
+                out[group.rows] = part
+            elif group.goal is not None:
+                out[group.goal] = part if group.real is None else part[group.real]
+        return out
+
+    def _attend_group(
+        self,
+        group: AttentionGroup,
+        layer: LayerAttention,
+        states: LayerStates,
+        query: torch.Tensor,
+    ) -> torch.Tensor:
+        """[sessions * rows, heads, head_dim], padding included."""
+        sessions, rows, keys = group.shape
+        kv_heads, _, head_dim = states.key.shape
+        share = query.shape[1] // kv_heads
+        shape = (sessions, keys, kv_heads, head_dim)
+        k = self._gathered(group, states.keys, 0).view(shape).transpose(1, 2)
+        v = self._gathered(group, states.values, 1).view(shape).transpose(1, 2)
+        picked = query[group.rows].view(sessions, rows, kv_heads, share, head_dim)
+        # [sessions, key-value heads, share, rows, head_dim]
+        q = picked.permute(0, 2, 3, 1, 4)
+        sinks = layer.sink_scores(kv_heads)
+        if share * rows <= _STACKED_ROWS_MAX:
+            stacked = q.reshape(sessions, kv_heads, share * rows, head_dim)
+            mask = group.mask(layer.window, share, query)
+            if sinks is not None:
+                sinks = sinks.expand(-1, -1, rows, -1).reshape(kv_heads, share * rows, 1)
+            found = _attention(stacked, k, v, mask, layer, sinks).view(q.shape)
+        else:
+            mask = group.mask(layer.window, 1, query)
+            turns = [
+                _attention(
+                    q[:, :, one], k, v, mask, layer, None if sinks is None else sinks[:, one]
+                )
+                for one in range(share)
+            ]
+            found = torch.stack(turns, dim=2)
+        return found.permute(0, 3, 1, 2, 4).reshape(sessions * rows, -1, head_dim)
+
+    def _gathered(self, group: AttentionGroup, pool: torch.Tensor, which: int) -> torch.Tensor:
+        sessions, _, keys = group.shape
+        if group.key_slots is None:
+            return pool[group.first_slot : group.first_slot + keys]
+        out = self.buffers[which][: sessions * keys]
+        return torch.index_select(pool, 0, group.key_slots, out=out)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    layer: LayerAttention,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As ``scaled_dot_product_attention``, [sessions, key-value heads, rows, head_dim]; ``sinks``
+    float32 [key-value heads, rows or 1, 1]."""
+    if layer.soft_cap is None and sinks is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
+    scores = layer.capped(q.float().mul(layer.scale) @ k.float().transpose(2, 3))
+    if mask is not None:
+        scores += mask
+    best = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        best = torch.maximum(best, sinks)
+    weights = (scores - best).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - best).exp_()
+    return (weights @ v.float() / total).to(q.dtype)
+
+
+def _members(rows: BatchRows, key_limit: int) -> list[list[int]]:
+    """Which sessions go side by side: like row counts (same power of two), and keys that with
+    their padding are at most ``key_limit`` in all. A session with more is alone."""
+    counts, lengths = rows.counts.tolist(), rows.lengths.tolist()
+    if len(counts) == 1:
+        return [[0]]
+    order = sorted(
+        range(len(counts)), key=lambda session: (counts[session].bit_length(), lengths[session])
+    )
+    groups: list[list[int]] = []
+    kind = used = longest = 0
+    for session in order:
+        longest = lengths[session]  # ascending within a kind
+        used += longest
+        fits = groups and counts[session].bit_length() == kind
+        if fits:
+            padded = longest * (len(groups[-1]) + 1)
+            fits = padded <= key_limit and padded - used <= _PADDING_MAX * padded
+        if fits:
+            groups[-1].append(session)
+        else:
+            groups.append([session])
+            kind, used = counts[session].bit_length(), longest
+    return [sorted(group) for group in groups]
+
+
+def _group(rows: BatchRows, sessions: list[int]) -> AttentionGroup:
+    device = rows.pool.device
+    counts, bases = rows.counts[sessions], rows.bases[sessions]
+    lengths, first_rows = rows.lengths[sessions], rows.first_rows[sessions]
+    row_limit, key_limit = int(counts.max()), int(lengths.max())
+    place = np.arange(row_limit)
+    real = place < counts[:, None]
+    packed = first_rows[:, None] + np.where(real, place, 0)
+    in_order = bool(real.all()) and bool((np.diff(packed.ravel()) == 1).all())
+    slots = rows.key_slots(sessions, key_limit)
+    in_place = len(sessions) == 1 and bool((np.diff(slots[0]) == 1).all())
+    all_real = bool(real.all())
+    key_positions = _key_positions(rows, sessions, key_limit)
+    return AttentionGroup(
+        rows=slice(int(packed[0, 0]), int(packed[-1, -1]) + 1)
+        if in_order
+        else torch.from_numpy(packed.ravel()).to(device),
+        shape=(len(sessions), row_limit, key_limit),
+        key_slots=None if in_place else torch.from_numpy(slots.ravel()).to(device),
+        first_slot=int(slots[0, 0]),
+        real=None if all_real else torch.from_numpy(np.flatnonzero(real)).to(device),
+        goal=None if in_order else torch.from_numpy(packed[real]).to(device),
+        seen=_seen(rows, sessions, packed, real, bases, key_limit),
+        row_positions=rows.positions[packed],
+        key_positions=key_positions,
+    )
+
+
+def _seen(
+    rows: BatchRows,
+    sessions: list[int],
+    packed: Indices,
+    real: npt.NDArray[np.bool_],
+    bases: Indices,
+    key_limit: int,
+) -> npt.NDArray[np.bool_] | None:
+    """[sessions, rows, keys]; None where every row sees every key."""
+    # A fed row sees the text up to itself; a node all of the text, and then its line.
+    last = np.minimum(rows.own_keys[packed], bases[:, None] - 1)
+    last[~real] = 0  # a row that sees nothing would be NaN
+    if packed.shape[1] == 1 and bool((last == key_limit - 1).all()):
+        return None
+    seen = np.arange(key_limit) <= last[:, :, None]
+    for place, session in enumerate(sessions):
+        tree = rows.trees[session]
+        if tree is not None:
+            count, base = len(tree.depths), int(bases[place])
+            first = int(rows.counts[session]) - count
+            seen[place, first : first + count, base : base + count] |= tree.line
+    return seen
+
+
+def _key_positions(rows: BatchRows, sessions: list[int], key_limit: int) -> Indices:
+    """[sessions, keys]; of no meaning behind a session's end."""
+    positions = np.tile(np.arange(key_limit), (len(sessions), 1))
+    for place, session in enumerate(sessions):
+        tree = rows.trees[session]
+        if tree is not None:
+            base = int(rows.bases[session])
+            positions[place, base : base + len(tree.depths)] = base - 1 + tree.depths
+    return positions

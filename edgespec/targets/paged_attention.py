@@ -1,0 +1,186 @@
+"""Attention that reads the pool in place, by block tables on the device: a Triton kernel for CUDA.
+
+Theory of operation. A pass is cut into tiles of rows of one session. What the kernel needs beside
+the pool goes to the device in one copy a pass: tiles, sessions, and for each row its key index, its
+position and which nodes of its tree it sees. Of the text no mask is made, since a row sees all of
+it that lies before its own. No key or value is copied. Where tiles and heads are too few to fill
+the device, the keys are cut into shares that are added up afterwards (``paged_kernel.py``).
+
+Without Triton, or where ``backend_self_test.py`` finds that the kernel disagrees with the
+reference, ``attention_choice.py`` takes ``grouped_attention.py`` instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgespec.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.targets.batch_rows import BatchRows, Indices
+from edgespec.targets.kv_pool import BLOCK_SIZE
+
+# Matrix units want 16 rows at least; more than 64 would not fit beside the keys.
+_TILE_ROWS_MIN, _TILE_ROWS_MAX = 16, 64
+_KEYS = 64
+_SPLITS_MAX = 32
+# Programs for each multiprocessor, at most so many shares are made to get there.
+_WAVES = 2
+_MULTIPROCESSORS_ASSUMED = 16
+
+
+class PagedAttention:
+    """``AttentionBackend`` on Triton. Raises ``ImportError`` where that is not installed."""
+
+    def __init__(self, head_count: int, kv_head_count: int, device: torch.device) -> None:
+        from edgespec.targets import paged_kernel
+
+        self._kernel: Any = paged_kernel
+        self._head_count, self._kv_head_count = head_count, kv_head_count
+        self._multiprocessors = _MULTIPROCESSORS_ASSUMED
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._multiprocessors = properties.multi_processor_count
+
+    @property
+    def name(self) -> str:
+        return "paged (Triton)"
+
+    def lay_out(self, rows: BatchRows) -> PagedLayout:
+        share = self._head_count // self._kv_head_count
+        most = int(rows.counts.max()) * share
+        lanes = max(_TILE_ROWS_MIN, min(_TILE_ROWS_MAX, 1 << (most - 1).bit_length()))
+        lanes = max(lanes, 1 << (share - 1).bit_length())
+        tiles = _tiles(rows, lanes // share)
+        sessions = np.stack([rows.tables, rows.first_rows, rows.bases, rows.lengths], axis=1)
+        lines = _lines(rows)
+        parts = (tiles, sessions, rows.own_keys, rows.positions, lines)
+        packed = np.concatenate([part.ravel() for part in parts]).astype(np.int32)
+        moved = torch.from_numpy(packed).to(rows.pool.device).split([p.size for p in parts])
+        programs = len(tiles) * self._kv_head_count
+        chunks = -(-int(rows.lengths.max()) // _KEYS)
+        wanted = -(-_WAVES * self._multiprocessors // programs)
+        splits = 1 << (max(1, min(wanted, chunks, _SPLITS_MAX)).bit_length() - 1)
+        return PagedLayout(
+            kernel=self._kernel,
+            tables=rows.pool.tables.on_device(),
+            tiles=moved[0],
+            sessions=moved[1],
+            own_keys=moved[2],
+            positions=moved[3],
+            lines=moved[4],
+            line_width=lines.shape[1],
+            tile_count=len(tiles),
+            lanes=lanes,
+            splits=splits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """One pass; tensors are int32 on the pool's device."""
+
+    kernel: Any
+    tables: torch.Tensor
+    """[table rows, blocks]."""
+    tiles: torch.Tensor
+    """[tiles * 3]: session, first packed row, rows."""
+    sessions: torch.Tensor
+    """[sessions * 4]: row of ``tables``, first packed row, key index of the first node, keys."""
+    own_keys: torch.Tensor
+    """[rows]."""
+    positions: torch.Tensor
+    """[rows]."""
+    lines: torch.Tensor
+    """[rows * line_width]: 1 where a node sees the session's node of that number."""
+    line_width: int
+    tile_count: int
+    lanes: int
+    """Rows of a tile times the query heads that share a key head, a power of two."""
+    splits: int
+
+    def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
+        heads, rows, head_dim = states.query.shape
+        kv_heads = states.key.shape[0]
+        query = states.query
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        device = query.device
+        partial = torch.empty(
+            (self.splits, rows, heads, head_dim), dtype=torch.float32, device=device
+        )
+        best = torch.empty((2, self.splits, rows, heads), dtype=torch.float32, device=device)
+        dim = max(16, 1 << (head_dim - 1).bit_length())
+        self.kernel.attend[self.tile_count, kv_heads, self.splits](
+            query,
+            states.keys,
+            states.values,
+            partial,
+            best[0],
+            best[1],
+            self.tables,
+            self.tiles,
+            self.sessions,
+            self.own_keys,
+            self.positions,
+            self.lines,
+            self.tables.shape[1],
+            self.line_width,
+            states.keys.shape[1],
+            query.stride(1),
+            query.stride(0),
+            rows,
+            heads,
+            layer.scale,
+            layer.soft_cap or 1.0,
+            layer.window or 0,
+            HAS_CAP=layer.soft_cap is not None,
+            HAS_WINDOW=layer.window is not None,
+            SHARE=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            BLOCK_SIZE=BLOCK_SIZE,
+            ROWS=self.lanes,
+            KEYS=_KEYS,
+            SPLITS=self.splits,
+        )
+        out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=device)
+        count = rows * heads
+        self.kernel.combine[(count,)](
+            partial,
+            best[0],
+            best[1],
+            partial if layer.sinks is None else layer.sinks,
+            out,
+            count,
+            heads,
+            HAS_SINKS=layer.sinks is not None,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            SPLITS=self.splits,
+        )
+        return out
+
+
+def _tiles(rows: BatchRows, row_limit: int) -> Indices:
+    """[tiles, 3]: session, first packed row, rows; each session in pieces of ``row_limit``."""
+    per_session = -(-rows.counts // row_limit)
+    session = np.repeat(np.arange(len(per_session)), per_session)
+    piece = np.arange(len(session)) - np.repeat(np.cumsum(per_session) - per_session, per_session)
+    first = rows.first_rows[session] + piece * row_limit
+    end = rows.first_rows[session] + rows.counts[session]
+    return np.stack([session, first, np.minimum(end - first, row_limit)], axis=1)
+
+
+def _lines(rows: BatchRows) -> Indices:
+    """[rows, nodes of the largest tree]: which nodes of its tree a row sees."""
+    width = max((len(tree.depths) for tree in rows.trees if tree is not None), default=0)
+    lines = np.zeros((rows.row_count, width), dtype=np.int64)
+    for session, tree in enumerate(rows.trees):
+        if tree is not None:
+            count = len(tree.depths)
+            end = int(rows.first_rows[session] + rows.counts[session])
+            lines[end - count : end, :count] = tree.line
+    return lines

@@ -1,0 +1,148 @@
+"""Every attention backend against the reference, over random ragged passes with trees.
+
+Oracle: ``reference_attention.py``, which follows the definition row by row; and for that, the
+definition written out once more with dense masks. Slots that no row may see hold NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from edgespec.targets.attention_backend import AttentionBackend, AttentionLayout, LayerAttention
+from edgespec.targets.backend_self_test import HeadShape, disagreement, random_passes, random_sinks
+from edgespec.targets.batch_rows import BatchRows
+from edgespec.targets.canonical_attention import CanonicalAttention
+from edgespec.targets.grouped_attention import GroupedAttention
+from edgespec.targets.reference_attention import ReferenceAttention
+from edgespec.targets.row_tiles import RowTiles
+
+CPU = torch.device("cpu")
+LAYERS = (
+    LayerAttention(0.25),
+    LayerAttention(0.25, window=7),
+    LayerAttention(0.25, window=100_000),
+    LayerAttention(0.4, soft_cap=2.0),
+    LayerAttention(0.25, window=40, soft_cap=5.0),
+)
+SHAPES = (HeadShape(4, 2, 16), HeadShape(3, 1, 24), HeadShape(2, 2, 8))
+
+
+def _layers(shape: HeadShape, device: torch.device = CPU) -> list[LayerAttention]:
+    """``LAYERS`` without sinks, and two with."""
+    sinks = random_sinks(shape, device)
+    return [
+        *LAYERS,
+        LayerAttention(0.25, sinks=sinks),
+        LayerAttention(0.25, window=7, soft_cap=3.0, sinks=sinks.to(torch.bfloat16)),
+    ]
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "grouped": GroupedAttention,
+    "canonical": lambda: CanonicalAttention(RowTiles()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backend_computes_what_the_reference_does(
+    name: str, shape: HeadShape, dtype: torch.dtype
+) -> None:
+    assert disagreement(BACKENDS[name](), shape, _layers(shape), dtype, CPU, passes=6) == ""
+
+
+@pytest.mark.parametrize("layer", _layers(HeadShape(4, 2, 8)), ids=str)
+def test_the_reference_computes_the_definition(layer: LayerAttention) -> None:
+    shape = HeadShape(4, 2, 8)
+    source = random_passes(shape, torch.float32, CPU, seed=5)
+    for _ in range(4):
+        drawn = next(source)
+        found = ReferenceAttention().lay_out(drawn.rows).attend(layer, drawn.states)
+        for index, request in enumerate(drawn.rows.requests):
+            session = drawn.rows.session(index)
+            cached, fed = request.cache_length, len(request.feed)
+            total = cached + request.row_count
+            positions = [*range(cached), *session.positions.tolist()]
+            seen = torch.zeros((total, total), dtype=torch.bool)
+            for key in range(total):
+                parent = key - 1 if key < cached + fed else request.parents[key - cached - fed]
+                if key >= cached + fed:
+                    parent = cached + fed - 1 if parent < 0 else cached + fed + parent
+                if key:
+                    seen[key] = seen[parent]
+                seen[key, key] = True
+            if layer.window is not None:
+                place = torch.tensor(positions)
+                seen &= place[:, None] - place < layer.window
+            keys = drawn.states.keys[session.slots].view(total, 2, 8).repeat_interleave(2, dim=1)
+            values = drawn.states.values[session.slots].view(total, 2, 8)
+            rows = slice(session.first_row, session.first_row + request.row_count)
+            scores = torch.einsum("hrd,khd->hrk", drawn.states.query[:, rows], keys) * layer.scale
+            if layer.soft_cap is not None:
+                scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
+            weights = scores.masked_fill(~seen[cached:], -torch.inf).exp()
+            sums = weights.sum(dim=-1, keepdim=True)
+            if layer.sinks is not None:
+                sums += layer.sinks.float().exp()[:, None, None]
+            weights /= sums
+            out = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(2, dim=1))
+            torch.testing.assert_close(found[rows], out, rtol=0, atol=1e-5)
+
+
+class _Wrong:
+    """The reference, but for one element of one row."""
+
+    name = "wrong"
+
+    def lay_out(self, rows: BatchRows) -> AttentionLayout:
+        self._true = ReferenceAttention().lay_out(rows)
+        return self
+
+    def attend(self, layer: LayerAttention, states: object) -> torch.Tensor:
+        out = self._true.attend(layer, states)  # type: ignore[arg-type]
+        out[-1, -1, -1] += 1e-4
+        return out
+
+
+def test_a_backend_that_is_wrong_in_one_element_is_found_out() -> None:
+    why = disagreement(_Wrong(), SHAPES[0], LAYERS[:1], torch.float32, CPU)
+    assert "wrong attention differs from the reference by 1.0e-04 in float32, limit 1e-05" in why
+
+
+def _paged(shape: HeadShape) -> AttentionBackend:
+    """On a CPU the kernel runs in Triton's interpreter, which has to be asked for beforehand."""
+    pytest.importorskip("triton", reason="the optional package triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("on a CPU the paged kernel runs with TRITON_INTERPRET=1 alone")
+    from edgespec.targets.paged_attention import PagedAttention
+
+    return PagedAttention(shape.heads, shape.kv_heads, CPU)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_paged_kernel_computes_what_the_reference_does(shape: HeadShape) -> None:
+    assert disagreement(_paged(shape), shape, _layers(shape), torch.float32, CPU, passes=3) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, HeadShape(32, 8, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_every_backend_computes_what_the_reference_does(
+    shape: HeadShape, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    from edgespec.targets.paged_attention import PagedAttention
+
+    device = torch.device("cuda")
+    paged = PagedAttention(shape.heads, shape.kv_heads, device)
+    for backend in (paged, GroupedAttention()):
+        assert disagreement(backend, shape, _layers(shape, device), dtype, device, passes=6) == ""
