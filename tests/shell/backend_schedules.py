@@ -103,7 +103,8 @@ class Serving:
         donors = [s for s in self.sessions if s.cached >= BLOCK_SIZE]
         if donors and rng.random() < 0.5:
             donor = rng.choice(donors)
-            session.shared = rng.randrange(1, donor.cached // BLOCK_SIZE + 1)
+            most = min(donor.cached, _TEXT_MAX - len(text)) // BLOCK_SIZE
+            session.shared = rng.randrange(1, most + 1)
             session.cached = session.shared * BLOCK_SIZE
             session.text = donor.text[: session.cached] + text
             session.blocks = donor.blocks[: session.shared]
