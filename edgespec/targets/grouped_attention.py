@@ -80,10 +80,11 @@ class AttentionGroup:
     """int64: their packed rows."""
     seen: npt.NDArray[np.bool_] | None
     """[sessions, rows, keys]: True where the row sees the key; None where all see all."""
-    row_positions: Indices
-    """[sessions, rows]."""
-    key_positions: Indices
-    """[sessions, keys]."""
+    batch: BatchRows
+    sessions: list[int]
+    """Of ``batch``, in the group's order."""
+    packed: Indices
+    """[sessions, rows] into the packed rows."""
     masks: dict[tuple[int | None, int], torch.Tensor | None] = field(default_factory=dict)
     """By window and how often the rows are stacked."""
 
@@ -97,7 +98,9 @@ class AttentionGroup:
     def _make_mask(self, window: int | None, share: int, like: torch.Tensor) -> torch.Tensor | None:
         seen = self.seen
         if window is not None:
-            reach = self.row_positions[:, :, None] - self.key_positions[:, None] < window
+            own = self.batch.positions[self.packed]
+            places = _key_positions(self.batch, self.sessions, self.shape[2])
+            reach = own[:, :, None] - places[:, None] < window
             if not reach.all():
                 seen = reach if seen is None else seen & reach
         if seen is None:
@@ -230,11 +233,10 @@ def _group(rows: BatchRows, sessions: list[int]) -> AttentionGroup:
     place = np.arange(row_limit)
     real = place < counts[:, None]
     packed = first_rows[:, None] + np.where(real, place, 0)
-    in_order = bool(real.all()) and bool((np.diff(packed.ravel()) == 1).all())
+    all_real = bool(real.all())
+    in_order = all_real and sessions[-1] - sessions[0] == len(sessions) - 1
     slots = rows.key_slots(sessions, key_limit)
     in_place = len(sessions) == 1 and bool((np.diff(slots[0]) == 1).all())
-    all_real = bool(real.all())
-    key_positions = _key_positions(rows, sessions, key_limit)
     return AttentionGroup(
         rows=slice(int(packed[0, 0]), int(packed[-1, -1]) + 1)
         if in_order
@@ -245,8 +247,9 @@ def _group(rows: BatchRows, sessions: list[int]) -> AttentionGroup:
         real=None if all_real else torch.from_numpy(np.flatnonzero(real)).to(device),
         goal=None if in_order else torch.from_numpy(packed[real]).to(device),
         seen=_seen(rows, sessions, packed, real, bases, key_limit),
-        row_positions=rows.positions[packed],
-        key_positions=key_positions,
+        batch=rows,
+        sessions=sessions,
+        packed=packed,
     )
 
 

@@ -67,6 +67,11 @@ class CachedSequence:
         del self.tokens[length:]
         self.tokens += self.text[self.length : length]
 
+    def slot(self, position: int) -> int:
+        """Where the key of ``position`` lies."""
+        block, place = divmod(position, BLOCK_SIZE)
+        return self.blocks[block] * BLOCK_SIZE + place
+
     def slots(self, stop: int) -> Slots:
         """Slots of positions 0 .. ``stop - 1``, int64."""
         count = -(-stop // BLOCK_SIZE)
@@ -94,8 +99,8 @@ class KvPool:
         slot_count = (self.block_count + 1) * BLOCK_SIZE
         shape = (2, layer_count, slot_count, row_width)
         self._data = torch.zeros(shape, dtype=dtype, device=device)
-        self._moves: list[Slots] = []
-        """[2, moved] each: slots to copy from and to."""
+        self._moves: list[tuple[int, int]] = []
+        """Slots to copy from and to."""
         self.tables = BlockTables(device)
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self._sequences: dict[str, CachedSequence] = {}
@@ -108,7 +113,7 @@ class KvPool:
     def data(self) -> torch.Tensor:
         """Keys and values, with every kept node at its position."""
         if self._moves:
-            source, goal = torch.from_numpy(np.concatenate(self._moves, axis=1)).to(self.device)
+            source, goal = torch.tensor(self._moves, dtype=torch.int64).T.to(self.device)
             self._data.index_copy_(2, goal, self._data.index_select(2, source))
             self._moves.clear()
         return self._data
@@ -207,11 +212,10 @@ class KvPool:
             if not 0 <= node < len(sequence.nodes) or sequence.parents[node] != parent:
                 raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
             parent = node
-        moved = [(node, place) for place, node in enumerate(nodes) if node != place]
-        if moved:
-            first = sequence.length
-            slots = sequence.slots(first + len(sequence.nodes))[first:]
-            self._moves.append(slots[np.array(moved).T])
+        first = len(sequence.tokens)
+        for place, node in enumerate(nodes):
+            if node != place:
+                self._moves.append((sequence.slot(first + node), sequence.slot(first + place)))
         sequence.tokens.extend(sequence.nodes[node] for node in nodes)
         sequence.nodes = sequence.parents = ()
         self._own.trim(key, sequence.length)

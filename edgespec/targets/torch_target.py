@@ -115,6 +115,7 @@ class TorchTarget:
             self._enter_canonical_mode(loaded, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
+        logger.info("attention backend: %s", self.attention)
         if not finite_logits(self._pool, self._run, self._info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,8 @@ from edgespec.targets.canonical_attention import CanonicalAttention
 from edgespec.targets.grouped_attention import GroupedAttention
 from edgespec.targets.reference_attention import ReferenceAttention
 from edgespec.targets.row_tiles import RowTiles
+from tests.shell.backend_schedules import Serving
+from tests.shell.tiny_checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 LAYERS = (
@@ -96,6 +99,14 @@ def test_the_reference_computes_the_definition(layer: LayerAttention) -> None:
             weights /= sums
             out = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(2, dim=1))
             torch.testing.assert_close(found[rows], out, rtol=0, atol=1e-5)
+
+
+def test_serving_gives_the_logits_of_the_reference(tmp_path: Path) -> None:
+    """Trees, rollbacks, prefix hits, evictions: ``python -m tests.shell.backend_schedules`` does
+    it for 10,000 rows."""
+    serving = Serving(write_checkpoint(tmp_path / "tiny"), seed=3)
+    while serving.rows < 300:
+        serving.step()
 
 
 class _Wrong:
