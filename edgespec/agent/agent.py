@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from edgespec.agent.activity import Activity
+from edgespec.agent.draft_worth import why_resting
 from edgespec.agent.reply import Chunk as Chunk
 from edgespec.agent.reply import Piece as Piece
 from edgespec.agent.reply import ReplyEvent, ReplyReader
@@ -26,7 +27,7 @@ from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates, RowPrice, RowTimes
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -34,6 +35,7 @@ from edgespec.core.device.events import (
     Finish,
     Stop,
 )
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.offline import (
     Correction,
     OfflinePolicy,
@@ -43,6 +45,7 @@ from edgespec.core.device.offline import (
     WritingPolicy,
 )
 from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
@@ -81,6 +84,14 @@ class GenerationStats:
     estimates: DraftEstimates
     route: RoutedTransport | None = None
     """None where the agent knows one verifier only."""
+    policy: DraftPolicy | None = None
+
+    @property
+    def resting(self) -> str | None:
+        """Why drafting does not pay now, in words; None: it does, or the policy never rests."""
+        if self.policy is None:
+            return None
+        return why_resting(self.policy, self.estimates.price, self.estimates)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -106,6 +117,8 @@ class AgentOptions:
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
     offline: OfflinePolicy = field(default_factory=OfflinePolicy)
     turns: TurnPolicy = field(default_factory=TurnPolicy)
+    prefer: Prefer = Prefer.SPEED
+    """What a draft node has to be worth, beside the verifier's price."""
 
 
 class Agent:
@@ -138,7 +151,8 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price, self._rows = RowPrice(), RowTimes()
+        self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
+        self._learned = Learned()
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -194,7 +208,9 @@ class Agent:
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
-        self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
+        self.stats = GenerationStats(
+            driver.session.counters, driver.session.estimates, route, self.options.policy
+        )
         try:
             if started is not None:
                 started(self.stats)
@@ -284,7 +300,7 @@ class Agent:
             vocabulary_size=self._vocabulary_size,
             price=self._price,
             leaves=most_leaves(drafter),
-            rows=self._rows,
+            learned=self._learned,
         )
         return OfflineSession(session, writer, self.options.offline)
 

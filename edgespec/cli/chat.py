@@ -76,6 +76,7 @@ def chat(
     draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
+    prefer: options.PreferOption = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
     window: options.Window = None,

@@ -64,6 +64,7 @@ def generate(
     draft_lookup: options.DraftLookup = None,
     tokenizer: options.Tokenizer = None,
     policy: options.Policy = None,
+    prefer: options.PreferOption = None,
     gamma: options.Gamma = None,
     width: options.Width = None,
     window: options.Window = None,

@@ -20,6 +20,7 @@ from edgespec.cli.tls_options import ServerName as ServerName
 from edgespec.cli.tls_options import Tls as Tls
 from edgespec.config import ConfigError, PolicyName, dump_config, load_config
 from edgespec.core.device.offline import Offline
+from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 
 _Config = TypeVar("_Config")
@@ -157,7 +158,18 @@ Policy = Annotated[
     PolicyName | None,
     typer.Option(
         "--policy",
-        help="windowed: stream on; pearl: pre- and post-verify; fixed: draft, send, wait",
+        help="windowed: stream on; goodput: stream what is expected to save more than it costs; "
+        "pearl: pre- and post-verify; fixed: draft, send, wait; specdec++: as fixed, up to a guess "
+        "that is unsure; bandit: as fixed, by the length that paid",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+PreferOption = Annotated[
+    Prefer | None,
+    typer.Option(
+        "--prefer",
+        help="speed (default): draft whatever may save time; balanced, battery, data: rest where a "
+        "draft step or a sent guess brings less than it costs",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -296,6 +308,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,
     "policy": "policy.name",
+    "prefer": "policy.prefer",
     "gamma": "policy.gamma",
     "width": "policy.width",
     "window": "policy.window",
