@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
     AgentConfig,
@@ -24,6 +25,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.core.device.draft_ladder import DraftLadder
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import Prefer
@@ -47,6 +49,7 @@ from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
@@ -339,6 +342,7 @@ def build_agent(
     options = AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
         prefer=policy.prefer,
+        watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
         run_ahead=policy.run_ahead,
         reconnect=config.patience,
         model=config.model,

@@ -19,6 +19,7 @@ from typing import Final, assert_never
 
 from edgespec.agent.activity import Activity
 from edgespec.agent.draft_worth import why_resting
+from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.reply import Chunk as Chunk
 from edgespec.agent.reply import Piece as Piece
 from edgespec.agent.reply import ReplyEvent, ReplyReader
@@ -27,6 +28,7 @@ from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
+from edgespec.core.device.draft_ladder import LadderPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
@@ -119,6 +121,8 @@ class AgentOptions:
     turns: TurnPolicy = field(default_factory=TurnPolicy)
     prefer: Prefer = Prefer.SPEED
     """What a draft node has to be worth, beside the verifier's price."""
+    watch: MachineWatch | None = None
+    """Walks a ladder by battery, heat and load; None: they are not looked at."""
 
 
 class Agent:
@@ -153,6 +157,8 @@ class Agent:
         """Reasons of a failed drafter that the user has heard of."""
         self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
         self._learned = Learned()
+        policy, watch = self.options.policy, self.options.watch
+        self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -216,7 +222,10 @@ class Agent:
                 started(self.stats)
             counters = driver.session.counters
             reader = ReplyReader(self._decoder, tokens, sampling, counters)
+            watch = self.options.watch
             async for event in self._events(driver, reader):
+                if watch is not None:
+                    watch.soon()
                 yield event
         finally:
             notes.ended()
@@ -246,6 +255,8 @@ class Agent:
         if ending := {task for driver in drivers for task in driver.running}:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
+        if self.options.watch is not None:
+            self.options.watch.close()
         if self._drafter is not None:
             self._sharing(self._drafter).close()
 
@@ -290,7 +301,7 @@ class Agent:
         eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
         longest = min(len(prompt) + sampling.max_tokens, context_length)
         stops = frozenset((*sampling.stop_token_ids, *eos))
-        writer = WritingPolicy(self.options.policy, longest, stops)
+        writer = WritingPolicy(self._policy, longest, stops)
         session = DraftSession(
             request,
             writer,

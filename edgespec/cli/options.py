@@ -213,6 +213,14 @@ MemoryBudget = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+Ladder = Annotated[
+    bool | None,
+    typer.Option(
+        "--ladder/--no-ladder",
+        help="Draft less on a low battery, a hot device or busy cores (default: off)",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 OfflineOption = Annotated[
     Offline | None,
     typer.Option(
@@ -304,6 +312,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
+    "ladder": "draft.ladder",
     "offline": "offline",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,

@@ -196,6 +196,9 @@ class DraftSection:
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
+    ladder: bool = False
+    """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
+    other programs need the cores (``core/device/draft_ladder.py``)."""
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
