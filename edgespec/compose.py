@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
     AgentConfig,
@@ -25,14 +26,10 @@ from edgespec.config import (
     VerifierConfig,
 )
 from edgespec.constraint_readers import device_reader, verifier_reader
-from edgespec.core.device.policy import (
-    DEFAULT_WIDTH,
-    GATHER_SHARE,
-    DraftPolicy,
-    FixedPolicy,
-    PearlPolicy,
-    WindowedPolicy,
-)
+from edgespec.core.device.draft_ladder import DraftLadder
+from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
+from edgespec.core.device.policy_names import named_policy
+from edgespec.core.device.preference import Prefer
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
@@ -54,6 +51,7 @@ from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.target_memory import pool_budget
 from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
@@ -331,19 +329,12 @@ def build_policy(
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,
     window: int | None = None,
+    prefer: Prefer | str = Prefer.SPEED,
 ) -> DraftPolicy:
     """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
     name = PolicyName(name)
     PolicySection(name, gamma, width, window)  # checks the ranges
-    match name:
-        case PolicyName.WINDOWED:
-            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
-        case PolicyName.PEARL:
-            return PearlPolicy(gamma=gamma, width=width)
-        case PolicyName.FIXED:
-            return FixedPolicy(gamma=gamma, width=width)
-        case _:
-            assert_never(name)
+    return named_policy(name, gamma, width, window, Prefer(prefer))
 
 
 def build_agent(
@@ -356,7 +347,9 @@ def build_agent(
     transport = verifiers_of(config, access, dial)
     policy = config.policy
     options = AgentOptions(
-        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
+        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
+        prefer=policy.prefer,
+        watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
         run_ahead=policy.run_ahead,
         reconnect=config.patience,
         model=config.model,

@@ -14,11 +14,11 @@ from edgespec.config.sections import (
     LimitsSection,
     LinkSection,
     PacingSection,
-    PolicyName,
     PolicySection,
     VerifierConfig,
 )
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection
+from edgespec.core.device.policy_names import PolicyName
 
 __all__ = [
     "DEFAULT_ADDRESS",

@@ -6,7 +6,6 @@ Every section checks itself: ``ValueError`` names the field, the value and the r
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from edgespec.config.endpoint import EndpointSection
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, is_loopback
@@ -16,6 +15,8 @@ from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
+from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.preference import Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.messages import RunAhead
@@ -34,12 +35,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 _MINUTE_MS = 60_000.0
-
-
-class PolicyName(Enum):
-    WINDOWED = "windowed"
-    PEARL = "pearl"
-    FIXED = "fixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +214,9 @@ class DraftSection:
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
+    ladder: bool = False
+    """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
+    other programs need the cores (``core/device/draft_ladder.py``)."""
 
     def __post_init__(self) -> None:
         _not_empty("model", self.model)
@@ -279,6 +277,9 @@ class PolicySection:
     """May the verifier decode on without a draft?"""
     leaves: int = 1
     """Nodes that ``windowed`` may draft behind in one step, as many as pay for their time."""
+    prefer: Prefer = Prefer.SPEED
+    """What a step has to bring (``core/device/preference.py``); with another one than ``speed``
+    ``windowed`` decides as ``goodput`` does, and drafts behind one node a step."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:

@@ -32,7 +32,8 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 async def command(*words: str | Path) -> Result:
     """``edgespec certs`` in a thread of its own, because the verifier is served in this one."""
-    return await asyncio.to_thread(CliRunner().invoke, app, ["certs", *map(str, words)])
+    said = ["certs", *map(str, words)]
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app, said))
 
 
 async def test_a_pinned_certificate_is_trusted_and_its_successor_is_not(
