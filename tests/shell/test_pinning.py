@@ -11,8 +11,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from edgespec.access import device_access
 from edgespec.cli.main import app
