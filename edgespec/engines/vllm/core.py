@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.engines.vllm.step import Stepped, Wanted
 from edgespec.setup_error import SetupError
 
-_HERE = "edgespec.engines.vllm"
+MAX_DRAFTS: Final = 15
+_HERE: Final = "edgespec.engines.vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class VllmOptions:
     max_model_len: int | None = None
     max_sessions: int = 64
     tensor_parallel_size: int = 1
-    max_drafts: int = 15
+    max_drafts: int = MAX_DRAFTS
     """The longest chain of a pass, in tokens."""
     flags: tuple[str, ...] = ()
 
@@ -50,6 +50,7 @@ class VllmCore:
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
+        self.max_drafts = options.max_drafts
         self._core = _core(config)
         atexit.register(self.shut_down)
         self._core.collective_rpc("edgespec_install")
@@ -109,7 +110,7 @@ class VllmCore:
 
 
 def _config(options: VllmOptions) -> Any:
-    """vLLM's configuration. Its parser ends the process at a wrong flag, after saying why."""
+    """vLLM's configuration, with what the engine needs in place of what the flags say."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -131,11 +132,17 @@ def _config(options: VllmOptions) -> Any:
     if options.max_model_len is not None:
         ours["max_model_len"] = options.max_model_len
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))
-    given = parser.parse_args(list(options.flags))
+    try:
+        given = parser.parse_args(list(options.flags))
+    except SystemExit:  # argparse has said why
+        raise SetupError(f"vLLM does not take the flags {' '.join(options.flags)}") from None
     arguments = EngineArgs.from_cli_args(given)
     for name, value in ours.items():
         setattr(arguments, name, value)
-    return arguments.create_engine_config()
+    try:
+        return arguments.create_engine_config()
+    except Exception as error:  # vLLM has no exception of its own for this
+        raise SetupError(f"vLLM refuses {options.model}: {error}") from error
 
 
 def _dtype(name: str) -> str:
@@ -151,4 +158,9 @@ def _core(config: Any) -> Any:
 
     # A process that serves has threads, and a fork of it may hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    return EngineCore(config, Executor.get_class(config), log_stats=False)
+    try:
+        return EngineCore(config, Executor.get_class(config), log_stats=False)
+    except Exception as error:  # whatever a model, a driver or a lack of memory raises
+        raise SetupError(
+            f"vLLM cannot load {config.model_config.model}: {type(error).__name__}: {error}"
+        ) from error

@@ -37,7 +37,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         aside = [request for name, request in by_id.items() if name not in wanted]
         if self._starved and aside:
             self._preempt_request(aside.pop(), time.monotonic())
-        self.running = [by_id[name] for name in wanted if name in by_id]
+        self.running: list[Any] = [by_id[name] for name in wanted if name in by_id]
         held = [request for request in self.waiting if request.request_id not in wanted]
         self.waiting.remove_requests(held)
         for request in self.running:

@@ -19,6 +19,7 @@ from edgespec.ports import (
     ModelOutputError,
     PassRequest,
     PassResult,
+    PassShape,
 )
 from edgespec.targets.request_checks import check_batch
 
@@ -37,16 +38,23 @@ class _Sequence:
 
 
 class VllmTarget:
-    """``mode`` says in words how the target computes. ``trees`` is False: of a tree vLLM can look
-    at one path only, so a pass holds a chain."""
+    """``mode`` says in words how the target computes. ``pass_shape``: of a tree vLLM can look at
+    one path only, so a pass holds a chain of ``max_nodes``, and at most ``max_rows`` rows."""
 
     exact = False
-    trees = False
 
     def __init__(
-        self, engine: StepEngine, info: ModelInfo, max_sessions: int, *, mode: str = "vllm"
+        self,
+        engine: StepEngine,
+        info: ModelInfo,
+        max_sessions: int,
+        *,
+        mode: str = "vLLM",
+        max_nodes: int = 15,
+        max_rows: int = 2048,
     ) -> None:
         self.mode = mode
+        self.pass_shape = PassShape(trees=False, max_nodes=max_nodes, max_rows=max_rows)
         self.steps = 0
         """Steps of vLLM so far."""
         self._engine, self._info, self._max_sessions = engine, info, max_sessions
@@ -151,18 +159,16 @@ class VllmTarget:
 
     def _step(self, wanted: dict[str, Wanted]) -> None:
         self.steps += 1
-        failed = ""
+        failures: dict[str, str] = {}
         for key, stepped in self._engine.step(wanted).items():
             known = self._sequences[key].known
             assert known is not None
             if stepped.failure:
-                failed = failed or key
-                failure = stepped.failure if failed == key else ""
-                why = failure or ""
-                continue
-            known.take(stepped)
-        if failed:
-            raise ModelOutputError(failed, why)
+                failures[key] = stepped.failure
+            else:
+                known.take(stepped)
+        for key, why in failures.items():
+            raise ModelOutputError(key, why)
 
     def _progress(self, key: str) -> tuple[int, int]:
         known = self._sequences[key].known
