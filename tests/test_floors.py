@@ -74,7 +74,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
 COMPOSED = tuple(
     f"edgespec.{name}"
     for name in "core ports telemetry config drafters targets transport models agent verifier "
-    "export_cache draft_memory foreign_drafts model_drafter access setup_error "
+    "engines export_cache draft_memory foreign_drafts model_drafter access setup_error "
     "many_verifiers".split()
 )
 # The rooms of the core: what both ends share, and what each has for itself.
@@ -114,6 +114,26 @@ FLOORS = (
     # A device has no torch, not even to export a draft.
     Floor("edgespec.drafters", (CORE, PORTS), frozenset({"grpc", "torch", "transformers"})),
     Floor("edgespec.targets", (CORE, PORTS), frozenset({"grpc", "onnx", "onnxruntime"})),
+    # Engines of others: what decides is pure, and their libraries are loaded late.
+    *(
+        Floor(
+            f"edgespec.engines.vllm.{name}",
+            (CORE, "edgespec.engines.vllm.step"),
+            HEAVY | IMPURE,
+            stdlib_only=True,
+        )
+        for name in ("step", "known_text")
+    ),
+    Floor(
+        "edgespec.engines.vllm",
+        (CORE, PORTS, "edgespec.targets", "edgespec.setup_error"),
+        HEAVY - {"torch"},
+    ),
+    Floor(
+        "edgespec.engines",
+        (CORE, PORTS, CONFIG, "edgespec.engines.vllm", "edgespec.models", "edgespec.setup_error"),
+        HEAVY,
+    ),
     Floor("edgespec.transport", (CORE, PORTS), HEAVY - {"grpc"}),
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
