@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from edgespec.config import VerifierConfig
+from edgespec.core.verifier.block_names import SharePrefixes
 from edgespec.engines.vllm.flags import refuse_our_flags
 from edgespec.engines.vllm.install import check_install
 from edgespec.engines.vllm.self_test import self_test
@@ -34,6 +35,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
             max_sessions=config.limits.max_sessions,
             tensor_parallel_size=config.tensor_parallel_size,
             max_drafts=min(MAX_DRAFTS, config.limits.max_nodes_per_pass),
+            share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
             flags=config.engine_flags,
         )
     )

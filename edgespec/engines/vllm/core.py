@@ -34,6 +34,8 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     max_drafts: int = MAX_DRAFTS
     """The longest chain of a pass, in tokens."""
+    share_prefixes: bool = True
+    """May a session use what another has computed? vLLM knows no sharing among some."""
     flags: tuple[str, ...] = ()
 
 
@@ -45,8 +47,6 @@ class VllmCore:
         self._count = 0
         config = _config(options)
         self.context_length = int(config.model_config.max_model_len)
-        self.max_rows = int(config.scheduler_config.max_num_batched_tokens)
-        """Of one step."""
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
@@ -55,6 +55,8 @@ class VllmCore:
         atexit.register(self.shut_down)
         self._core.collective_rpc("edgespec_install")
         self._scheduler = self._core.scheduler
+        self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
+        """Of one step."""
 
     def add(
         self, key: str, text: Sequence[int], prompt_length: int, sampling: SamplingParams
@@ -119,6 +121,7 @@ def _config(options: VllmOptions) -> Any:
         "dtype": _dtype(options.dtype),
         "max_num_seqs": options.max_sessions + 1,
         "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": options.share_prefixes,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "scheduler_cls": f"{_HERE}.scheduler.DraftScheduler",

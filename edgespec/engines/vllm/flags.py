@@ -17,6 +17,7 @@ OURS: Final = {
     "--speculative-config": "",
     "-sc": "",
     "--async-scheduling": "",
+    "--enable-prefix-caching": "",
     "--skip-tokenizer-init": "",
 }
 """And the option of the verifier that says the same, if there is one."""
