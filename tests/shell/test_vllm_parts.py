@@ -78,6 +78,7 @@ class _Runner:
     drafts: list[list[int]]
     discarded: list[bool] = field(default_factory=list)
     logprobs: dict[str, int] = field(default_factory=dict)
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         self.requests = {
@@ -90,6 +91,8 @@ class _Runner:
             np=np.array(self.discarded or [False] * len(self.texts))
         )
         self.execute_model_state = (SimpleNamespace(edgespec_logprobs=self.logprobs),)
+        self.speculative_config: str | None = "on"
+        self.model_config = SimpleNamespace(has_inner_state=self.recurrent)
 
     @property
     def input_batch(self) -> Any:
@@ -98,17 +101,23 @@ class _Runner:
         for row, text in enumerate(self.texts.values()):
             tokens[row, : len(text)] = text
         return SimpleNamespace(
+            num_reqs=len(names),
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             token_ids_cpu=tokens,
             num_tokens_no_spec=np.array([len(text) for text in self.texts.values()]),
         )
 
+    def execute_model(self, scheduler_output: Any) -> str | None:
+        return self.speculative_config
+
     def sample_tokens(self, grammar_output: object) -> Any:
-        metadata = SimpleNamespace(
+        metadata: Any = SimpleNamespace(
             num_draft_tokens=[len(one) for one in self.drafts],
             draft_token_ids=torch.tensor([token for one in self.drafts for token in one]),
         )
+        if self.speculative_config is None:
+            metadata = None
         output = self._sample(self.logits, metadata)
         return SimpleNamespace(sampled_token_ids=output.sampled_token_ids.tolist())
 
@@ -161,6 +170,20 @@ def test_penalties_count_as_the_text_grows() -> None:
         assert token == _expected(runner, "a", 0, [])
         runner.texts["a"] = [*runner.texts["a"], token]
         runner.logits = _logits(1, seed=step)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_step_without_drafts_is_no_speculation(recurrent: bool) -> None:
+    texts = {"a": [1, 2], "b": [3, 4]}
+    params = {name: (2, PENALISED) for name in texts}
+    runner = _Runner(texts, params, _logits(2), [[], []], recurrent=recurrent)
+    expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
+    assert _installed(runner).sampled_token_ids == expected
+    step = SimpleNamespace(scheduled_spec_decode_tokens={})
+    assert runner.execute_model(step) == ("on" if recurrent else None)
+    assert runner.sample_tokens(None).sampled_token_ids == expected
+    step.scheduled_spec_decode_tokens["a"] = [5]
+    assert runner.execute_model(step) == "on"
 
 
 def test_a_text_that_is_not_computed_to_its_end_gets_no_token() -> None:

@@ -6,6 +6,10 @@ is a function of logits, position and parameters, so a draft is accepted when it
 was chosen for its place, and there is nothing to draw again. What vLLM's own sampler would do with
 its parameters is not asked for.
 
+In a step where nobody has a draft the runner is told that there is no speculation, since what
+vLLM does for it costs more than a tiny model's pass. Not for models with recurrent layers, whose
+state is kept in other places then.
+
 Each tensor-parallel rank has all logits and chooses the same tokens.
 """
 
@@ -83,7 +87,17 @@ class RunnerSampling:
         self._texts: dict[str, _Text] = {}
         self._logprobs: dict[str, int] = {}
         self._rows: dict[str, Row] = {}
+        self._execute_model, self._speculation = runner.execute_model, runner.speculative_config
+        self._recurrent = bool(getattr(runner.model_config, "has_inner_state", True))
+        runner.execute_model = self.execute_model
         runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
+
+    def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        """As the runner's, which sees no speculation where there are no drafts."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        needed = bool(drafts) or self._recurrent
+        self._runner.speculative_config = self._speculation if needed else None
+        return self._execute_model(scheduler_output, *rest, **named)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As the runner's, with all rows' targets in what goes back to the scheduler."""
@@ -96,11 +110,11 @@ class RunnerSampling:
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         """As ``GPUModelRunner._sample``: int32 [requests, 1 + most drafts], the accepted tokens
-        and one more, then -1."""
+        and one more, then -1. ``metadata`` None: there are no drafts."""
         from vllm.v1.outputs import SamplerOutput
 
         batch = self._runner.input_batch
-        counts: list[int] = metadata.num_draft_tokens
+        counts: list[int] = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
         guesses: list[int] = metadata.draft_token_ids.tolist() if any(counts) else []
         sampled = torch.full((len(counts), 1 + max(counts)), -1, dtype=torch.int32)
         discarded = self._runner.discard_request_mask.np
