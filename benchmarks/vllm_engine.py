@@ -6,7 +6,8 @@
 For an environment with ``edgespec[vllm]``. ``exact`` makes short texts in eights, each with one
 kind of drafts (right, wrong, late, none, or mixed), greedy or sampled, and compares them token by
 token with those of this project's own engine on the same model; the exit status is 1 when one
-differs. ``speed`` steps one engine in this process at 1, 4 and 8 sessions, without a network:
+differs. A small ``--max-model-len`` lets vLLM's cache be so small that sessions lose their place in
+it. ``speed`` steps one engine in this process at 1, 4 and 8 sessions, without a network:
 
     plain         vLLM's own scheduler and sampler, no speculation
     speculative   the same with speculation configured, and never a draft
@@ -262,7 +263,11 @@ def _stepped(core: Any, sessions: int, n: int) -> tuple[float, float]:
 def _target(options: argparse.Namespace) -> VllmTarget:
     from edgespec.engines.vllm.core import VllmCore, VllmOptions
 
-    core = VllmCore(VllmOptions(str(options.model), flags=tuple(options.flags)))
+    core = VllmCore(
+        VllmOptions(
+            str(options.model), max_model_len=options.max_model_len, flags=tuple(options.flags)
+        )
+    )
     size = model_info(options.model).vocabulary_size
     return VllmTarget(core, ModelInfo("vllm", "", size, core.context_length), 64)
 
@@ -294,6 +299,7 @@ def main() -> int:
     parser.add_argument("what", choices=("exact", "speed"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=1000)
+    parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--arm", choices=("plain", "speculative", "ours"), default="ours")
     parser.add_argument("--repeats", type=int, default=7)
     mine, theirs = sys.argv[1:], []
