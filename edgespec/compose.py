@@ -25,6 +25,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.config.sections import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.draft_ladder import DraftLadder
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
@@ -37,6 +38,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.engines.loading import vllm_target
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.chat_template import ChatTokenizer
@@ -46,7 +48,7 @@ from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.models.weights import text_fingerprint, weights_fingerprint
-from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport, pass_shape
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.target_memory import pool_budget
@@ -89,7 +91,10 @@ def load_target(config: VerifierConfig) -> TargetModel:
 
     Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
     """
-    target = _toy_target(config) if config.model == TOY else _torch_target(config)
+    if config.engine == VLLM:
+        target: TargetModel = vllm_target(config, model_name(config))
+    else:
+        target = _toy_target(config) if config.model == TOY else _torch_target(config)
     if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
         return target
     from edgespec.targets.paced import PacedTarget
@@ -121,29 +126,30 @@ def build_verifier(
         from edgespec.transport.wire_limits import WireLimits
     access = access or ServerAccess(config)
     target = target or load_target(config)
-    bounds = config.limits
+    bounds, shape = config.limits, pass_shape(target)
     context_length = target.info.context_length
     if target.cache is not None:  # the longest text has to fit by itself
         context_length = min(context_length, target.cache.tokens)
     limits = Limits(
         context_length=context_length,
         max_nodes_outstanding=bounds.max_nodes_outstanding,
-        max_nodes_per_pass=bounds.max_nodes_per_pass,
+        max_nodes_per_pass=min(bounds.max_nodes_per_pass, shape.max_nodes),
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
     engine_limits = EngineLimits(
         max_sessions=bounds.max_sessions,
-        max_rows_per_pass=bounds.max_rows_per_pass,
+        max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
         max_rows_per_session=bounds.max_rows_per_session,
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,
         stall_s=bounds.stall_s,
         server_drafts=config.server_drafts,
+        trees=shape.trees,
     )
     streams = None if watch is None else watch.streams
-    read = verifier_reader(config.model)
+    read = None if config.engine == VLLM else verifier_reader(config.model)
     verifier = Verifier(
         target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
     )

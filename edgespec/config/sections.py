@@ -32,6 +32,8 @@ LEARNED = "learned:"
 """What comes before the file of a learned association."""
 QUANTIZE_FORMATS = ("", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NATIVE, VLLM = "native", "vllm"
+"""Engines: this project's own, and vLLM."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 _MINUTE_MS = 60_000.0
@@ -117,6 +119,12 @@ class VerifierConfig:
     """``bundled``, a folder, a Hub id, or ``toy``."""
     name: str = ""
     """What devices may ask for; empty: derived from ``model``."""
+    engine: str = NATIVE
+    """``native``, or ``vllm``, which is installed by itself (``edgespec[vllm]``)."""
+    tensor_parallel_size: int = 1
+    """Over how many devices of one host each layer is spread; more than 1: ``vllm`` alone."""
+    engine_flags: tuple[str, ...] = ()
+    """vLLM's own, as on its command line."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     """0: any free one; the ready line tells which."""
@@ -159,6 +167,7 @@ class VerifierConfig:
         bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("quantize", self.quantize, QUANTIZE_FORMATS)
+        self._check_engine()
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         bounded("drain_s", self.drain_s, 0.0, 86_400.0)
@@ -171,6 +180,40 @@ class VerifierConfig:
             bounded("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
             bounded("max_model_len", self.max_model_len, 2, 1 << 20)
+
+    def _check_engine(self) -> None:
+        _one_of("engine", self.engine, (NATIVE, VLLM))
+        bounded("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
+        if self.engine == NATIVE:
+            if self.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"tensor_parallel_size is {self.tensor_parallel_size}, but the native engine"
+                    " computes on one device: see --engine vllm"
+                )
+            if self.engine_flags:
+                raise ValueError(
+                    f"engine_flags are {list(self.engine_flags)}, but only --engine vllm has any"
+                )
+            return
+        if self.canonical:
+            raise ValueError("canonical is true, but only the native engine can be canonical")
+        if self.threads is not None:
+            raise ValueError(f"threads is {self.threads}, but vLLM chooses its own")
+        for name in ("kv_budget", "gpu_memory_utilization", "max_cached_tokens"):
+            if value := getattr(self.limits, name):
+                raise ValueError(
+                    f"{name} is {value}, but vLLM sizes its own cache: give its flag behind --"
+                )
+        if self.quantize:
+            raise ValueError(
+                f"quantize is {self.quantize!r}, but vLLM has its own formats: give its flag behind"
+                " --"
+            )
+        if self.device != "auto":
+            raise ValueError(
+                f"device is {self.device!r}, but must be auto: vLLM takes the devices it sees"
+                " (CUDA_VISIBLE_DEVICES)"
+            )
 
     @property
     def address(self) -> str:
