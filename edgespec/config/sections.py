@@ -199,7 +199,7 @@ class VerifierConfig:
             raise ValueError("canonical is true, but only the native engine can be canonical")
         if self.threads is not None:
             raise ValueError(f"threads is {self.threads}, but vLLM chooses its own")
-        for name in ("kv_budget", "gpu_memory_utilization", "max_cached_tokens"):
+        for name in ("kv_budget", "gpu_memory_utilization"):
             if value := getattr(self.limits, name):
                 raise ValueError(
                     f"{name} is {value}, but vLLM sizes its own cache: give its flag behind --"
