@@ -250,6 +250,7 @@ class _Scheduler:
         self.waiting = _Queue()
         self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
         self.full = False
+        self.num_spec_tokens = 15
         self.seen: list[tuple[str, list[int]]] = []
         self.started: list[str] = []
 
@@ -301,6 +302,10 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
     assert scheduler.started == ["e"]
     assert scheduler.scheduler_config.long_prefill_token_threshold == 64
     assert output.edgespec_logprobs == {"a": 2}
+    scheduler.wanted = {"a": Wanted(1)}
+    scheduler.schedule()
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 16, "a padded chain"
+    scheduler.running.sort(key=lambda one: "cab".index(one.request_id))
     assert _names(scheduler.running) == ["c", "a", "b"]
     assert sorted(_names(scheduler.waiting)) == ["d", "e"]
 

@@ -43,8 +43,9 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         for request in self.running:
             decodes = request.num_tokens - request.num_computed_tokens == 1
             request.spec_token_ids = list(wanted[request.request_id].drafts) if decodes else []
+        # A request that begins one token behind a cached prefix is padded to a whole chain.
         self.scheduler_config.long_prefill_token_threshold = max(
-            one.rows for one in wanted.values()
+            1 + self.num_spec_tokens, *[one.rows for one in wanted.values()]
         )
         try:
             output = super().schedule(throttle_prefills)
