@@ -221,7 +221,7 @@ class Agent:
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
-            driver.session.counters, driver.session.estimates, route, self.options.policy
+            driver.session.counters, driver.session.estimates, route, self._policy
         )
         try:
             if started is not None:

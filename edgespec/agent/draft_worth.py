@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgespec.core.device.draft_ladder import LadderPolicy, Rung
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.goodput_policy import GoodputPolicy
@@ -55,6 +56,10 @@ def draft_worth(
 
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
     """Why the policy would not begin to draft now; None: it would, or its rule is another."""
+    if isinstance(policy, LadderPolicy):
+        if policy.ladder.rung is Rung.NONE:
+            return policy.ladder.why
+        policy = policy.standing
     if price.credit == 0:
         return "the verifier is full: it takes no drafts now"
     chance = estimates.acceptance.rate(0)

@@ -72,6 +72,7 @@ def generate(
     run_ahead: options.RunAheadOption = None,
     draft_ms: options.DraftMs = None,
     memory_budget: options.MemoryBudget = None,
+    provider: options.Provider = None,
     ladder: options.Ladder = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,

@@ -213,6 +213,16 @@ MemoryBudget = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+Provider = Annotated[
+    str | None,
+    typer.Option(
+        "--provider",
+        metavar="NAME",
+        help="What the draft runs on: cpu (default), cuda, tensorrt, dml, coreml, openvino, or "
+        "auto: an accelerator that loads, else the CPU",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 Ladder = Annotated[
     bool | None,
     typer.Option(
@@ -312,6 +322,7 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
+    "provider": "draft.provider",
     "ladder": "draft.ladder",
     "offline": "offline",
     "rtt_ms": "link.rtt_ms",

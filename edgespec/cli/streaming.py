@@ -193,7 +193,7 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
-        if c.rested:
+        if c.rested > c.committed // 10:
             why = f": {stats.resting}" if stats.resting else " for a while"
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
         if c.draft_failure:

@@ -31,6 +31,7 @@ MAX_VERIFIERS = 64
 LEARNED = "learned:"
 """What comes before the file of a learned association."""
 QUANTIZE_FORMATS = ("", "int8", "int4")
+PROVIDERS = ("auto", "cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NATIVE, VLLM = "native", "vllm"
 """Engines: this project's own, and vLLM."""
@@ -257,6 +258,9 @@ class DraftSection:
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
+    provider: str = "cpu"
+    """What of onnxruntime the draft runs on: one of ``PROVIDERS``. ``auto``: an accelerator that
+    loads, else the CPU."""
     ladder: bool = False
     """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
     other programs need the cores (``core/device/draft_ladder.py``)."""
@@ -269,6 +273,7 @@ class DraftSection:
                 "lookup is true, but model is 'none', which drafts nothing: say 'lookup' to draft"
                 " without a model"
             )
+        _one_of("provider", self.provider, PROVIDERS)
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, _MINUTE_MS)

@@ -150,10 +150,10 @@ class LadderPolicy:
 
     @property
     def width(self) -> int:
-        return self._standing.width
+        return self.standing.width
 
     def extend(self, view: DraftView) -> int | None:
-        return None if self.ladder.rung is Rung.NONE else self._standing.extend(view)
+        return None if self.ladder.rung is Rung.NONE else self.standing.extend(view)
 
     def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
         return self.inner.beside(view, first) if self.ladder.rung is Rung.ALL else ()
@@ -161,10 +161,11 @@ class LadderPolicy:
     def flush(self, view: DraftView) -> bool:
         if self.ladder.rung is Rung.NONE:
             return view.unsent > 0  # what was drafted before is sent, and no more comes
-        return self._standing.flush(view)
+        return self.standing.flush(view)
 
     @property
-    def _standing(self) -> DraftPolicy:
+    def standing(self) -> DraftPolicy:
+        """That of the rung, which on the lowest is not asked what to draft."""
         inner = self.inner
         if self.ladder.rung is Rung.ALL:
             return inner
