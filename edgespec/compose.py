@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
 from edgespec.config import (
     AgentConfig,
@@ -24,15 +25,12 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
+from edgespec.config.sections import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
-from edgespec.core.device.policy import (
-    DEFAULT_WIDTH,
-    GATHER_SHARE,
-    DraftPolicy,
-    FixedPolicy,
-    PearlPolicy,
-    WindowedPolicy,
-)
+from edgespec.core.device.draft_ladder import DraftLadder
+from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
+from edgespec.core.device.policy_names import named_policy
+from edgespec.core.device.preference import Prefer
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
@@ -40,6 +38,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.engines.loading import vllm_target
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.chat_template import ChatTokenizer
@@ -49,11 +48,12 @@ from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.models.weights import text_fingerprint, weights_fingerprint
-from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport
+from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport, pass_shape
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.target_memory import pool_budget
 from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
@@ -91,7 +91,10 @@ def load_target(config: VerifierConfig) -> TargetModel:
 
     Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
     """
-    target = _toy_target(config) if config.model == TOY else _torch_target(config)
+    if config.engine == VLLM:
+        target: TargetModel = vllm_target(config, model_name(config))
+    else:
+        target = _toy_target(config) if config.model == TOY else _torch_target(config)
     if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
         return target
     from edgespec.targets.paced import PacedTarget
@@ -123,29 +126,30 @@ def build_verifier(
         from edgespec.transport.wire_limits import WireLimits
     access = access or ServerAccess(config)
     target = target or load_target(config)
-    bounds = config.limits
+    bounds, shape = config.limits, pass_shape(target)
     context_length = target.info.context_length
     if target.cache is not None:  # the longest text has to fit by itself
         context_length = min(context_length, target.cache.tokens)
     limits = Limits(
         context_length=context_length,
         max_nodes_outstanding=bounds.max_nodes_outstanding,
-        max_nodes_per_pass=bounds.max_nodes_per_pass,
+        max_nodes_per_pass=min(bounds.max_nodes_per_pass, shape.max_nodes),
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
     engine_limits = EngineLimits(
         max_sessions=bounds.max_sessions,
-        max_rows_per_pass=bounds.max_rows_per_pass,
+        max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
         max_rows_per_session=bounds.max_rows_per_session,
         max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
         cache=target.cache,
         share_prefixes=bounds.share_prefixes,
         stall_s=bounds.stall_s,
         server_drafts=config.server_drafts,
+        trees=shape.trees,
     )
     streams = None if watch is None else watch.streams
-    read = verifier_reader(config.model)
+    read = None if config.engine == VLLM else verifier_reader(config.model)
     verifier = Verifier(
         target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
     )
@@ -331,19 +335,12 @@ def build_policy(
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,
     window: int | None = None,
+    prefer: Prefer | str = Prefer.SPEED,
 ) -> DraftPolicy:
     """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
     name = PolicyName(name)
     PolicySection(name, gamma, width, window)  # checks the ranges
-    match name:
-        case PolicyName.WINDOWED:
-            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
-        case PolicyName.PEARL:
-            return PearlPolicy(gamma=gamma, width=width)
-        case PolicyName.FIXED:
-            return FixedPolicy(gamma=gamma, width=width)
-        case _:
-            assert_never(name)
+    return named_policy(name, gamma, width, window, Prefer(prefer))
 
 
 def build_agent(
@@ -356,7 +353,9 @@ def build_agent(
     transport = verifiers_of(config, access, dial)
     policy = config.policy
     options = AgentOptions(
-        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
+        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
+        prefer=policy.prefer,
+        watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
         run_ahead=policy.run_ahead,
         reconnect=config.patience,
         model=config.model,

@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,10 +53,11 @@ def foreign_drafter(
     tokenizer: Path | None = None,
     threads: int = 0,
     context_length: int = 0,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
 ) -> ForeignDrafter:
     """A drafter on the one graph of ``source``, or on the fastest of several. ``tokenizer`` is a
     folder whose tokenizer goes with it where it has none. Raises ``ValueError`` naming the file."""
-    load = _loader(source, tokenizer, threads, context_length)
+    load = _loader(source, tokenizer, threads, context_length, providers)
     if len(source.graphs) == 1:
         return load(next(iter(source.graphs.values())))
     return load(source.graphs[_fastest(source.graphs, load, say)])
@@ -82,7 +83,11 @@ def inspect_graph(source: DraftSource, variant: str) -> Inspection:
 
 
 def _loader(
-    source: DraftSource, tokenizer: Path | None, threads: int, context_length: int
+    source: DraftSource,
+    tokenizer: Path | None,
+    threads: int,
+    context_length: int,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
 ) -> Callable[[Path], ForeignDrafter]:
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import HeadHint
@@ -97,6 +102,7 @@ def _loader(
             threads=threads,
             context_length=context_length,
             token_count=found.token_count,
+            providers=providers,
         )
 
     return load

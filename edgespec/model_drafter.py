@@ -35,21 +35,32 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
                 tokenizer=texts,
                 threads=draft.threads,
                 context_length=draft.context_length,
+                providers=_providers(draft, say),
             )
     if draft.memory_budget:
+        if draft.provider != "cpu":
+            raise SetupError(
+                f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
+            )
         from edgespec.draft_memory import planned_drafter
 
         return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.drafters.onnx_drafter import OnnxDrafter
+
+        providers = _providers(draft, say)
     if leaves > 1:
         from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
         from edgespec.drafters.tree_graph import TreeGraphError
 
         try:
             return OnnxTreeDrafter(
-                folder, leaves, threads=draft.threads, context_length=draft.context_length
+                folder,
+                leaves,
+                threads=draft.threads,
+                context_length=draft.context_length,
+                providers=providers,
             )
         except TreeGraphError as error:
             say(f"one leaf a draft step: {error}")
@@ -58,7 +69,22 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         threads=draft.threads,
         context_length=draft.context_length,
         window=draft.window,
+        providers=providers,
     )
+
+
+def _providers(draft: DraftSection, say: Say) -> tuple[str, ...]:
+    """What the draft's session may run on. Raises ``SetupError`` naming what there is."""
+    from edgespec.drafters.manifest import DraftModelError
+    from edgespec.drafters.providers import execution_providers, told
+
+    try:
+        found = execution_providers(draft.provider)
+    except DraftModelError as error:
+        raise SetupError(str(error)) from error
+    if draft.provider == "auto":
+        say(f"the draft runs on {told(found)}")
+    return found
 
 
 def _leaves(draft: DraftSection, wanted: int, *, graph: bool, say: Say) -> int:

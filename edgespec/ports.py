@@ -18,6 +18,7 @@ from edgespec.core.protocol.work import (
     ModelInfo,
     PassRequest,
     PassResult,
+    PassShape,
     TreeRows,
 )
 from edgespec.core.verifier.credential import Credential
@@ -38,7 +39,9 @@ __all__ = [
     "ModelOutputError",
     "PassRequest",
     "PassResult",
+    "PassShape",
     "ServeStream",
+    "Shaped",
     "StepCancelledError",
     "TargetModel",
     "Transport",
@@ -49,6 +52,7 @@ __all__ = [
     "VerifierStream",
     "most_leaves",
     "never_cancelled",
+    "pass_shape",
 ]
 
 
@@ -177,6 +181,19 @@ class TargetModel(Protocol):
 
     def close(self, key: str) -> None:
         """Free the sequence; unknown keys are ignored."""
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """A target that cannot take every pass."""
+
+    @property
+    def pass_shape(self) -> PassShape: ...
+
+
+def pass_shape(target: object) -> PassShape:
+    """What ``target`` can take of one pass."""
+    return target.pass_shape if isinstance(target, Shaped) else PassShape()
 
 
 class CapacityError(RuntimeError):

@@ -67,11 +67,17 @@ CORE, PORTS, TELEMETRY, CONFIG = (
     f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
 )
 WHOLE_FILE = "edgespec.whole_file"
-COMPOSED = tuple(
-    f"edgespec.{name}"
-    for name in "core ports telemetry config drafters targets transport models agent verifier "
+VLLM = "edgespec.engines.vllm"
+
+
+def named(names: str) -> tuple[str, ...]:
+    return tuple(f"edgespec.{name}" for name in names.split())
+
+
+COMPOSED = named(
+    "core ports telemetry config drafters targets engines transport models agent verifier "
     "export_cache draft_memory target_memory foreign_drafts model_drafter access setup_error "
-    "many_verifiers constraint_readers".split()
+    "many_verifiers constraint_readers"
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -118,6 +124,11 @@ FLOORS = (
     # A device has no torch, not even to export a draft.
     Floor("edgespec.drafters", (CORE, PORTS), frozenset({"grpc", "torch", "transformers"})),
     Floor("edgespec.targets", (CORE, PORTS), frozenset({"grpc", "onnx", "onnxruntime"})),
+    # Engines of others: what decides is pure, and their libraries are loaded late.
+    Floor(f"{VLLM}.step", (CORE,), HEAVY | IMPURE, stdlib_only=True),
+    Floor(f"{VLLM}.known_text", (CORE, f"{VLLM}.step"), HEAVY | IMPURE, stdlib_only=True),
+    Floor(VLLM, (CORE, PORTS, *named("targets setup_error")), HEAVY - {"torch"}),
+    Floor("edgespec.engines", (CORE, PORTS, CONFIG, VLLM, *named("models setup_error")), HEAVY),
     Floor("edgespec.transport", (CORE, PORTS, WHOLE_FILE), HEAVY - {"grpc"}),
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
@@ -144,16 +155,7 @@ FLOORS = (
     # A draft within a memory budget: measured, planned, exported, guarded.
     Floor(
         "edgespec.draft_memory",
-        (
-            CORE,
-            PORTS,
-            CONFIG,
-            TELEMETRY,
-            "edgespec.drafters",
-            "edgespec.models",
-            "edgespec.export_cache",
-            "edgespec.setup_error",
-        ),
+        (CORE, PORTS, CONFIG, TELEMETRY, *named("drafters models export_cache setup_error")),
         HEAVY - {"onnxruntime"},
     ),
     Floor("edgespec.constraint_readers", (CORE, "edgespec.models"), HEAVY),
@@ -167,14 +169,8 @@ FLOORS = (
     Floor(
         "edgespec.model_drafter",
         (
-            CORE,
-            CONFIG,
-            PORTS,
-            "edgespec.draft_memory",
-            *(
-                f"edgespec.{name}"
-                for name in "drafters export_cache foreign_drafts models setup_error".split()
-            ),
+            *(CORE, CONFIG, PORTS),
+            *named("draft_memory drafters export_cache foreign_drafts models setup_error"),
         ),
         HEAVY,
     ),

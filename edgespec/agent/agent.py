@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from edgespec.agent.activity import Activity
+from edgespec.agent.draft_worth import why_resting
+from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.reply import Chunk as Chunk
 from edgespec.agent.reply import Piece as Piece
 from edgespec.agent.reply import ReplyEvent, ReplyReader
@@ -26,7 +28,8 @@ from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
 from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates, RowPrice, RowTimes
+from edgespec.core.device.draft_ladder import LadderPolicy
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -34,6 +37,7 @@ from edgespec.core.device.events import (
     Finish,
     Stop,
 )
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.offline import (
     Correction,
     OfflinePolicy,
@@ -43,6 +47,7 @@ from edgespec.core.device.offline import (
     WritingPolicy,
 )
 from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
@@ -82,6 +87,14 @@ class GenerationStats:
     estimates: DraftEstimates
     route: RoutedTransport | None = None
     """None where the agent knows one verifier only."""
+    policy: DraftPolicy | None = None
+
+    @property
+    def resting(self) -> str | None:
+        """Why drafting does not pay now, in words; None: it does, or the policy never rests."""
+        if self.policy is None:
+            return None
+        return why_resting(self.policy, self.estimates.price, self.estimates)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
@@ -107,6 +120,10 @@ class AgentOptions:
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
     offline: OfflinePolicy = field(default_factory=OfflinePolicy)
     turns: TurnPolicy = field(default_factory=TurnPolicy)
+    prefer: Prefer = Prefer.SPEED
+    """What a draft node has to be worth, beside the verifier's price."""
+    watch: MachineWatch | None = None
+    """Walks a ladder by battery, heat and load; None: they are not looked at."""
 
 
 class Agent:
@@ -142,7 +159,10 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price, self._rows = RowPrice(), RowTimes()
+        self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
+        self._learned = Learned()
+        policy, watch = self.options.policy, self.options.watch
+        self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -200,13 +220,18 @@ class Agent:
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
-        self.stats = GenerationStats(driver.session.counters, driver.session.estimates, route)
+        self.stats = GenerationStats(
+            driver.session.counters, driver.session.estimates, route, self._policy
+        )
         try:
             if started is not None:
                 started(self.stats)
             counters = driver.session.counters
             reader = ReplyReader(self._decoder, tokens, sampling, counters)
+            watch = self.options.watch
             async for event in self._events(driver, reader):
+                if watch is not None:
+                    watch.soon()
                 yield event
         finally:
             notes.ended()
@@ -244,6 +269,8 @@ class Agent:
         if ending := {task for driver in drivers for task in driver.running}:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
+        if self.options.watch is not None:
+            self.options.watch.close()
         if self._drafter is not None:
             self._sharing(self._drafter).close()
 
@@ -288,7 +315,7 @@ class Agent:
         eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
         longest = min(len(prompt) + sampling.max_tokens, context_length)
         stops = frozenset((*sampling.stop_token_ids, *eos))
-        writer = WritingPolicy(self.options.policy, longest, stops)
+        writer = WritingPolicy(self._policy, longest, stops)
         session = DraftSession(
             request,
             writer,
@@ -298,7 +325,7 @@ class Agent:
             vocabulary_size=self._vocabulary_size,
             price=self._price,
             leaves=most_leaves(drafter),
-            rows=self._rows,
+            learned=self._learned,
         )
         return OfflineSession(session, writer, self.options.offline)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgespec.core.device.draft_ladder import LadderPolicy, Rung
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.protocol.printable import one_line
 from edgespec.telemetry.agent_status import DraftingStatus
@@ -44,18 +46,35 @@ def draft_worth(
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
         return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
-    if price.credit == 0:
-        return replace(found, worth=False, why="the verifier is full: it takes no drafts now")
     assert chance is not None
-    if isinstance(policy, WindowedPolicy) and price.least_chance > chance:
-        why = (
-            f"a row is dear: it pays from a chance of {price.least_chance:.2f} on, and the draft's"
-            f" first choice is right with {chance:.2f}"
-        )
-        return replace(found, worth=False, why=why)
+    if (rests := why_resting(policy, price, estimates)) is not None:
+        return replace(found, worth=False, why=rests)
     if not counters.tried:
         return found
     return replace(found, worth=True, why=_paying(found, chance, price))
+
+
+def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
+    """Why the policy would not begin to draft now; None: it would, or its rule is another."""
+    if isinstance(policy, LadderPolicy):
+        if policy.ladder.rung is Rung.NONE:
+            return policy.ladder.why
+        policy = policy.standing
+    if price.credit == 0:
+        return "the verifier is full: it takes no drafts now"
+    chance = estimates.acceptance.rate(0)
+    if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.asked > chance:
+        return (
+            f"a row is dear: it pays from a chance of {price.asked:.2f} on, and the draft's"
+            f" first choice is right with {chance:.2f}"
+        )
+    if isinstance(policy, GoodputPolicy):
+        gain = policy.fresh_gain(estimates)
+        if gain < policy.least_gain:
+            return (
+                f"a draft step would save {gain:.3f} tokens, and has to save {policy.least_gain:g}"
+            )
+    return None
 
 
 def _paying(found: DraftingStatus, chance: float, price: RowPrice) -> str:

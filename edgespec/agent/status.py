@@ -17,6 +17,7 @@ from edgespec.agent.activity import GenerationNotes
 from edgespec.agent.draft_worth import draft_worth
 from edgespec.agent.verifier_pool import VerifierPool
 from edgespec.core.association.circuit_breaker import CLOSED
+from edgespec.core.device.draft_ladder import Rung
 from edgespec.core.device.events import STREAMING
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.printable import one_line
@@ -264,6 +265,13 @@ class StatusSource:
             None if session is None else session.estimates,
             None if session is None else session.counters,
         )
+        if (watch := agent.options.watch) is not None:
+            ladder = watch.ladder
+            found = replace(found, rung=ladder.rung.name.lower())
+            if ladder.rung is Rung.NONE:
+                return replace(found, worth=False, why=f"drafting rests: {ladder.why}")
+            if ladder.why:
+                found = replace(found, why=f"drafting is {found.rung}, {ladder.why}; {found.why}")
         if self._memory_parts()[1] == 0:
             why = "the memory budget leaves nothing to the draft: it rests"
             return replace(found, worth=False, why=why)

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from edgespec.agent.agent import AgentOptions
 from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.preference import Prefer
 
 
-def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
-    """``gamma`` is the draft length of ``vanilla``; the others do not look at it."""
-    settings = arm_settings(arm, gamma)
-    return AgentOptions(policy=settings.policy, run_ahead=settings.run_ahead)
+def arm_options(
+    arm: Arm,
+    gamma: int | None = None,
+    policy: PolicyName = PolicyName.WINDOWED,
+    prefer: Prefer = Prefer.SPEED,
+) -> AgentOptions:
+    """``gamma`` is the draft length of ``vanilla``, ``policy`` and ``prefer`` are of ``edgespec``;
+    the other arms do not look at them."""
+    settings = arm_settings(arm, gamma, named_policy(policy, prefer=prefer))
+    preferred = prefer if arm is Arm.EDGESPEC else Prefer.SPEED
+    return AgentOptions(settings.policy, settings.run_ahead, prefer=preferred)
 
 
 def parse_arms(text: str) -> tuple[Arm, ...]:

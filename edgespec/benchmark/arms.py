@@ -42,8 +42,11 @@ class ArmSettings:
     run_ahead: RunAhead
 
 
-def arm_settings(arm: Arm, gamma: int | None = None) -> ArmSettings:
-    """``gamma`` is the draft length of ``vanilla`` (None: adaptive); others ignore it."""
+def arm_settings(
+    arm: Arm, gamma: int | None = None, policy: DraftPolicy | None = None
+) -> ArmSettings:
+    """``gamma`` is the draft length of ``vanilla`` (None: adaptive), ``policy`` that of
+    ``edgespec`` (None: the agent's own default); others ignore them."""
     match arm:
         case Arm.TARGET_ONLY:
             return ArmSettings(default_policy(), RunAhead.ALWAYS)
@@ -54,6 +57,6 @@ def arm_settings(arm: Arm, gamma: int | None = None) -> ArmSettings:
         case Arm.WINDOWED:
             return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
         case Arm.EDGESPEC:
-            return ArmSettings(default_policy(), RunAhead.AUTO)
+            return ArmSettings(policy or default_policy(), RunAhead.AUTO)
         case _:
             assert_never(arm)

@@ -168,7 +168,8 @@ def versions() -> dict[str, str]:
 
 
 def _plain(settings: BenchSettings) -> dict[str, object]:
-    return {**asdict(settings), "arms": [arm.value for arm in settings.arms]}
+    names = {"policy": settings.policy.value, "prefer": settings.prefer.value}
+    return {**asdict(settings), **names, "arms": [arm.value for arm in settings.arms]}
 
 
 def _by_rtt(row: Row) -> tuple[float, int]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.device.policy import MAX_GAMMA
+from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -33,6 +35,10 @@ class BenchSettings:
     """The same for a draft step."""
     leaves: int = 1
     """Of a draft step of the arm ``edgespec``."""
+    policy: PolicyName = PolicyName.WINDOWED
+    """By which the arm ``edgespec`` drafts."""
+    prefer: Prefer = Prefer.SPEED
+    """What its drafts have to be worth."""
     row_ms: float = 2.0
     """Emulated time of each leaf of a step after the first."""
     gamma: int | None = None
@@ -68,4 +74,6 @@ class BenchSettings:
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
         if self.leaves > 1:
             steps += f" of up to {self.leaves} leaves, {self.row_ms:g} ms for each after the first"
+        if self.policy is not PolicyName.WINDOWED or self.prefer is not Prefer.SPEED:
+            steps += f"; edgespec drafts by {self.policy.value} and prefers {self.prefer.value}"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"

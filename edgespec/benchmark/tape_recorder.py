@@ -17,7 +17,7 @@ from edgespec.benchmark.rows import Row, numbers, summarise
 from edgespec.benchmark.workload import Workload
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter
-from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, ranks_along
+from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, walk_along
 
 # As many guesses as any policy is likely to send; a walk costs the same for one.
 TAPE_WIDTH = 8
@@ -51,8 +51,8 @@ async def record_tape(
         if not tokens:
             continue
         progress.say(f"tape: {name}, {number + 1} of {len(texts)}")
-        ranks = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
-        generations.append(TapedGeneration(name, prompt, tokens, ranks))
+        ranks, logprobs = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
+        generations.append(TapedGeneration(name, prompt, tokens, ranks, logprobs))
     return MatchTape(
         target,
         drafter.info.name,
@@ -98,6 +98,6 @@ def _walk(
     tokens: Sequence[int],
     sampling: SamplingParams,
     width: int,
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     drafter.begin(len(prompt), sampling)
-    return ranks_along(drafter.step, prompt, tokens, width)
+    return walk_along(drafter.step, prompt, tokens, width)

@@ -37,7 +37,8 @@ from edgespec.benchmark.settings import BenchSettings
 from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.benchmark.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
-from edgespec.cli.leaf_options import DraftRowMs, Leaves, drafting_as
+from edgespec.cli.leaf_options import DraftRowMs, Leaves, Policy, PreferOption, drafting_as
+from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.compose import (
     PromptTokenizer,
@@ -171,6 +172,8 @@ def bench(
     draft_ms: DraftMs = DEFAULTS.draft_ms,
     leaves: Leaves = DEFAULTS.leaves,
     draft_row_ms: DraftRowMs = DEFAULTS.row_ms,
+    policy: Policy = DEFAULTS.policy,
+    prefer: PreferOption = DEFAULTS.prefer,
     gamma: Gamma = None,
     quick: Quick = False,
 ) -> None:
@@ -195,10 +198,12 @@ def bench(
                 draft_ms=draft_ms,
                 leaves=leaves,
                 row_ms=draft_row_ms,
+                policy=policy,
+                prefer=prefer,
                 gamma=gamma,
             )
-            _check_output("json", json)
-            _check_output("record-tape", tape)
+            check_output("json", json)
+            check_output("record-tape", tape)
             bench_run = _Bench(settings, model, draft, device, prompts, chat, tape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -382,18 +387,6 @@ def _prompts(path: Path | None) -> Iterator[BenchPrompt]:
     """The first one is read at once: a wrong file is an error before anything is loaded."""
     prompts = iter(DEFAULT_PROMPTS) if path is None else read_prompts(path)
     return chain([next(prompts)], prompts)
-
-
-def _check_output(option: str, path: Path | None) -> None:
-    """Raises ``ValueError`` for a path that cannot be written, before the long run."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, which is a folder, but must be a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option}: {path.parent} cannot be made: {error}") from None
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Options of a bench with draft steps behind several leaves, and what it sets by them."""
+"""Options of a bench about how its arm ``edgespec`` drafts, and what it sets by them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from typing import Annotated
 import typer
 
 from edgespec.benchmark.settings import BenchSettings
-from edgespec.config import AgentConfig, DraftSection, PolicySection
+from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection
+from edgespec.core.device.preference import Prefer
 
 Leaves = Annotated[
     int,
     typer.Option(
         "--leaves",
         help="Nodes that a draft step of the arm edgespec may run behind",
+        rich_help_panel="What is compared",
+    ),
+]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="By which the arm edgespec drafts (see `edgespec generate --help`)",
+        rich_help_panel="What is compared",
+    ),
+]
+PreferOption = Annotated[
+    Prefer,
+    typer.Option(
+        "--prefer",
+        help="What its drafts have to be worth: rest where they bring less",
         rich_help_panel="What is compared",
     ),
 ]

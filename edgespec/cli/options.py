@@ -20,6 +20,7 @@ from edgespec.cli.tls_options import ServerName as ServerName
 from edgespec.cli.tls_options import Tls as Tls
 from edgespec.config import ConfigError, PolicyName, dump_config, load_config
 from edgespec.core.device.offline import Offline
+from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 
 _Config = TypeVar("_Config")
@@ -157,7 +158,18 @@ Policy = Annotated[
     PolicyName | None,
     typer.Option(
         "--policy",
-        help="windowed: stream on; pearl: pre- and post-verify; fixed: draft, send, wait",
+        help="windowed: stream on; goodput: stream what is expected to save more than it costs; "
+        "pearl: pre- and post-verify; fixed: draft, send, wait; specdec++: as fixed, up to a guess "
+        "that is unsure; bandit: as fixed, by the length that paid",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+PreferOption = Annotated[
+    Prefer | None,
+    typer.Option(
+        "--prefer",
+        help="speed (default): draft whatever may save time; balanced, battery, data: rest where a "
+        "draft step or a sent guess brings less than it costs",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -198,6 +210,24 @@ MemoryBudget = Annotated[
         envvar="EDGESPEC_MEMORY_BUDGET",
         metavar="SIZE",
         help="What this process may take: 600MiB, 25% of the machine, or auto: what is free",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Provider = Annotated[
+    str | None,
+    typer.Option(
+        "--provider",
+        metavar="NAME",
+        help="What the draft runs on: cpu (default), cuda, tensorrt, dml, coreml, openvino, or "
+        "auto: an accelerator that loads, else the CPU",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Ladder = Annotated[
+    bool | None,
+    typer.Option(
+        "--ladder/--no-ladder",
+        help="Draft less on a low battery, a hot device or busy cores (default: off)",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -292,10 +322,13 @@ AGENT_KEYS: Mapping[str, str] = {
     "draft_lookup": "draft.lookup",
     "draft_ms": "draft.draft_ms",
     "memory_budget": "draft.memory_budget",
+    "provider": "draft.provider",
+    "ladder": "draft.ladder",
     "offline": "offline",
     "rtt_ms": "link.rtt_ms",
     **ACCESS_KEYS,
     "policy": "policy.name",
+    "prefer": "policy.prefer",
     "gamma": "policy.gamma",
     "width": "policy.width",
     "window": "policy.window",

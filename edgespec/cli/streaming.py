@@ -193,6 +193,9 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
+        if c.rested > c.committed // 10:
+            why = f": {stats.resting}" if stats.resting else " for a while"
+            lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")
     return "\n".join(lines)

@@ -17,6 +17,9 @@ from edgespec.config import VerifierConfig
 KEYS = {
     "model": "model",
     "name": "name",
+    "engine": "engine",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "engine_flags": "engine_flags",
     "host": "host",
     "port": "port",
     "dtype": "dtype",
@@ -58,6 +61,18 @@ Model = Annotated[
         envvar="EDGESPEC_MODEL",
         help="bundled, a folder, a Hub id, toy (default: bundled)",
     ),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--engine", help="native, or vllm: several GPUs or hosts (default: native)"),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel-size", help="GPUs to spread each layer over (default: 1)"),
+]
+EngineFlags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- FLAGS]", help="vLLM's own flags", show_default=False),
 ]
 Name = Annotated[
     str | None, typer.Option("--name", help="What devices ask for (default: the model's)")
@@ -133,8 +148,11 @@ DrainS = Annotated[
 
 def verifier(
     context: typer.Context,
+    engine_flags: EngineFlags = None,
     model: Model = None,
     name: Name = None,
+    engine: Engine = None,
+    tensor_parallel_size: TensorParallelSize = None,
     host: Host = None,
     port: Port = None,
     dtype: Dtype = None,
@@ -172,6 +190,8 @@ def verifier(
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
 
     [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
+
+    [dim]edgespec verifier --engine vllm --model M --tensor-parallel-size 4 -- --max-num-seqs 99[/]
     """
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)

@@ -3,22 +3,19 @@
 Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the defaults here.
 """
 
-from edgespec.config.endpoint import EndpointSection
-from edgespec.config.loading import ConfigError, dump_config, load_config
-from edgespec.config.sections import (
-    DEFAULT_ADDRESS,
-    DEFAULT_PORT,
+from edgespec.config.common import DEFAULT_ADDRESS, DEFAULT_PORT
+from edgespec.config.device import (
     LEARNED,
     AgentConfig,
     DraftSection,
-    LimitsSection,
     LinkSection,
-    PacingSection,
-    PolicyName,
     PolicySection,
-    VerifierConfig,
 )
+from edgespec.config.endpoint import EndpointSection
+from edgespec.config.loading import ConfigError, dump_config, load_config
+from edgespec.config.sections import LimitsSection, PacingSection, VerifierConfig
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection
+from edgespec.core.device.policy_names import PolicyName
 
 __all__ = [
     "DEFAULT_ADDRESS",

@@ -29,7 +29,7 @@ from edgespec.drafters.foreign_graph import ForeignGraph, HeadHint, Role, read_g
 from edgespec.drafters.manifest import DraftModelError
 from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.onnx_nodes import read_nodes
-from edgespec.drafters.runtime_session import open_session, ports, weights_bytes
+from edgespec.drafters.runtime_session import CPU, open_session, ports, weights_bytes
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
@@ -67,9 +67,10 @@ class ForeignDrafter:
         threads: int = 0,
         context_length: int = 0,
         token_count: int = 0,
+        providers: Sequence[str] = CPU,
     ) -> None:
         self._path = path
-        self._session: ort.InferenceSession | None = open_session(path, threads)
+        self._session: ort.InferenceSession | None = open_session(path, threads, providers)
         found = ports(self._session.get_inputs()), ports(self._session.get_outputs())
         self._graph = read_graph(path, *found, read_nodes(path), hint)
         logits = _logits_of_two(path, self._session, self._graph)

@@ -25,7 +25,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.manifest import DraftModelError
 from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.runtime_session import load_session
+from edgespec.drafters.runtime_session import CPU, load_session
 from edgespec.drafters.tree_graph import with_tree_inputs
 from edgespec.drafters.tree_rows import RowTable, common_length
 from edgespec.ports import Cancelled, Candidate, StepCancelledError, TreeRows, never_cancelled
@@ -41,13 +41,21 @@ class OnnxTreeDrafter(OnnxDrafter):
     """
 
     def __init__(
-        self, folder: Path, most_leaves: int, *, threads: int = 0, context_length: int = 0
+        self,
+        folder: Path,
+        most_leaves: int,
+        *,
+        threads: int = 0,
+        context_length: int = 0,
+        providers: Sequence[str] = CPU,
     ) -> None:
         bounded("leaves", most_leaves, 1, MAX_LEAVES)
         self.most_leaves = most_leaves
         self._table, self._held = RowTable(), 0
         self._half = False
-        super().__init__(folder, threads=threads, context_length=context_length)
+        super().__init__(
+            folder, threads=threads, context_length=context_length, providers=providers
+        )
 
     def twin(self) -> OnnxTreeDrafter:
         twin = super().twin()

@@ -24,10 +24,10 @@ _TYPES = {
 _TWO_THREADS_FROM_BYTES = 8_000_000
 
 
-def open_session(path: Path, threads: int) -> ort.InferenceSession:
-    """As ``load_session``, on the CPU; ``threads`` 0 chooses by the size of the weights."""
+def open_session(path: Path, threads: int, providers: Sequence[str] = CPU) -> ort.InferenceSession:
+    """As ``load_session``; ``threads`` 0 chooses by the size of the weights."""
     two = weights_bytes(path) >= _TWO_THREADS_FROM_BYTES
-    return load_session(path, threads or (2 if two else 1), CPU)
+    return load_session(path, threads or (2 if two else 1), providers)
 
 
 def load_session(

@@ -8,6 +8,7 @@ standard output, empty for nothing. A grammar that needs too much kills the proc
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 _CPU_S = 4
@@ -19,6 +20,7 @@ def main() -> None:
     """Compile, and go a few steps: some grammars show only then what they cost."""
     import resource  # where there are limits to set
 
+    os.nice(10)  # who generates goes first
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

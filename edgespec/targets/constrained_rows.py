@@ -33,10 +33,12 @@ class ConstrainedRows:
     ) -> list[bytes | None]:
         """The mask behind ``output``, the generated tokens so far, and behind each node of the tree
         on it; None where no text gets. Raises ``ModelOutputError`` where the grammar cannot go
-        on."""
+        on, or never led there."""
         text = self._texts[key]
         try:
-            text.follow(output)
+            if (taken := text.follow(output)) < len(output):
+                why = f"the grammar takes {taken} of the {len(output)} tokens generated"
+                raise ModelOutputError(key, why)
             return text.masks(nodes, parents)
         except ConstraintError as error:
             raise ModelOutputError(key, str(error)) from error

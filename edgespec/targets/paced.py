@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
-from edgespec.ports import ModelInfo, PassRequest, PassResult, TargetModel
+from edgespec.ports import (
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    PassShape,
+    TargetModel,
+    pass_shape,
+)
 
 # A coarse sleep may oversleep by a scheduler tick, so the last stretch is slept in small steps.
 _COARSE_MARGIN_S = 1e-3
@@ -52,6 +59,10 @@ class PacedTarget:
     @property
     def info(self) -> ModelInfo:
         return self.inner.info
+
+    @property
+    def pass_shape(self) -> PassShape:
+        return pass_shape(self.inner)
 
     @property
     def cache(self) -> CacheShape | None:

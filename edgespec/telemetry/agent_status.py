@@ -145,6 +145,9 @@ class DraftingStatus:
     """Nodes that the verifier takes now; None: as many as its limits say."""
     step_s: float | None = None
     tokens_per_pass: float | None = None
+    rung: str = ""
+    """How much is drafted by battery, heat and load: all, narrow, thrifty or none; empty where they
+    are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)

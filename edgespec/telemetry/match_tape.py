@@ -4,11 +4,16 @@ Theory of operation. For every position of a generation the tape holds the targe
 rank it had among the draft's best ``width`` guesses *on the committed prefix* (-1: it was not among
 them). A policy that looks at ranks and never at values off the path cannot tell a tape from the
 models, so a replay commits, accepts and rejects exactly what the models would have.
+
+A tape may also hold what the draft thought of its first choice at each position. A policy that goes
+by confidences replays exactly as long as its nodes are right; what it would have thought behind a
+wrong one is not on any tape.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +40,17 @@ class TapedGeneration:
     """The target's, from the first one after the prompt on; the last may be an end token."""
     ranks: tuple[int, ...]
     """Of ``tokens[i]`` among the draft's guesses there, 0 is its first choice, ``MISS`` none."""
+    logprobs: tuple[float, ...] = ()
+    """Of the draft's first choice at ``tokens[i]``, under its own distribution; none: not taken."""
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.tokens:
             raise TapeError(f"{self.name}: prompt and tokens must hold at least one token each")
         if len(self.ranks) != len(self.tokens):
             raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {len(self.ranks)} ranks")
+        if self.logprobs and len(self.logprobs) != len(self.tokens):
+            count = len(self.logprobs)
+            raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {count} logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +87,28 @@ def ranks_along(
 ) -> tuple[int, ...]:
     """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
     them behind ``prompt``, one token a step; ``step`` is that of a drafter which has begun."""
+    return walk_along(step, prompt, tokens, width)[0]
+
+
+def walk_along(
+    step: Callable[[int, Sequence[int], int], Sequence[Candidate]],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    width: int,
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """``ranks_along``, and the log-probability of each first choice to a thousandth; none where the
+    drafter had no guess somewhere."""
     ranks: list[int] = []
+    logprobs: list[float] = []
     keep, feed = 0, tuple(prompt)
     for token in tokens:
-        guesses = [candidate.token for candidate in step(keep, feed, width)]
+        candidates = step(keep, feed, width)
+        guesses = [candidate.token for candidate in candidates]
+        logprobs += [round(candidate.logprob, 3) for candidate in candidates[:1]]
         ranks.append(guesses.index(token) if token in guesses else MISS)
         keep, feed = keep + len(feed), (token,)
-    return tuple(ranks)
+    complete = len(logprobs) == len(ranks) and all(map(math.isfinite, logprobs))
+    return tuple(ranks), tuple(logprobs) if complete else ()
 
 
 def write_tape(tape: MatchTape, path: Path) -> None:
@@ -98,7 +123,13 @@ def write_tape(tape: MatchTape, path: Path) -> None:
         "about": tape.about,
     }
     lines = [head] + [
-        {"name": g.name, "prompt": list(g.prompt), "tokens": list(g.tokens), "ranks": list(g.ranks)}
+        {
+            "name": g.name,
+            "prompt": list(g.prompt),
+            "tokens": list(g.tokens),
+            "ranks": list(g.ranks),
+            **({"logprobs": list(g.logprobs)} if g.logprobs else {}),
+        }
         for g in tape.generations
     ]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -125,7 +156,8 @@ def read_tape(path: Path) -> MatchTape:
             prompt, tokens, ranks = (
                 tuple(map(int, item[k])) for k in ("prompt", "tokens", "ranks")
             )
-            generations.append(TapedGeneration(str(item["name"]), prompt, tokens, ranks))
+            logprobs = tuple(map(float, item.get("logprobs", ())))
+            generations.append(TapedGeneration(str(item["name"]), prompt, tokens, ranks, logprobs))
         number = 1
         return MatchTape(
             str(head["target"]),

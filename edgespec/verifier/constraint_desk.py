@@ -1,7 +1,8 @@
 """Reads the constraints of new streams before the engine sees them, beside everything else.
 
 To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own: no
-pass and no other stream waits for it. How many may wait, and how long, is bounded.
+pass and no other stream waits for it. How many may wait, and how long, is bounded; and one peer has
+one thread at a time, so that whoever sends hard ones keeps nobody else waiting.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import Constraint, ConstraintError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 
-_THREADS: Final = 2
+_THREADS: Final = 4
 _MOST_WAITING: Final = 32
 _WITHIN_S: Final = 40.0
 ReadConstraint = Callable[[Constraint], Constraint]
 """Gives the constraint its matcher. Raises ``ConstraintError``."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
 
 
 class ConstraintDesk:
@@ -29,9 +36,11 @@ class ConstraintDesk:
     def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
         self._read, self._end_tokens = read, end_tokens
         self._waiting = 0
+        self._turns: dict[str, _Turn] = {}
+        """Of the peers that have something to be read."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
 
-    async def prepared(self, request: Open) -> Open | Fault:
+    async def prepared(self, request: Open, peer: str) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
         constraint = request.sampling.constraint
         if constraint is None or self._read is None:
@@ -39,18 +48,21 @@ class ConstraintDesk:
         if self._waiting >= _MOST_WAITING:
             why = f"{self._waiting} grammars wait to be read, limit {_MOST_WAITING}"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
-        self._waiting += 1
+        turn = self._turns.setdefault(peer, _Turn())
+        turn.users, self._waiting = turn.users + 1, self._waiting + 1
         try:
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._threads, self._ready, request, self._read)
-            return await asyncio.wait_for(work, _WITHIN_S)
+            async with asyncio.timeout(_WITHIN_S), turn.lock:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._ready, request, self._read)
         except ConstraintError as error:
             return Fault(FaultCode.INVALID, str(error))
         except TimeoutError:
             why = f"the grammar was not read within {_WITHIN_S:.0f} s"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         finally:
-            self._waiting -= 1
+            turn.users, self._waiting = turn.users - 1, self._waiting - 1
+            if not turn.users:
+                del self._turns[peer]
 
     def _ready(self, request: Open, read: ReadConstraint) -> Open:
         constraint = request.sampling.constraint

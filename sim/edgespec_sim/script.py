@@ -47,6 +47,8 @@ class Script:
 
     tokens: Sequence[int]
     ranks: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """Of the draft's first choice before each token; none: it is taken to be sure."""
 
 
 FindScript = Callable[[tuple[int, ...], int], Script]
@@ -247,11 +249,16 @@ class ScriptedDrafter:
         rank, token = -1, feed[-1]
         if reading.off_at == _NEVER and index < len(script.tokens):
             rank, token = script.ranks[index], script.tokens[index]
+        first = 0.0
+        if script.logprobs:
+            # Off script nobody knows: as it was somewhere else in the text.
+            place = index if reading.off_at == _NEVER else index * 31 + token
+            first = script.logprobs[place % len(script.logprobs)]
         # Neighbours of the right token are wrong and different, and have varints of its length.
         size = self._size
         return tuple(
             [
-                Candidate(token if at == rank else (token + 1 + at) % size, 0.0)
+                Candidate(token if at == rank else (token + 1 + at) % size, 0.0 if at else first)
                 for at in range(width)
             ]
         )

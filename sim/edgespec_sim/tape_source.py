@@ -52,7 +52,9 @@ class TapeSource:
     def __init__(self, tape: MatchTape, seed: int = 0) -> None:
         self.tape = tape
         ends = frozenset(tape.eos_token_ids)
-        self._scripts = [Script(_until(ends, g.tokens), g.ranks) for g in tape.generations]
+        self._scripts = [
+            Script(_until(ends, g.tokens), g.ranks, g.logprobs) for g in tape.generations
+        ]
         self._order = list(range(len(tape.generations)))
         random.Random(seed).shuffle(self._order)
         self._index = {g.prompt: i for i, g in enumerate(tape.generations)}

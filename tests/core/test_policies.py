@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import DraftEstimates, RowTimes
+from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.leaf_choice import likely_leaves
 from edgespec.core.device.policy import (
     MAX_GAMMA,
@@ -20,6 +20,7 @@ from edgespec.core.device.policy import (
     WindowedPolicy,
     best_gamma,
 )
+from edgespec.core.device.row_times import RowTimes
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
 

@@ -76,8 +76,8 @@ def test_what_sessions_cannot_fill_is_left_free() -> None:
         (
             _budget("410MiB"),
             r"104960 cached tokens take 0.40 GiB, but there is room for 102400 \(0.98 GiB of "
-            r"memory, 0.59 GiB free beside the weights, a pass of 64 rows takes 0.10 GiB, keys "
-            r"and values 4.0 KiB a token\)",
+            r"memory, 0.59 GiB free beside the weights, a pass of 64 rows takes 0.10 GiB, keys and "
+            r"values 4.0 KiB a token\)",
         ),
     ],
 )

@@ -19,6 +19,8 @@ from edgespec.cli.sim.seeds import (
     WithinOption,
 )
 from edgespec.cli.sim.simulate import SUMMARY, TRACE, show, simulate
+from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.preference import Prefer
 from edgespec.report import figures
 from edgespec.report.write import write_report
 from edgespec_sim.replication import WITHIN
@@ -60,6 +62,10 @@ def replay(
             help="How much, from the start \\[default: all up to an hour; generated: 60]",
         ),
     ] = None,
+    policy: Annotated[
+        PolicyName, typer.Option(help="By which the arm edgespec drafts")
+    ] = PolicyName.WINDOWED,
+    prefer: Annotated[Prefer, typer.Option(help="What its drafts have to be worth")] = Prefer.SPEED,
     seed: SeedOption = None,
     seeds: SeedsOption = None,
     within: WithinOption = 100 * WITHIN,
@@ -87,6 +93,8 @@ def replay(
             LinkSection(trace=trace, rtt_ms=extra_rtt_ms),
             given or CostSection(ms=draft_ms),
             given or CostSection(ms=pass_ms),
+            policy,
+            prefer,
         )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -108,16 +116,21 @@ def _scenario(
     link: LinkSection,
     draft: CostSection,
     pass_time: CostSection,
+    policy: PolicyName,
+    prefer: Prefer,
 ) -> Scenario:
     """One device that asks for the tape's texts, one after another."""
     workload = WorkloadSection(prompt_tokens=0, output_tokens=4096, think_s=0.5, start_within_s=0.0)
+    device = DeviceSection(
+        path=("trace",), draft=draft, workload=workload, policy=policy, prefer=prefer
+    )
     return Scenario(
         name="replay",
         about=about,
         duration_s=duration_s,
         tokens=TokensSection(source=TokensFrom.TAPE, tape=tape),
         links={"trace": link},
-        devices={"device": DeviceSection(path=("trace",), draft=draft, workload=workload)},
+        devices={"device": device},
         verifiers={"verifier": VerifierSection(pass_time=pass_time)},
     )
 

@@ -79,6 +79,8 @@ def _agent_rows(data: Mapping[str, Any], verifier: Mapping[str, Any] | None) -> 
     ]
     if verifier is not None and verifier["max_sessions"]:
         rows.append(Row("sessions there", f"{verifier['sessions']} of {verifier['max_sessions']}"))
+    if drafting.get("rung"):
+        rows.append(Row("drafting ladder", _said(drafting["rung"])))
     budget = memory["budget_bytes"]
     share = f"{memory['resident_bytes'] / budget:.0%} of the budget" if budget else "no budget"
     rows.append(Row("memory", _mib(memory["resident_bytes"], budget), share))

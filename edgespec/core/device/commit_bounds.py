@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.core.protocol.messages import Commit, Open
+from edgespec.core.protocol.messages import Commit, FinishReason, Open
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -59,6 +59,12 @@ class CommitBounds:
             return commit, None
         commit = replace(commit, tokens=tokens, logprobs=commit.logprobs[: len(tokens)])
         return commit, f"the verifier broke the protocol: {why}"
+
+    def told_apart(self, finish: FinishReason, generated: int) -> FinishReason:
+        """The verifier has one word for a full output and a full context; the user gets two."""
+        if finish is FinishReason.LENGTH and generated < self.max_tokens:
+            return FinishReason.CONTEXT
+        return finish
 
     @property
     def _limit(self) -> str:

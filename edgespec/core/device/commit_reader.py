@@ -6,8 +6,10 @@ acceptance rate is a property of the draft on committed prefixes, not of what ha
 
 from __future__ import annotations
 
+from edgespec.core.device.draft_lengths import RoundMeter
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.protocol.messages import Commit, Received
 from edgespec.core.protocol.tree import SpeculationTree
@@ -20,9 +22,12 @@ RECEIVED_EVERY = 8
 class CommitReader:
     """Moves one session's root, and holds what it counts and estimates."""
 
-    def __init__(self, tree: SpeculationTree, outbox: DraftOutbox, price: RowPrice) -> None:
-        self.estimates = DraftEstimates(price=price)
+    def __init__(
+        self, tree: SpeculationTree, outbox: DraftOutbox, price: RowPrice, learned: Learned
+    ) -> None:
+        self.estimates = DraftEstimates(price=price, learned=learned)
         self.counters = DraftCounters()
+        self._round = RoundMeter(learned.lengths)
         self.max_unreceived = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
@@ -32,6 +37,7 @@ class CommitReader:
     def new_stream(self) -> None:
         self._acknowledged, self._echo = self._prefix.length, None
         self._commit_at = None
+        self._round.new_stream()
 
     def continues(self, commit: Commit) -> bool:
         """Whether it starts at or before the end of what is held, and agrees where it overlaps."""
@@ -53,6 +59,7 @@ class CommitReader:
                 for index, token in enumerate(tokens, overlap)
             ]
         )
+        self._round.committed(len(tokens), len(self._tree.nodes) - self._outbox.unsent, now)
         return Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
@@ -67,6 +74,11 @@ class CommitReader:
         self._echo = (length, now)
         return Received(length, length)
 
+    def sent(self, nodes: int) -> None:
+        """So many nodes have left together."""
+        self.counters.sent += nodes
+        self._round.sent(nodes)
+
     def score(self, rank: int | None, offered: int) -> None:
         """A position was decided: by the drafter's choice of this rank, or by none of those
         ``offered``."""
@@ -78,6 +90,9 @@ class CommitReader:
         children = self._tree.roots
         matching = next((node for node in children if node.token == token), None)
         if children:
+            first = children[0]
+            if first.rank == 0:
+                self.estimates.learned.confidence.add(first.logprob, hit=matching is first)
             self.score(None if matching is None else matching.rank, len(children))
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))

@@ -118,7 +118,8 @@ class DraftSteps:
             late = position is not None and position < tree.prefix.length
         for rank, candidate in enumerate(candidates):
             node_id = tree.last_id + 1
-            growth = tree.grow(node_id, parent, candidate.token, base_position, rank)
+            token, logprob = candidate.token, candidate.logprob
+            growth = tree.grow(node_id, parent, token, base_position, rank, logprob)
             winner = rank if growth is FORWARDED else winner
         if late:
             self._reader.score(winner, len(candidates))

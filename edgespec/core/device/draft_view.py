@@ -85,18 +85,27 @@ class DraftView:
         commits every 33 ms it is one token at first, and two from 11 ms after the commit on. Where
         the verifier waits for drafts nothing is settled before they come.
         """
-        estimates, length = self.estimates, self.tree.prefix.length
-        commit_s = estimates.commit_s.get(0.0)
-        if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
-            return length
+        commit_s, length = self.decoding_s, self.tree.prefix.length
+        return length if commit_s is None else length + math.ceil(self.arrival_s / commit_s)
+
+    @property
+    def decoding_s(self) -> float | None:
+        """A token's time of a verifier that decodes on without drafts; None where it waits for
+        them, or nothing is known."""
+        commit_s = self.estimates.commit_s.get(0.0)
+        return None if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s else commit_s
+
+    @property
+    def arrival_s(self) -> float:
+        """From the last commit's leaving the verifier to the arrival there of what a step brings
+        that begins now: since_commit_s + step_s + rtt_s."""
         since_s = self.since_commit_s or 0.0
-        leaves_s = since_s + self.step_s + estimates.rtt_s.get(_GUESSED_RTT_S)
-        return length + math.ceil(leaves_s / commit_s)
+        return since_s + self.step_s + self.estimates.rtt_s.get(_GUESSED_RTT_S)
 
     def paying(self, parent: int, width: int) -> int:
         """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
         price when they come into a pass; at least one."""
-        price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
+        price, rate = self.estimates.price.asked, self.estimates.acceptance.rate
         if price <= 0.0 or width == 1:
             return width
         chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position

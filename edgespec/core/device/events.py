@@ -201,6 +201,9 @@ class DraftCounters:
     """Positions decided while the drafter had a guess there."""
     hits: int = 0
     """Of them, those that its first choice won."""
+    rested: int = 0
+    """Tokens that came while nothing was drafted and no sent node was undecided, though there is a
+    draft: it would not have paid."""
     stale: int = 0
     """Nodes the verifier dropped: their parent was dead, unknown or did not agree."""
     reconnects: int = 0

@@ -146,7 +146,7 @@ class WindowedPolicy:
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         # Behind a leaf less likely than this, not even the first choice pays for its row.
-        priced = view.estimates.price.least_chance / rates[0]
+        priced = view.estimates.price.asked / rates[0]
         if priced > 1.0:
             return None
         if not tree.roots and tree.prefix.length < view.end:
@@ -177,7 +177,7 @@ class WindowedPolicy:
         if first == ROOT or most <= 0:
             return ()
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        priced = view.estimates.price.least_chance / rates[0]
+        priced = view.estimates.price.asked / rates[0]
         least = self._least_chance(view, view.leaf_row_s, sum(rates))
         return further_leaves(view, first, likely_leaves(view, rates, least, priced), most)
 

@@ -23,7 +23,8 @@ from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
 from edgespec.core.device.draft_steps import DraftSteps, Leaf
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import RowPrice, RowTimes
+from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.link_keeper import LinkKeeper
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.policy import DraftPolicy
@@ -32,7 +33,6 @@ from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     Fault,
-    FinishReason,
     Limits,
     Open,
     Opened,
@@ -48,7 +48,8 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
     not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``leaves`` is how many the drafter takes a step; ``rows``, kept up as well, what they took."""
+    ``leaves`` is how many the drafter takes a step; ``learned``, kept up as well, what generations
+    before this one found out."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class DraftSession:
         vocabulary_size: int = 0,
         price: RowPrice | None = None,
         leaves: int = 1,
-        rows: RowTimes | None = None,
+        learned: Learned | None = None,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -71,8 +72,8 @@ class DraftSession:
         self._bounds = CommitBounds.of(request, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
-        self._reader = CommitReader(self.tree, self._outbox, price or RowPrice())
-        self._reader.estimates.rows = rows or RowTimes()
+        learned = learned or Learned()
+        self._reader = CommitReader(self.tree, self._outbox, price or RowPrice(), learned)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._steps = DraftSteps(self.tree, self._reader, leaves)
@@ -154,10 +155,11 @@ class DraftSession:
             return self.link.abandon(why, now)
         commit, wrong = self._bounds.fitting(commit)
         self._said_no_draft_comes = False
+        rests = self.drafting and not (self._steps.running or self._in_flight)
         delivered = self._reader.read(commit, now)
+        self.counters.rested += len(delivered.tokens) if delivered and rests else 0
         if commit.verify_us:
-            in_flight = len(self.tree.nodes) - self._outbox.unsent
-            self._busy_since = now if in_flight else None
+            self._busy_since = now if self._in_flight else None
         actions: list[ev.DraftAction] = []
         if delivered is None:
             self.link.heard(now)
@@ -170,16 +172,9 @@ class DraftSession:
         if received is not None:
             actions.append(ev.Transmit(received))
         if commit.finish is not None:
-            actions += self.link.end(ev.Finish(self._told_apart(commit.finish)))
+            generated = self.prefix.length - self.prefix.prompt_length
+            actions += self.link.end(ev.Finish(self._bounds.told_apart(commit.finish, generated)))
         return actions
-
-    def _told_apart(self, finish: FinishReason) -> FinishReason:
-        """The verifier has one word for a full output and a full context; the user gets two."""
-        generated = self.prefix.length - self.prefix.prompt_length
-        full_output = generated >= self.request.sampling.max_tokens
-        if finish is FinishReason.LENGTH and not full_output:
-            return FinishReason.CONTEXT
-        return finish
 
     # --- drafting --------------------------------------------------------------------------
 
@@ -214,7 +209,7 @@ class DraftSession:
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)
-        self.counters.sent += sum([len(draft.tokens) for draft in drafts])
+        self._reader.sent(sum([len(draft.tokens) for draft in drafts]))
         return [ev.Transmit(draft) for draft in drafts]
 
     def _leave_nothing_open(self) -> list[ev.DraftAction]:
@@ -226,6 +221,10 @@ class DraftSession:
             return []
         self._said_no_draft_comes = True
         return [ev.Transmit(self._outbox.nothing())]
+
+    @property
+    def _in_flight(self) -> int:
+        return len(self.tree.nodes) - self._outbox.unsent
 
     @property
     def _most_outstanding(self) -> int:

@@ -87,7 +87,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
         if self.constraint is not None and self.ignore_eos:
-            raise ValueError("ignore_eos is true, but must be false where a constraint ends a text")
+            raise ValueError("ignore_eos is true, but must be false where a grammar ends a text")
 
     @property
     def greedy(self) -> bool:

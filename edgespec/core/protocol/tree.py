@@ -53,6 +53,8 @@ class Node:
     rank: int
     """0 for the draft's first choice among its siblings."""
     children: list[Node]
+    logprob: float = 0.0
+    """What the draft thought of it, where this side drafted it."""
 
 
 class SpeculationTree:
@@ -92,7 +94,13 @@ class SpeculationTree:
     # --- changing --------------------------------------------------------------------------
 
     def grow(
-        self, node_id: int, parent: int, token: int, base_position: int, rank: int | None = None
+        self,
+        node_id: int,
+        parent: int,
+        token: int,
+        base_position: int,
+        rank: int | None = None,
+        logprob: float = 0.0,
     ) -> Growth:
         """Add one guess. ``base_position`` counts only for parent ``ROOT``: the committed length
         it was drafted on, at most the present one (the caller checks). ``rank`` None: its place
@@ -115,7 +123,7 @@ class SpeculationTree:
         if rank is None:
             rank = len(siblings)
         self.last_id = node_id
-        self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [])
+        self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [], logprob)
         siblings.append(node)
         return ALIVE
 

@@ -116,6 +116,18 @@ class PassRequest:
 
 
 @statically_frozen
+class PassShape:
+    """What a target can take of one pass; the defaults: whatever it is given."""
+
+    trees: bool = True
+    """False: a session's nodes must be a chain."""
+    max_nodes: int = 1 << 16
+    """Of one session."""
+    max_rows: int = 1 << 16
+    """Of all sessions."""
+
+
+@statically_frozen
 class PassResult:
     """``targets[0]`` is the target's own token after the last fed token, ``targets[1 + i]`` the
     one after node ``i`` (given its path). Empty when nothing was sampled."""

@@ -36,6 +36,8 @@ class EngineLimits:
     """A pass that takes longer never ends: the target hangs."""
     server_drafts: bool = False
     """May passes carry guesses of the verifier's own? (``served_drafts.py``)"""
+    trees: bool = True
+    """Can the target verify trees? If not, a pass has the likeliest chain of each."""
 
 
 # --- events ---------------------------------------------------------------------------------

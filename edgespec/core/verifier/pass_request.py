@@ -4,9 +4,14 @@ Theory of operation. The committed tokens that the cache lacks are fed, as many 
 for. If they are all of them, the target's next token is sampled, and nodes may ride behind them:
 those of the device that are worth their row, or else the verifier's own guesses
 (``served_drafts.py``). The device is told of its own nodes only, since that is what it learns from.
+
+For a target that looks at one path only, a tree is cut to its likeliest chain: the first choice at
+each place, since siblings come with the likelier before the other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.prefix import CommittedPrefix
@@ -19,7 +24,8 @@ from edgespec.core.verifier.session_events import Offer, VerifyCounters
 
 class PassFormer:
     """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
-    None: it has no drafts of the verifier's own; ``share`` is its part of a row's price."""
+    None: it has no drafts of the verifier's own; ``share`` is its part of a row's price.
+    ``trees`` False: the target verifies chains alone."""
 
     def __init__(
         self,
@@ -30,7 +36,10 @@ class PassFormer:
         end: int,
         served: ServedDrafts | None,
         share: PricedShare,
+        *,
+        trees: bool = True,
     ) -> None:
+        self._trees = trees
         self._key, self._prefix, self._inbox = request.session_id, prefix, inbox
         self._most_nodes, self._end, self._served = most_nodes, end, served
         self._logprobs = request.logprobs
@@ -50,6 +59,8 @@ class PassFormer:
             index = {node.id: i for i, node in enumerate(nodes)}
             tokens = tuple([node.token for node in nodes])
             parents = tuple([index.get(node.parent, -1) for node in nodes])
+            if not self._trees:
+                tokens, parents = likeliest_chain(tokens, parents)
             return PassRequest(key, first, feed, tokens, parents, logprobs=logprobs)
         if self._served is None:
             return PassRequest(key, first, feed, logprobs=logprobs)
@@ -57,6 +68,8 @@ class PassFormer:
         least = offer.least_chance if offer.least_guess is None else offer.least_guess
         guesses = self._served.propose(self._prefix.tokens, room, depth, least)
         tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
+        if not self._trees:
+            tokens, parents = likeliest_chain(tokens, parents)
         served = len(tokens)
         return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
 
@@ -75,3 +88,20 @@ class PassFormer:
         counters.server_drafted += request.served
         counters.server_accepted += len(accepted)
         return 0
+
+
+def likeliest_chain(
+    tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens and parents of the path that takes the first child everywhere; nodes as in
+    ``PassRequest``.
+
+    Worked example: of a tree with the paths ``a b``, ``a c`` and ``d``, in this order, ``a b``.
+    """
+    chain: list[int] = []
+    at = -1
+    for node, parent in enumerate(parents):  # a child comes behind its parent
+        if parent == at:
+            chain.append(tokens[node])
+            at = node
+    return tuple(chain), tuple(range(-1, len(chain) - 1))

@@ -58,6 +58,8 @@ class VerifySession:
         run_ahead: RunAheadPolicy,
         now: float,
         served: ServedDrafts | None = None,
+        *,
+        trees: bool = True,
     ) -> None:
         self.request = request
         self.state = ev.READY
@@ -72,7 +74,9 @@ class VerifySession:
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         share, most, end = PricedShare(request), limits.max_nodes_per_pass, self._ending.end
-        self._former = PassFormer(request, self.prefix, self.inbox, most, end, served, share)
+        self._former = PassFormer(
+            request, self.prefix, self.inbox, most, end, served, share, trees=trees
+        )
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None

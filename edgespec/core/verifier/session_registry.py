@@ -58,6 +58,7 @@ class SessionRegistry:
         self.streams = StreamTable()
         self._model, self._limits, self._rules = model, limits, rules
         self._run_ahead, self._contain = run_ahead, contain
+        self._trees = engine_limits.trees
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         """Whose each session is, by key."""
@@ -108,7 +109,7 @@ class SessionRegistry:
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
         served = None if self._served is None else self._served(request, credential)
         self.sessions[key] = VerifySession(
-            request, self._model, limits, rule, run_ahead, now, served
+            request, self._model, limits, rule, run_ahead, now, served, trees=self._trees
         )
         self._slots.take(key, event.peer, credential, now)
         self._cached.add(key)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import assert_never
 
 from edgespec.benchmark.arms import Arm
+from edgespec.config import LEARNED
 from edgespec.config.loading import dump_config
-from edgespec.config.sections import LEARNED
 from edgespec.core.association.network import LearnedAssociation
 from edgespec.core.association.policies import AssociationPolicy, association_policy
 from edgespec.core.device.policy import DEFAULT_WIDTH

@@ -16,6 +16,9 @@ from typing import Protocol
 from edgespec.benchmark.arms import Arm, arm_settings
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Fail
+from edgespec.core.device.learned import Learned
+from edgespec.core.device.policy_names import named_policy
+from edgespec.core.device.preference import WORTH
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Open
@@ -93,6 +96,7 @@ class User:
         self._drafter: Drafter = settings.source.drafter()
         self._prices: dict[str, RowPrice] = {}
         """What each verifier last asked for a row."""
+        self._learned = Learned()
         self._asked = 0
         self._started_s = 0.0
         self._request: Request | None = None
@@ -123,9 +127,14 @@ class User:
         self._started_s = self._queue.now
         self._streams = []
         self.site = site = self._surroundings.choose(self)
-        settings = arm_settings(self.settings.arm, self.settings.gamma)
+        arm = self.settings.arm
+        policy, floor = None, 0.0
+        if arm is Arm.EDGESPEC:
+            policy = named_policy(section.policy, prefer=section.prefer)
+            floor = WORTH[section.prefer].row_chance
+        settings = arm_settings(arm, self.settings.gamma, policy)
         key = f"{self.name}{REQUEST_MARK}{self._asked}"
-        drafts = self.settings.arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
+        drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
         request = Open(
             session_id=key,
             model="",
@@ -142,7 +151,8 @@ class User:
             self.settings.reconnect,
             section.draft_context_tokens,
             jitter_seed=self.number,
-            price=self._prices.setdefault(site.name, RowPrice()),
+            price=self._prices.setdefault(site.name, RowPrice(floor=floor)),
+            learned=self._learned,
         )
         self.device = SimulatedDevice(
             self._queue,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from edgespec.benchmark.arms import Arm
+from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec_sim.radio_power import RADIOS
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
@@ -227,6 +229,10 @@ class DeviceSection:
     draft_context_tokens: int = 65_536
     draft_w: float = 0.0
     """Power while a draft step runs, in watts, above idle."""
+    policy: PolicyName = PolicyName.WINDOWED
+    """By which the arm ``edgespec`` drafts."""
+    prefer: Prefer = Prefer.SPEED
+    """What its drafts have to be worth."""
     radio_w: float = 0.0
     """Power while sending; taken where no ``radio_power`` is named."""
     radio_power: str = ""

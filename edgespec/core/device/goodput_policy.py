@@ -1,0 +1,128 @@
+"""A draft policy that weighs what a step is expected to save against what it costs: goodput.
+
+Theory of operation. While a device drafts, a verifier that runs ahead decodes on. So a node counts
+only if it arrives before its position is decoded, and a chain that is behind the verifier has to
+catch up first: its next nodes save nothing themselves. Each leaf of the tree is taken for what the
+best run of steps behind it would bring, tokens saved a step:
+
+    gain = c * (a**n + a**(n + 1) + .. + a**k) / k,  for the k = n, n + 1, .. with the largest
+
+with c the chance that the text goes through the leaf, a the acceptance rate, and n the first step
+whose node is in time. At c = 0.5 and a = 0.8 a leaf that is in time at once brings 0.4 a step; one
+of which only the fourth node is, 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09 with k = 7. The
+next step runs behind the leaf that brings most, unless that is less than a step has to bring. A row
+in a pass is paid for as in ``policy.WindowedPolicy``: at the verifier's price, by the chance that
+is left in its pass. (SmartSpec, arXiv 2406.14066, calls tokens committed a second under load
+goodput, and chooses draft lengths by it.)
+
+Where nothing pays, the policy rests: now and then one node is drafted and not sent, so that the
+acceptance rate is known when it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from edgespec.core.device.draft_view import DraftView
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.leaf_choice import likely_leaves
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import ROOT, SpeculationTree
+
+LEAST_GAIN: Final = 0.002
+"""Below that a step is not worth asking for, whatever it costs."""
+_FURTHEST: Final = 24
+"""Steps that are looked ahead."""
+# While resting: a guess at each position until so many were decided of late, then at one in eight.
+_TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputPolicy:
+    """Stream the nodes that are expected to save more tokens than they cost."""
+
+    width: int = 2
+    least_gain: float = LEAST_GAIN
+    """Tokens that a step has to save."""
+    gather: float | None = None
+    """As of ``WindowedPolicy``."""
+
+    def extend(self, view: DraftView) -> int | None:
+        if view.room < self.width:
+            return None
+        leaf, gain = self.best(view)
+        if gain >= self.least_gain:
+            return leaf
+        return self._probe(view)
+
+    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
+        return ()
+
+    def flush(self, view: DraftView) -> bool:
+        if not view.unsent:
+            return False
+        alone = not view.in_flight and view.unsent <= self.width
+        if alone and self.best(view)[1] < self.least_gain:
+            return False  # drafted to learn from, not to be sent
+        return WindowedPolicy(self.width, gather=self.gather).flush(view)
+
+    def best(self, view: DraftView) -> tuple[int, float]:
+        """The leaf behind which a step would bring most, and how many tokens a step."""
+        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+        priced = self._row_chance(view) / rates[0]
+        tree = view.tree
+        if not tree.roots:
+            length = tree.prefix.length
+            pays = length < view.end and priced <= 1.0
+            return ROOT, self._gain(rates, 1.0, self._in_time(view, length)) if pays else 0.0
+        best, most = ROOT, 0.0
+        for chance, leaf in likely_leaves(view, rates, self.least_gain, priced):
+            position = tree.nodes[leaf].position + 1
+            gain = self._gain(rates, chance, self._in_time(view, position))
+            if gain > most:
+                best, most = leaf, gain
+        return best, most
+
+    def fresh_gain(self, estimates: DraftEstimates) -> float:
+        """What a step would bring that begins a tree now, by ``estimates``."""
+        tree = SpeculationTree(CommittedPrefix((0,)))
+        return self.best(DraftView(tree, 0, 0, self.width, 1 << 30, estimates))[1]
+
+    def _probe(self, view: DraftView) -> int | None:
+        tree, trials = view.tree, view.estimates.acceptance.trials
+        length = tree.prefix.length
+        every = 1 if not trials or trials[0] < _TRIALS_WANTED else _PROBE_EVERY
+        return ROOT if not tree.roots and length < view.end and length % every == 0 else None
+
+    def _in_time(self, view: DraftView, position: int) -> int:
+        """The first step from now on whose node, one position further at each, is not decoded by
+        the verifier before it comes; more than ``_FURTHEST`` if none is."""
+        decoding_s, arrival_s, length = view.decoding_s, view.arrival_s, view.tree.prefix.length
+        if decoding_s is None:
+            return 1
+        for step in range(1, _FURTHEST + 1):
+            ahead_s = arrival_s + (step - 1) * view.step_s
+            if position + step - 1 >= length + math.ceil(ahead_s / decoding_s):
+                return step
+        return _FURTHEST + 1
+
+    def _gain(self, rates: list[float], chance: float, first: int) -> float:
+        """Tokens a step, by the formula above."""
+        right, hit = min(rates[0], 0.99), min(sum(rates), 0.99)
+        best, total, reached = 0.0, 0.0, chance * right ** (first - 1)
+        for step in range(first, _FURTHEST + 1):
+            total += reached * hit
+            reached *= right
+            if total / step <= best:
+                break
+            best = total / step
+        return best
+
+    def _row_chance(self, view: DraftView) -> float:
+        """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
+        A row of 0.5 ms where a token takes 10 ms costs 0.05."""
+        row_s = max(0.0, view.estimates.row_s.get() or 0.0)
+        return max(view.estimates.price.asked, row_s / view.token_s)

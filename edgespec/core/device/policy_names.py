@@ -1,0 +1,56 @@
+"""Draft policies by name, for command lines, configuration files and scenarios."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import assert_never
+
+from edgespec.core.device.goodput_policy import GoodputPolicy
+from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    GATHER_SHARE,
+    DraftPolicy,
+    FixedPolicy,
+    PearlPolicy,
+    WindowedPolicy,
+)
+from edgespec.core.device.preference import WORTH, Prefer
+from edgespec.core.device.round_policies import BanditPolicy, ConfidencePolicy
+
+
+class PolicyName(Enum):
+    WINDOWED = "windowed"
+    PEARL = "pearl"
+    FIXED = "fixed"
+    GOODPUT = "goodput"
+    SPECDEC = "specdec++"
+    BANDIT = "bandit"
+
+
+def named_policy(
+    name: PolicyName,
+    gamma: int | None = None,
+    width: int = DEFAULT_WIDTH,
+    window: int | None = None,
+    prefer: Prefer = Prefer.SPEED,
+) -> DraftPolicy:
+    """``gamma`` and ``window`` None adapt. ``width`` counts for policies that stream trees and for
+    those of a given draft length. With another ``prefer`` than speed ``windowed`` is ``goodput``,
+    which rests where a step does not bring what is preferred."""
+    if name is PolicyName.WINDOWED and prefer is not Prefer.SPEED:
+        name = PolicyName.GOODPUT
+    match name:
+        case PolicyName.WINDOWED:
+            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
+        case PolicyName.PEARL:
+            return PearlPolicy(gamma=gamma, width=width)
+        case PolicyName.FIXED:
+            return FixedPolicy(gamma=gamma, width=width)
+        case PolicyName.GOODPUT:
+            return GoodputPolicy(width, WORTH[prefer].least_gain, GATHER_SHARE)
+        case PolicyName.SPECDEC:
+            return ConfidencePolicy()
+        case PolicyName.BANDIT:
+            return BanditPolicy()
+        case _:
+            assert_never(name)

@@ -1,0 +1,1 @@
+"""Engines of others behind the verifier: each is a ``ports.TargetModel`` of its own package."""

@@ -1,0 +1,104 @@
+"""What stands in for vLLM in the suite: the toy model behind ``StepEngine``, with vLLM's whims.
+
+A step may leave sessions out, compute a text in part or further than was wished, and throw away a
+cache it has, as vLLM does when it is short of room. Tokens come from the scalar specification, so
+texts are those of ``toy_text``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from edgespec.compose import TOY_MODEL
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.scores import score_token
+from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.toy_model import ToyModel
+from edgespec.engines.vllm.step import Stepped, Wanted
+from edgespec.engines.vllm.target import VllmTarget
+
+CONTEXT_LENGTH = 4096
+
+
+@dataclass(slots=True)
+class FakeText:
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    computed: int = 0
+
+
+class FakeVllm:
+    """``whims``: how often (0 to 1) a step does less or more than it was asked."""
+
+    def __init__(self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL) -> None:
+        self.model = model
+        self.texts: dict[str, FakeText] = {}
+        self.steps: list[dict[str, Wanted]] = []
+        self.failing: set[str] = set()
+        """Sessions whose logits are no numbers."""
+        self._whims, self._random = whims, random.Random(seed)
+
+    def add(
+        self, key: str, text: Sequence[int], prompt_length: int, sampling: SamplingParams
+    ) -> None:
+        assert key not in self.texts
+        self.texts[key] = FakeText(list(text), prompt_length, sampling)
+
+    def drop(self, key: str) -> None:
+        del self.texts[key]
+
+    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+        self.steps.append(dict(wanted))
+        return {
+            key: self.run(key, self.texts[key], one)
+            for key, one in wanted.items()
+            if not self._whim()
+        }
+
+    def run(self, key: str, text: FakeText, wanted: Wanted) -> Stepped:
+        if self._whim():
+            text.computed = 0  # preempted, and not computed again in this step
+            return Stepped(0)
+        missing = len(text.tokens) - text.computed
+        rows = missing if self._whim() else min(missing, max(1, wanted.rows))
+        text.computed += rows
+        if rows < missing:
+            return Stepped(text.computed)
+        if key in self.failing:
+            return Stepped(text.computed, failure="the largest logit is nan")
+        drafts = wanted.drafts if missing == 1 else ()
+        targets = self.targets(text, drafts)
+        right = 0
+        while right < len(drafts) and drafts[right] == targets[right]:
+            right += 1
+        scores = tuple(
+            score_token(self.model.logits([*text.tokens, *drafts[:row]]), token, wanted.logprobs)
+            for row, token in enumerate(targets)
+            if wanted.logprobs
+        )
+        text.tokens += targets[: right + 1]
+        text.computed += right
+        return Stepped(text.computed, targets[: right + 1], targets, scores)
+
+    def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.choose(text, drafts[:row]) for row in range(len(drafts) + 1))
+
+    def choose(self, text: FakeText, path: Sequence[int]) -> int:
+        tokens = [*text.tokens, *path]
+        prompt, output = tokens[: text.prompt_length], tokens[text.prompt_length :]
+        return choose(self.model.logits(tokens), text.sampling, len(tokens), prompt, output)
+
+    def _whim(self) -> bool:
+        return self._random.random() < self._whims
+
+
+def fake_target(engine: FakeVllm | None = None, max_sessions: int = 64) -> VllmTarget:
+    engine = engine or FakeVllm()
+    size, eos = engine.model.vocabulary_size, engine.model.eos_token
+    info = ModelInfo(
+        "toy", f"toy-{size}", size, CONTEXT_LENGTH, () if eos is None else (eos,), "toy"
+    )
+    return VllmTarget(engine, info, max_sessions)

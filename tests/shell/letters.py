@@ -1,0 +1,90 @@
+"""A toy of a model that can write JSON: each letter is a token;
+with an agent and a verifier that hold its texts to grammars."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from edgespec.agent.agent import Agent
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.models.chat_template import ChatTemplate, Message
+from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.targets.toy import ToyTarget
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.daemon import Verifier
+from tests.core.token_grammars import EOS
+
+LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))
+MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eos_probability=0.05)
+READER = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), tries=False)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens if token != EOS)
+
+
+class LettersStream:
+    def push(self, tokens: Sequence[int]) -> str:
+        return text_of(tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+class LettersTokenizer:
+    """``ChatTokenizer`` whose template is ``template``."""
+
+    def __init__(self, template: str = "") -> None:
+        self._template = ChatTemplate(template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return text_of(tokens)
+
+    def stream(self, prompt: Sequence[int] = ()) -> LettersStream:
+        return LettersStream()
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        return self._template
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        return self.encode(self._template.render(messages, tools=tools, variables=variables))
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+    def token_bytes(self, token: int) -> bytes:
+        return text_of([token]).encode()
+
+
+@asynccontextmanager
+async def pair(reads: GrammarReader | None, drafts: GrammarReader | None) -> AsyncIterator[Agent]:
+    """An agent and a verifier of letters; either with a library or without."""
+    read = None if reads is None else reads.read
+    target = ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary)
+    verifier = Verifier(target, Limits(), read_constraint=read)
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    one = Agent(
+        transport,
+        ToyDrafter(MODEL.perturbed(0.2)),
+        LettersTokenizer().encode,
+        LettersTokenizer().stream,
+        read_constraint=None if drafts is None else drafts.read,
+    )
+    try:
+        yield one
+    finally:
+        await one.close()
+        await verifier.stop()

@@ -1,0 +1,110 @@
+"""What a draft runs on. Oracle: onnxruntime itself, and the CPU's tokens by the usual way."""
+
+from __future__ import annotations
+
+import onnx
+import onnxruntime as ort
+import pytest
+
+from edgespec.compose import load_drafter
+from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters import providers
+from edgespec.drafters.manifest import DraftModelError
+from edgespec.drafters.providers import EXECUTION, execution_providers, why_not_loadable
+from edgespec.setup_error import SetupError
+
+THERE = [name for name, one in EXECUTION.items() if one in ort.get_available_providers()]
+ABSENT = [name for name in EXECUTION if name not in THERE]
+
+
+def test_the_probe_is_a_graph_that_onnx_accepts() -> None:
+    model = onnx.load_from_string(providers._one_node())
+    onnx.checker.check_model(model, full_check=True)
+    assert [node.op_type for node in model.graph.node] == ["Add"]
+
+
+def test_the_cpu_runs_one_node() -> None:
+    assert why_not_loadable("cpu") is None
+    assert execution_providers("cpu") == ("CPUExecutionProvider",)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_was_not_built_in_is_refused_with_what_is(name: str) -> None:
+    with pytest.raises(DraftModelError) as refused:
+        execution_providers(name)
+    said = str(refused.value)
+    assert said.startswith(f"provider {name} cannot be used: this onnxruntime {ort.__version__}")
+    assert f"without {EXECUTION[name]}" in said
+    assert "here there are: " in said
+    assert said.endswith("cpu")
+
+
+def test_what_is_built_in_and_does_not_run_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An onnxruntime that has CUDA on a machine that has not: it would fall back in silence."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: list(EXECUTION.values()))
+
+    def fallen_back(provider: str) -> str | None:
+        return None if provider == EXECUTION["cpu"] else f"{provider} fell back to the CPU"
+
+    monkeypatch.setattr(providers, "_run_one_node", fallen_back)
+    with pytest.raises(DraftModelError, match=r"cuda cannot be used: CUDA.* fell back .* are: cpu"):
+        execution_providers("cuda")
+    assert execution_providers("auto") == ("CPUExecutionProvider",)
+
+
+def test_auto_takes_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"cuda"}
+    why = {name: "no driver" if name in broken else None for name in EXECUTION}
+    monkeypatch.setattr(providers, "why_not_loadable", why.__getitem__)
+    assert execution_providers("auto") == ("DmlExecutionProvider", "CPUExecutionProvider")
+
+
+@pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
+def test_a_provider_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: list(EXECUTION.values()))
+    why = why_not_loadable("cuda")
+    assert why is not None
+    assert "CUDAExecutionProvider" in why
+
+
+def _tokens(provider: str) -> list[int]:
+    said: list[str] = []
+    config = AgentConfig(draft=DraftSection(provider=provider))
+    drafter = load_drafter(config, say=said.append)
+    assert drafter is not None
+    try:
+        prompt = (5, 9, 200, 31)
+        drafter.begin(len(prompt), SamplingParams())
+        found: list[int] = []
+        keep, feed = 0, list(prompt)
+        for _ in range(12):
+            (guess,) = drafter.step(keep, feed, 1)
+            found.append(guess.token)
+            keep, feed = keep + len(feed), [guess.token]
+        assert said == (["the draft runs on cpu"] if provider == "auto" else [])
+        return found
+    finally:
+        drafter.close()
+
+
+@pytest.mark.skipif(len(THERE) > 1, reason="auto takes an accelerator here")
+def test_auto_drafts_what_the_cpu_drafts() -> None:
+    assert _tokens("auto") == _tokens("cpu")
+
+
+@pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
+def test_a_draft_on_what_is_not_there_says_so() -> None:
+    with pytest.raises(SetupError, match=r"provider cuda cannot be used: .* here there are: .*cpu"):
+        _tokens("cuda")
+
+
+def test_a_budget_is_planned_for_the_cpu() -> None:
+    draft = DraftSection(provider="auto", memory_budget="900MiB")
+    with pytest.raises(SetupError, match=r"draft\.provider is auto, but a memory budget"):
+        load_drafter(AgentConfig(draft=draft))
+
+
+def test_an_unknown_provider_is_refused_by_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="provider is 'npu', but must be one of auto, cpu, cuda"):
+        load_config(AgentConfig, None, {"draft.provider": "npu"})

@@ -1,0 +1,95 @@
+"""Policies that learn in random worlds, with broken links and a verifier that restarts.
+
+Oracle: ``run_world`` holds each delivered token against the target's own stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgespec.benchmark.arm_options import arm_options
+from edgespec.benchmark.arms import Arm
+from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.preference import Prefer
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.telemetry.run_summary import ArmSummary
+from edgespec_sim.city.run import jobs_of, play, summarise
+from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    WorkloadSection,
+)
+from edgespec_sim.world_options import WorldOptions
+from edgespec_sim.worlds import run_world
+
+LEARNING = (PolicyName.GOODPUT, PolicyName.SPECDEC, PolicyName.BANDIT)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("run_ahead", [RunAhead.AUTO, RunAhead.NEVER])
+def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhead) -> None:
+    policy = named_policy(name)
+    options = WorldOptions(policies=(policy,) * 2, run_ahead=run_ahead, cuts=1, restarts=1)
+    for seed in range(3):
+        result = run_world(options, seed)
+        assert all(device.expected for device in result.devices)
+
+
+def test_one_world_has_them_all() -> None:
+    policies = tuple(named_policy(name) for name in PolicyName)
+    policies += tuple(named_policy(PolicyName.WINDOWED, prefer=prefer) for prefer in Prefer)
+    result = run_world(WorldOptions(policies=policies), 1)
+    assert sum(device.counters.accepted for device in result.devices) > 0
+
+
+# --- in scenarios and benches --------------------------------------------------------------------
+
+FAR = Scenario(
+    name="far",
+    duration_s=3.0,
+    tokens=TokensSection(source=TokensFrom.TAPE),
+    links={"wan": LinkSection(rtt_ms=50.0)},
+    devices={
+        "laptop": DeviceSection(
+            path=("wan",), workload=WorkloadSection(prompt_tokens=0, output_tokens=60, think_s=0.1)
+        )
+    },
+    arms=(Arm.EDGESPEC, Arm.WINDOWED),
+)
+
+
+def _arms(section: DeviceSection) -> tuple[ArmSummary, ...]:
+    scenario = replace(FAR, devices={"laptop": section})
+    outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, Path())]
+    return summarise(scenario, (1,), Path(), outcomes).arms
+
+
+def test_a_scenario_says_what_its_devices_prefer() -> None:
+    """Data costs wasted nodes in the arm edgespec, and changes no other arm and no text."""
+    section = FAR.devices["laptop"]
+    ours, windowed = _arms(section)
+    frugal, same = _arms(replace(section, prefer=Prefer.DATA))
+    assert same.all == windowed.all
+    assert ours.all.wasted_per_token > 1.3 * frugal.all.wasted_per_token > 0.0
+    assert ours.all.mismatches == frugal.all.mismatches == 0
+
+
+def test_a_scenario_says_by_what_its_devices_draft() -> None:
+    section = FAR.devices["laptop"]
+    found = [_arms(replace(section, policy=name))[0].all for name in LEARNING]
+    assert len({one.wasted_per_token for one in found}) == len(LEARNING)
+    assert not any(one.mismatches for one in found)
+
+
+def test_a_bench_sets_its_own_arm_alone() -> None:
+    plain, ours = (
+        arm_options(arm, 3, PolicyName.BANDIT, Prefer.DATA) for arm in (Arm.PEARL, Arm.EDGESPEC)
+    )
+    assert (plain, plain.prefer) == (arm_options(Arm.PEARL), Prefer.SPEED)
+    assert (ours.policy, ours.prefer) == (named_policy(PolicyName.BANDIT), Prefer.DATA)
