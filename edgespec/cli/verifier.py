@@ -22,6 +22,7 @@ KEYS = {
     "dtype": "dtype",
     "device": "device",
     "canonical": "canonical",
+    "tensor_parallel_size": "tensor_parallel.size",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
     "server_drafts": "server_drafts",
@@ -76,6 +77,14 @@ Canonical = Annotated[
         help="Same bits under every schedule (default: on CPUs)",
     ),
 ]
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        metavar="N",
+        help="Share the model among N processes of this host, a GPU each (default: 1)",
+    ),
+]
 MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
 MaxModelLen = Annotated[
     int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
@@ -119,6 +128,7 @@ def verifier(
     dtype: Dtype = None,
     device: Device = None,
     canonical: Canonical = None,
+    tensor_parallel_size: TensorParallelSize = None,
     max_sessions: MaxSessions = None,
     max_model_len: MaxModelLen = None,
     server_drafts: ServerDrafts = None,
@@ -146,6 +156,8 @@ def verifier(
     alone.
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
+
+    [dim]edgespec verifier --model Qwen/Qwen3-32B --tensor-parallel-size 4[/]
 
     [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
     """

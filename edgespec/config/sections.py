@@ -54,6 +54,20 @@ class PacingSection:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorParallelSection:
+    """Share one model among several processes of this host, a GPU each."""
+
+    size: int = 1
+    """Processes (ranks); must divide the model's key-value heads."""
+    pass_within_s: float = 300.0
+    """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
+
+    def __post_init__(self) -> None:
+        bounded("size", self.size, 1, 64)
+        bounded("pass_within_s", self.pass_within_s, 1.0, 86_400.0)
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsSection:
     """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
 
@@ -116,6 +130,7 @@ class VerifierConfig:
     """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
     threads: int | None = None
     """Of the model, in plain mode; null: torch's choice."""
+    tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     max_model_len: int | None = None
     """Prompt plus output, in tokens; null: the model's own context."""
     server_drafts: bool = True
@@ -146,6 +161,11 @@ class VerifierConfig:
             bounded("metrics_port", self.metrics_port, 0, 65_535)
         bounded("port", self.port, 0, 65_535)
         _one_of("dtype", self.dtype, DTYPES)
+        if self.tensor_parallel.size > 1 and self.model == "toy":
+            raise ValueError(
+                f"tensor_parallel.size is {self.tensor_parallel.size}, but the toy model is not"
+                " shared: leave it at 1"
+            )
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         bounded("drain_s", self.drain_s, 0.0, 86_400.0)

@@ -53,21 +53,29 @@ class CanonicalMode:
 
 
 def find_canonical_mode(
-    loaded: LoadedModel, self_test: Callable[[RowTiles], SelfTest], *, row_by_row: bool
+    loaded: LoadedModel,
+    self_test: Callable[[RowTiles], SelfTest],
+    *,
+    row_by_row: bool,
+    agreed: Callable[[bool], bool] = bool,
 ) -> CanonicalMode:
     """Install and return the cheapest way of computing that holds for ``loaded``.
 
     ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
-    left as it was. Sets nothing but the model's layers; the caller has set one thread.
+    left as it was. Sets nothing but the model's layers; the caller has set one thread. Of several
+    ranks all take the same way: ``agreed`` says whether what holds here holds on every one.
     """
     failures: list[str] = []
     for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
-        if tiles is None:
+        if not agreed(tiles is not None) or tiles is None:
+            if tiles is not None:
+                remove(_linear_layers(loaded))
+                failures.append(f"{tiles}: another rank's products give equal rows different bits")
             continue
         result = self_test(tiles)
-        if result.ok:
+        if agreed(result.ok):
             return CanonicalMode(tiles, tuple(failures))
         remove(_linear_layers(loaded))
         failures.append(f"{tiles}: {result.message}")
@@ -79,7 +87,7 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     config = loaded.model.config
     head_dim = _head_dim(loaded)
     attention = _attention_sizes(loaded, head_dim, base)
-    row_multiple = whole_vector_rows(base, (config.intermediate_size, head_dim))
+    row_multiple = whole_vector_rows(base, (config.intermediate_size // loaded.ranks, head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
     if not attention:
         failures.append(f"{tiles}: attention gives equal rows different bits")
@@ -118,7 +126,8 @@ def _attention_sizes(loaded: LoadedModel, head_dim: int, base: int) -> tuple[int
     Attention computes in float32 whatever the model's type, so float32 is what is tried: nothing
     is hidden by rounding the result.
     """
-    heads, kv_heads = loaded.model.config.num_attention_heads, loaded.key_width // head_dim
+    heads = loaded.model.config.num_attention_heads // loaded.ranks
+    kv_heads = loaded.key_width // head_dim
     generator = torch.Generator().manual_seed(head_dim)
 
     def random(*shape: int) -> torch.Tensor:

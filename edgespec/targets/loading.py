@@ -13,6 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.targets import packed_attention
+from edgespec.targets.tensor_parallel_model import (
+    Share,
+    check_shareable,
+    loading_options,
+    share_layers,
+)
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # "dynamic" and "longrope" change earlier positions' angles when a text grows: cached keys go stale.
@@ -34,22 +40,30 @@ class LoadedModel:
     """A transformers causal language model in evaluation mode."""
     layer_count: int
     key_width: int
-    """Key-value heads times head dimension."""
+    """Key-value heads times head dimension, of this rank."""
     vocabulary_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    ranks: int = 1
+    """Over how many processes heads and inner columns are shared, evenly."""
 
 
 def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", context_length: int | None = None
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    context_length: int | None = None,
+    share: Share | None = None,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
     any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
-    cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
+    cuda:N or auto. ``context_length`` limits prompt plus output below the model's own. With
+    ``share`` only that rank's part is loaded.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -57,6 +71,8 @@ def load_model(
     where = _device(device)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_supported(config, context_length)
+    ranks = 1 if share is None else share.world_size
+    check_shareable(config, ranks)
     packed_attention.register()
     model: Any = AutoModelForCausalLM.from_pretrained(
         path,
@@ -64,7 +80,10 @@ def load_model(
         use_safetensors=True,
         dtype=_dtype(dtype, where),
         attn_implementation=packed_attention.IMPLEMENTATION,
+        **({} if share is None else loading_options(share)),
     )
+    if share is not None:
+        share_layers(model, share)
     model = model.to(where).eval()
     _check_weights(path, model)
     heads = config.num_key_value_heads or config.num_attention_heads
@@ -72,12 +91,13 @@ def load_model(
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
-        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
+        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads) // ranks,
         vocabulary_size=config.vocab_size,
         context_length=served_length,
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
+        ranks=ranks,
     )
 
 
