@@ -136,14 +136,14 @@ def join_group(share: LoadModel, listener: int = -1) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["LOCAL_RANK"] = str(share.rank)  # transformers asks for it
     limit = timedelta(seconds=share.collective_within_s)
-    store = distributed.TCPStore(
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
         _LOOPBACK,
         share.meeting_port,
         share.world_size,
         share.rank == 0,
         timeout=limit,
         wait_for_workers=False,
-        **({"master_listen_fd": listener} if listener >= 0 else {}),
+        master_listen_fd=None if listener < 0 else listener,
     )
     where = None
     if dict(share.options)["device"] == "cuda":

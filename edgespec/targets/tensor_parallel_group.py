@@ -3,9 +3,10 @@
 Theory of operation. A rank is a child process with three pipes: commands in, answers out, and one
 that carries nothing and ends with this process, however that ends; the child ends with it. What is
 written to a command pipe is "broadcast" without a collective, so a rank that is gone is noticed by
-the operating system at once. One thread reads all answers and looks at the clock; it feeds
-``PassAgreement``, and the first time that says ``lost`` it tells whoever asked to be told. After
-that every call raises ``TargetLostError``, and the verifier ends.
+the operating system at once. One thread starts the ranks, reads all answers and looks at the clock;
+it feeds ``PassAgreement``, and the first time that says ``lost`` it tells whoever asked to be told.
+After that every call raises ``TargetLostError``, and the verifier ends. The ranks are killed when
+that thread ends (``tensor_parallel_rank.py``), even those that hang or were stopped.
 """
 
 from __future__ import annotations
@@ -91,28 +92,39 @@ class RankProcess:
             code = self.process.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             return f"{who} closed its pipe"
-        return (
-            f"{who} was killed by signal {-code}" if code < 0 else f"{who} ended with code {code}"
-        )
+        return f"{who} " + (f"was killed by signal {-code}" if code < 0 else f"ended: code {code}")
 
 
 class RankGroup:
     """Ranks 1 .. ``world_size`` - 1, each a child process. Calls come from one thread at a time."""
 
-    def __init__(self, world_size: int, pass_within_s: float) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        pass_within_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        look_every_s: float = _LOOK_EVERY_S,
+    ) -> None:
+        self._clock, self._look_every_s = clock, look_every_s
         self._agreement = PassAgreement(frozenset(range(1, world_size)), pass_within_s)
         self._changed = threading.Condition()
         self._heard: dict[type[FromRank], set[int]] = {Loaded: set(), Ready: set()}
         self._tell: list[Callable[[str], None]] = []
         self._stopping = False
+        self._wanted: tuple[int, ...] = ()
         self._ranks: list[RankProcess] = []
+        self._started = threading.Event()
+        self._not_started: Exception | None = None
         self._watch = threading.Thread(target=self._watch_all, name="edgespec-ranks", daemon=True)
 
     def start(self, messages: Sequence[LoadModel]) -> None:
         """One process for each message. Raises ``OSError`` when there can be none."""
-        for message in messages:
-            self._ranks.append(_start_rank(message.rank))
+        self._wanted = tuple(message.rank for message in messages)
         self._watch.start()
+        self._started.wait()
+        if self._not_started is not None:
+            raise self._not_started
         for message, rank in zip(messages, self._ranks, strict=True):
             self._send(rank, encode(message))
 
@@ -168,7 +180,7 @@ class RankGroup:
         """
         self._check()
         with self._changed:
-            number = self._agreement.began(time.monotonic())
+            number = self._agreement.began(self._clock())
         before = collectives()
         try:
             self.tell_all(RunPass(number, tuple(batch)))
@@ -196,9 +208,10 @@ class RankGroup:
         """Wait until it is clear whether all ranks failed alike. Raises ``TargetLostError``."""
         with self._changed:
             reason = f"{type(error).__name__}: {error}"
-            self._agreement.failed(collectives, reason, time.monotonic())
+            self._agreement.failed(collectives, reason, self._clock())
             while self._agreement.verdict is Verdict.WAIT:
-                self._changed.wait(_LOOK_EVERY_S)
+                self._changed.wait(self._look_every_s)
+                self._agreement.look(self._clock())
         self._check(error)
 
     def _check(self, cause: Exception | None = None) -> None:
@@ -220,11 +233,20 @@ class RankGroup:
 
     def _watch_all(self) -> None:
         try:
+            for one in self._wanted:
+                self._ranks.append(_start_rank(one))
+        except Exception as error:
+            self._not_started = error
+            return
+        finally:
+            self._started.set()
+        try:
             with selectors.DefaultSelector() as selector:
                 for rank in self._ranks:
                     selector.register(rank.answers, selectors.EVENT_READ, rank)
-                while not (self._stopping or self._is_lost_after(selector.select(_LOOK_EVERY_S))):
-                    pass
+                while not self._stopping:
+                    if self._is_lost_after(selector.select(self._look_every_s)):
+                        break
         except Exception as error:  # nobody may wait for a thread that is not there
             _LOG.exception("watching the ranks failed")
             with self._changed:
@@ -236,7 +258,7 @@ class RankGroup:
         for key, _ in ready:
             self._read(key.data)
         with self._changed:
-            self._agreement.look(time.monotonic())
+            self._agreement.look(self._clock())
             self._changed.notify_all()
             return self._agreement.lost is not None
 
@@ -263,7 +285,7 @@ class RankGroup:
                 case Loaded() | Ready():
                     self._heard[type(message)].add(rank)
                 case PassFailed():
-                    self._agreement.reported(rank, message, time.monotonic())
+                    self._agreement.reported(rank, message, self._clock())
                 case RankFailed(reason):
                     self._agreement.gone(rank, f"failed: {reason}")
                 case _:

@@ -1,4 +1,4 @@
-"""One rank's share of a model: which weights it holds, and the exchanges that make the layers whole.
+"""One rank's share of a model: its weights, and the exchanges that make the layers whole.
 
 Theory of operation (Shoeybi et al. 2019, Megatron-LM, section 3). Query, key, value, gate and up
 projections are cut by columns: a rank computes some heads and some of the inner width. Output and
@@ -8,13 +8,14 @@ only a rank's share of every tensor; its forward functions, which work on distri
 then replaced by plain layers with hooks, so that all that is done to plain linear layers (canonical
 mode's row tiles) holds for a share as well.
 
-Sums. A library's all-reduce adds in an order that may depend on the size of the tensor. In canonical
-mode (``ordered``) the ranks exchange their partial results as they are and each adds them in the
-order of the ranks, so a row's bits depend on the row alone.
+Sums. A library's all-reduce adds in an order that may depend on the size of the tensor. In
+canonical mode (``ordered``) the ranks exchange their partial results as they are and each adds them
+in the order of the ranks, so a row's bits depend on the row alone.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +87,12 @@ class Share:
 
 
 def check_shareable(config: Any, world_size: int) -> None:
-    """Raises ``TensorParallelError`` naming the number that ``world_size`` does not divide."""
+    """Raises ``TensorParallelError`` naming the number that ``world_size`` does not divide, or the
+    library that is missing."""
+    if world_size > 1 and importlib.util.find_spec("accelerate") is None:
+        raise TensorParallelError(
+            "tensor parallel needs accelerate, which is not installed: pip install 'edgespec[tp]'"
+        )
     heads = config.num_attention_heads
     counted = {
         "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -102,15 +108,9 @@ def check_shareable(config: Any, world_size: int) -> None:
 
 
 def loading_options(share: Share) -> dict[str, Any]:
-    """Arguments for transformers' ``from_pretrained``, which then reads this rank's share alone.
-    Raises ``TensorParallelError`` when the libraries for it are missing."""
-    try:
-        import accelerate  # noqa: F401
-        from transformers.distributed import DistributedConfig
-    except ImportError as error:
-        raise TensorParallelError(
-            f"tensor parallel needs {error.name or error}: pip install 'edgespec[server,tp]'"
-        ) from error
+    """Arguments for transformers' ``from_pretrained``, which then reads this rank's share alone."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     return {"distributed_config": DistributedConfig(tp_size=share.world_size, tp_plan="auto")}
 
 

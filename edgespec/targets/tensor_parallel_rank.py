@@ -3,11 +3,14 @@
 Commands come on standard input and answers leave on what was standard output; whatever else prints
 goes to standard error. It is started and ended by rank 0 (``tensor_parallel_group.py``) and by
 nobody else: signals that ask to stop are rank 0's to heed, because a drain goes on needing all
-ranks, and the end of rank 0 ends this process even when it waits in an exchange.
+ranks. The end of rank 0 ends this process twice over: a thread reads a pipe that ends with it, and
+on Linux the kernel kills the child of a thread that is gone (``prctl(2)``, PR_SET_PDEATHSIG), which
+works as well on a process that hangs or was stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -32,6 +35,7 @@ from edgespec.targets.tensor_parallel_messages import (
 from edgespec.targets.tensor_parallel_replay import Replica, replay
 
 _LOG = logging.getLogger(__name__)
+_SET_PARENT_DEATH_SIGNAL = 1
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Tell = Callable[[FromRank], None]
@@ -42,6 +46,8 @@ def main() -> None:
     for number in _STOPPING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     life = int(sys.argv[1])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(target=_end_with_rank_0, args=(life,), daemon=True).start()
     answers = os.dup(1)
     os.dup2(2, 1)
