@@ -40,6 +40,8 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class OpenReplica:
+    """A sequence begins (``ports.TargetModel.open``)."""
+
     key: str
     prompt_length: int
     text: tuple[int, ...]
@@ -47,6 +49,8 @@ class OpenReplica:
 
 @dataclass(frozen=True, slots=True)
 class RunPass:
+    """A packed pass begins now, on all ranks."""
+
     number: int
     """Passes count from 1."""
     batch: tuple[PassRequest, ...]
@@ -54,12 +58,16 @@ class RunPass:
 
 @dataclass(frozen=True, slots=True)
 class KeepReplica:
+    """Nodes of a sequence's last pass are committed (``ports.TargetModel.keep``)."""
+
     key: str
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseReplica:
+    """A sequence ends (``ports.TargetModel.close``)."""
+
     key: str
 
 

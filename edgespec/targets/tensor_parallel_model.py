@@ -89,10 +89,6 @@ class Share:
 def check_shareable(config: Any, world_size: int) -> None:
     """Raises ``TensorParallelError`` naming the number that ``world_size`` does not divide, or the
     library that is missing."""
-    if world_size > 1 and importlib.util.find_spec("accelerate") is None:
-        raise TensorParallelError(
-            "tensor parallel needs accelerate, which is not installed: pip install 'edgespec[tp]'"
-        )
     heads = config.num_attention_heads
     counted = {
         "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -105,6 +101,10 @@ def check_shareable(config: Any, world_size: int) -> None:
                 f"the model has {count} {name}, which tensor_parallel.size {world_size} does not"
                 " divide"
             )
+    if world_size > 1 and importlib.util.find_spec("accelerate") is None:
+        raise TensorParallelError(
+            "tensor parallel needs accelerate, which is not installed: pip install 'edgespec[tp]'"
+        )
 
 
 def loading_options(share: Share) -> dict[str, Any]:
@@ -131,6 +131,11 @@ def share_layers(model: Any, share: Share) -> None:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None:
             continue
+        if style not in (*TOKENS, *UNCUT) and type(module) is not torch.nn.Linear:
+            raise TensorParallelError(
+                f"{name} is a {type(module).__name__}, but only plain linear layers can be shared:"
+                " tensor parallel and quantised weights do not go together"
+            )
         module.__dict__.pop("forward", None)  # transformers' own exchange
         if style in ROWS:
             _add_up(module, share)
