@@ -95,6 +95,17 @@ def test_the_order_of_reports_does_not_matter() -> None:
         assert agreement.deadline == 65.0
 
 
+def test_failures_behind_other_exchanges_are_fatal() -> None:
+    """As when an exchange breaks because the other rank has left it."""
+    agreement = _agreement()
+    agreement.began(0.0)
+    agreement.reported(1, PassFailed(1, 2, "no memory"), 1.0)
+    agreement.failed(3, "connection reset", 1.0)
+    assert agreement.lost == (
+        "rank 0 failed in pass 1 behind 3 exchanges (connection reset), rank 1 behind 2 (no memory)"
+    )
+
+
 def test_reports_of_other_passes_and_ends_of_ranks_are_fatal() -> None:
     agreement = _agreement()
     agreement.began(0.0)
