@@ -96,9 +96,15 @@ def tell(two: TensorParallelTarget) -> None:
     """Commands that a rank carries out at once, so that its pipe never fills."""
     group = two._others
     for sessions in (1, 8, 64):
-        blocks = tuple(range(1, 65))
         batch = tuple(
-            PassRequest(f"session-{index}", 1000, (7,), (1, 2, 3, 4), (-1, 0, 1, 1), blocks=blocks)
+            PassRequest(
+                f"session-{index}",
+                1000,
+                (7,),
+                (1, 2, 3, 4),
+                (-1, 0, 1, 1),
+                blocks=tuple(range(1 + 64 * index, 65 + 64 * index)),
+            )
             for index in range(sessions)
         )
         size = len(encode(RunPass(1, batch)))

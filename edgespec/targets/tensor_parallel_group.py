@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -220,14 +221,32 @@ class RankGroup:
 
     def _send(self, rank: RankProcess, body: bytes) -> None:
         view = memoryview(body)
+        until = self._clock() + self._agreement.pass_within_s
         try:
             while view:
-                view = view[os.write(rank.commands, view) :]
+                try:
+                    view = view[os.write(rank.commands, view) :]
+                except BlockingIOError:
+                    self._wait_to_write(rank, until)
         except OSError as error:
             with self._changed:
                 if self._agreement.lost is None:
                     self._agreement.gone(rank.rank, rank.end_words())
             self._check(error)
+
+    def _wait_to_write(self, rank: RankProcess, until: float) -> None:
+        """The pipe is full, because the rank is busy, or hangs."""
+        room = select.poll()
+        room.register(rank.commands, select.POLLOUT)
+        room.poll(1e3 * self._look_every_s)
+        if self._clock() >= until:
+            with self._changed:
+                self._agreement.gone(
+                    rank.rank,
+                    f"took no command for {self._agreement.pass_within_s:g} s"
+                    " (tensor_parallel.pass_within_s)",
+                )
+        self._check()
 
     # --- the watching thread ---------------------------------------------------------------
 
@@ -320,4 +339,6 @@ def _start_rank(rank: int) -> RankProcess:
         raise
     finally:
         os.close(life_read)
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
     return RankProcess(rank, process, life_write)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
+import subprocess
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -18,9 +22,11 @@ pytest.importorskip("transformers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.ports import PassRequest
+from edgespec.ports import PassRequest, TargetLostError
+from edgespec.targets import tensor_parallel_group
 from edgespec.targets.tensor_parallel import torch_target
 from edgespec.targets.tensor_parallel_agreement import PassAgreement, Verdict
+from edgespec.targets.tensor_parallel_group import RankGroup
 from edgespec.targets.tensor_parallel_messages import (
     CloseReplica,
     FromRank,
@@ -116,6 +122,69 @@ def test_reports_of_other_passes_and_ends_of_ranks_are_fatal() -> None:
     agreement.gone(2, "(process 7) was killed by signal 9")
     agreement.gone(1, "later")
     assert agreement.lost == "rank 2 (process 7) was killed by signal 9"
+
+
+# --- the group's processes ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _group_of(script: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
+    """One rank, which is this shell script."""
+
+    def start(rank: int) -> tensor_parallel_group.RankProcess:
+        life_read, life_write = os.pipe()
+        os.close(life_read)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(["sh", "-c", script], stdin=pipe, stdout=pipe, bufsize=0)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return tensor_parallel_group.RankProcess(rank, process, life_write)
+
+    monkeypatch.setattr(tensor_parallel_group, "_start_rank", start)
+    group = RankGroup(2, 0.2, look_every_s=0.05)
+    try:
+        with contextlib.suppress(TargetLostError):  # the script may be over by now
+            group.start([LoadModel(1, 2, 1, 1.0, ())])
+        yield group
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -9 $$", "was killed by signal 9"),
+        ("read line; exit 3", "ended: code 3"),
+        ("echo junk; exec cat >/dev/null", "cannot watch the others: .* limit 1073741824"),
+    ],
+    ids=["killed", "exits", "nonsense"],
+)
+def test_a_rank_that_ends_or_talks_nonsense_is_told_while_nobody_calls(
+    script: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    done = threading.Event()
+
+    def tell(why: str) -> None:
+        told.append(why)
+        done.set()
+
+    with _group_of(script, monkeypatch) as group:
+        group.when_lost(tell)
+        with contextlib.suppress(TargetLostError):
+            group.tell_all(KeepReplica("line\n", ()))
+        assert done.wait(60)
+        assert told == [group.lost]
+        assert re.search(words, told[0])
+
+
+def test_a_rank_that_takes_no_command_is_lost_after_the_time_of_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with _group_of("exec sleep 1000", monkeypatch) as group:
+        with pytest.raises(TargetLostError, match=r"rank 1 took no command for 0\.2 s"):
+            group.tell_all(OpenReplica("a", 1, tuple(range(1 << 17))))
+        group._ranks[0].process.kill()
 
 
 # --- what can be shared --------------------------------------------------------------------
