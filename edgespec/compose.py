@@ -216,10 +216,12 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     if config.canonical is not False:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
-        from edgespec.targets.torch_target import TorchTarget
+        from edgespec.targets.tensor_parallel import torch_target
     try:
-        return TorchTarget(
+        return torch_target(
             str(folder),
+            ranks=config.tensor_parallel.size,
+            pass_within_s=config.tensor_parallel.pass_within_s,
             name=model_name(config),
             vocabulary=info.vocabulary,
             weights=weights_fingerprint(folder, info.vocabulary),
@@ -235,7 +237,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         )
     except (ValueError, OSError):
         raise
-    except Exception as error:  # safetensors and torch have exceptions of their own
+    except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
         raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "ServeStream",
     "Shaped",
     "StepCancelledError",
+    "TargetLostError",
     "TargetModel",
     "Transport",
     "TreeDrafter",
@@ -173,7 +174,8 @@ class TargetModel(Protocol):
         """One pass over all requests, in order, sampling with each session's parameters.
 
         Raises ``ValueError`` for a request that does not fit what is cached, ``CapacityError``,
-        and ``ModelOutputError``, which names the session that cannot go on."""
+        and ``ModelOutputError``, which names the session that cannot go on; any call may raise
+        ``TargetLostError``, after which there is nothing left to call."""
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """After a pass: the indices of its nodes, root to leaf, that became committed. The cache
@@ -206,6 +208,10 @@ class ModelOutputError(ValueError):
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key!r}: {reason}")
         self.key = key
+
+
+class TargetLostError(RuntimeError):
+    """The target as a whole is gone and no session can go on, now or later."""
 
 
 # --- links ----------------------------------------------------------------------------------

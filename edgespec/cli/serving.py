@@ -12,6 +12,7 @@ What comes of it is logged as a warning, so that it shows at the usual log level
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
@@ -73,6 +74,7 @@ async def _serve_until(
     serving, server = build_verifier(
         config, target=target, tracer=tracer, access=access, watch=watch.watch
     )
+    _fail_with_ranks(target, serving)
     await server.start()
     _collect_less_often()
     watch.start(serving)
@@ -93,6 +95,19 @@ async def _serve_until(
     await server.stop(_STREAMS_END_WITHIN_S)
     alive.cancel()
     return serving.why_broken
+
+
+def _fail_with_ranks(target: TargetModel, serving: Verifier) -> None:
+    """A target over several processes that loses one ends the verifier, also between passes."""
+    loop = asyncio.get_running_loop()
+
+    def lost(why: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(serving.fail, why)
+
+    when_lost = getattr(getattr(target, "inner", target), "when_lost", None)
+    if when_lost is not None:
+        when_lost(lost)
 
 
 def _collect_less_often() -> None:

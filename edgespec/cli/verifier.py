@@ -18,7 +18,6 @@ KEYS = {
     "model": "model",
     "name": "name",
     "engine": "engine",
-    "tensor_parallel_size": "tensor_parallel_size",
     "engine_flags": "engine_flags",
     "host": "host",
     "port": "port",
@@ -26,6 +25,7 @@ KEYS = {
     "device": "device",
     "quantize": "quantize",
     "canonical": "canonical",
+    "tensor_parallel_size": "tensor_parallel.size",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
     "kv_budget": "limits.kv_budget",
@@ -66,10 +66,6 @@ Engine = Annotated[
     str | None,
     typer.Option("--engine", help="native, or vllm: several GPUs or hosts (default: native)"),
 ]
-TensorParallelSize = Annotated[
-    int | None,
-    typer.Option("--tensor-parallel-size", help="GPUs to spread each layer over (default: 1)"),
-]
 EngineFlags = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- FLAGS]", help="vLLM's own flags", show_default=False),
@@ -96,6 +92,14 @@ Canonical = Annotated[
     typer.Option(
         "--canonical/--no-canonical",
         help="Same bits under every schedule (default: on CPUs)",
+    ),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        metavar="N",
+        help="Share the model among N processes of this host, a GPU each (default: 1)",
     ),
 ]
 MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
@@ -188,6 +192,8 @@ def verifier(
     alone.
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
+
+    [dim]edgespec verifier --model Qwen/Qwen3-32B --tensor-parallel-size 4[/]
 
     [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
 

@@ -37,6 +37,20 @@ class PacingSection:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorParallelSection:
+    """Share one model among several processes of this host, a GPU each."""
+
+    size: int = 1
+    """Processes (ranks); must divide the model's key-value heads."""
+    pass_within_s: float = 300.0
+    """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
+
+    def __post_init__(self) -> None:
+        bounded("size", self.size, 1, 64)
+        bounded("pass_within_s", self.pass_within_s, 1.0, 86_400.0)
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsSection:
     """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
 
@@ -106,8 +120,6 @@ class VerifierConfig:
     """What devices may ask for; empty: derived from ``model``."""
     engine: str = NATIVE
     """``native``, or ``vllm``, which is installed by itself (``edgespec[vllm]``)."""
-    tensor_parallel_size: int = 1
-    """Over how many devices of one host each layer is spread; more than 1: ``vllm`` alone."""
     engine_flags: tuple[str, ...] = ()
     """vLLM's own, as on its command line."""
     host: str = DEFAULT_HOST
@@ -121,6 +133,7 @@ class VerifierConfig:
     """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
     threads: int | None = None
     """Of the model, in plain mode; null: torch's choice."""
+    tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     max_model_len: int | None = None
     """Prompt plus output, in tokens; null: the model's own context."""
     server_drafts: bool = True
@@ -168,13 +181,12 @@ class VerifierConfig:
 
     def _check_engine(self) -> None:
         one_of("engine", self.engine, (NATIVE, VLLM))
-        bounded("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
+        if self.tensor_parallel.size > 1 and self.model == "toy":
+            raise ValueError(
+                f"tensor_parallel.size is {self.tensor_parallel.size}, but the toy model is not"
+                " shared: leave it at 1"
+            )
         if self.engine == NATIVE:
-            if self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"tensor_parallel_size is {self.tensor_parallel_size}, but the native engine"
-                    " computes on one device: see --engine vllm"
-                )
             if self.engine_flags:
                 raise ValueError(
                     f"engine_flags are {list(self.engine_flags)}, but only --engine vllm has any"

@@ -42,8 +42,8 @@ def _tried(shape: HeadShape, device: torch.device) -> tuple[LayerAttention, Laye
 
 
 def head_shape(loaded: LoadedModel) -> HeadShape:
-    """The heads of the model's attention."""
+    """The heads of the model's attention, of this rank."""
     config = loaded.model.config
     heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return HeadShape(heads, loaded.key_width // int(head_dim), int(head_dim))
+    return HeadShape(heads // loaded.ranks, loaded.key_width // int(head_dim), int(head_dim))

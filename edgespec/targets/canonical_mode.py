@@ -21,6 +21,8 @@ from itertools import chain
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.targets.attention_choice import head_shape
+from edgespec.targets.backend_self_test import HeadShape
 from edgespec.targets.canonical_attention import KEY_TILE, CanonicalGroup, canonical_attention
 from edgespec.targets.loading import LoadedModel
 from edgespec.targets.quantized import QuantizedLinear
@@ -56,12 +58,17 @@ class CanonicalMode:
 
 
 def find_canonical_mode(
-    loaded: LoadedModel, self_test: Callable[[RowTiles], SelfTest], *, row_by_row: bool
+    loaded: LoadedModel,
+    self_test: Callable[[RowTiles], SelfTest],
+    *,
+    row_by_row: bool,
+    agreed: Callable[[bool], bool] = bool,
 ) -> CanonicalMode:
     """Install and return the cheapest way of computing that holds for ``loaded``.
 
     ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
-    left as it was. Sets nothing but the model's layers; the caller has set one thread.
+    left as it was. Sets nothing but the model's layers; the caller has set one thread. Of several
+    ranks all take the same way: ``agreed`` says whether what holds here holds on every one.
     """
     failures: list[str] = []
     other = _other_products(loaded)
@@ -70,10 +77,13 @@ def find_canonical_mode(
     for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
-        if tiles is None:
+        if not agreed(tiles is not None) or tiles is None:
+            if tiles is not None:
+                remove(_linear_layers(loaded))
+                failures.append(f"{tiles}: another rank's products give equal rows different bits")
             continue
         result = self_test(tiles)
-        if result.ok:
+        if agreed(result.ok):
             return CanonicalMode(tiles, tuple(failures))
         remove(_linear_layers(loaded))
         failures.append(f"{tiles}: {result.message}")
@@ -82,10 +92,10 @@ def find_canonical_mode(
 
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
-    config = loaded.model.config
-    head_dim = _head_dim(loaded)
-    attention = _attention_sizes(loaded, head_dim, base)
-    row_multiple = whole_vector_rows(base, (config.intermediate_size, head_dim))
+    shape = head_shape(loaded)
+    attention = _attention_sizes(loaded, shape, base)
+    inner_width = loaded.model.config.intermediate_size // loaded.ranks
+    row_multiple = whole_vector_rows(base, (inner_width, shape.head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
     if not attention:
         failures.append(f"{tiles}: attention gives equal rows different bits")
@@ -144,19 +154,13 @@ def _other_products(loaded: LoadedModel) -> str:
     return ""
 
 
-def _head_dim(loaded: LoadedModel) -> int:
-    config = loaded.model.config
-    head_dim = getattr(config, "head_dim", None)
-    return int(head_dim or config.hidden_size // config.num_attention_heads)
-
-
-def _attention_sizes(loaded: LoadedModel, head_dim: int, base: int) -> tuple[int, ...]:
+def _attention_sizes(loaded: LoadedModel, shape: HeadShape, base: int) -> tuple[int, ...]:
     """``agreeing_sizes`` of attention to random keys, all rows at one position.
 
     Attention computes in float32 whatever the model's type, so float32 is what is tried: nothing
     is hidden by rounding the result.
     """
-    heads, kv_heads = loaded.model.config.num_attention_heads, loaded.key_width // head_dim
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     generator = torch.Generator().manual_seed(head_dim)
 
     def random(*shape: int) -> torch.Tensor:

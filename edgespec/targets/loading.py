@@ -19,6 +19,13 @@ from edgespec.targets.families import UnsupportedModelError, check_family
 from edgespec.targets.quantized import FORMATS as QUANTIZE_FORMATS
 from edgespec.targets.quantized import quantize_model
 from edgespec.targets.strict_weights import check_loading, check_numbers
+from edgespec.targets.tensor_parallel_model import (
+    Share,
+    TensorParallelError,
+    check_shareable,
+    loading_options,
+    share_layers,
+)
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,12 +40,14 @@ class LoadedModel:
     """A transformers causal language model in evaluation mode."""
     layer_count: int
     key_width: int
-    """Key-value heads times head dimension."""
+    """Key-value heads times head dimension, of this rank."""
     vocabulary_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    ranks: int = 1
+    """Over how many processes heads and inner columns are shared, evenly."""
 
 
 def load_model(
@@ -48,13 +57,15 @@ def load_model(
     device: str = "auto",
     context_length: int | None = None,
     quantize: str = "",
+    share: Share | None = None,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
     any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
     cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
-    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16.
+    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16. With
+    ``share`` only that rank's part is loaded, as the checkpoint has it.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -64,29 +75,42 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    model = _read(path, config, _dtype(dtype, where), where, quantize)
+    ranks = 1 if share is None else share.world_size
+    check_shareable(config, ranks)
+    model = _read(path, config, _dtype(dtype, where), where, quantize, share)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
-        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
+        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads) // ranks,
         vocabulary_size=config.vocab_size,
         context_length=served_length,
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
+        ranks=ranks,
     )
 
 
 def _read(
-    path: str, config: Any, dtype: torch.dtype | str, device: torch.device, quantize: str
+    path: str,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    quantize: str,
+    share: Share | None,
 ) -> Any:
-    """The model with all its weights, on ``device``, in evaluation mode."""
+    """The model with all its weights, or the share of them, on ``device``, in evaluation mode."""
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
     if method and quantize:
         raise UnsupportedModelError(
             f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
+        )
+    if method and share is not None:
+        raise TensorParallelError(
+            f"{path}: the checkpoint is quantised ({method}), but tensor_parallel.size"
+            f" {share.world_size} shares plain weights alone"
         )
     packed_attention.register()
     try:
@@ -99,6 +123,7 @@ def _read(
             attn_implementation=packed_attention.IMPLEMENTATION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named with all other faults instead
+            **({} if share is None else loading_options(share)),
         )
     except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         if not method:
@@ -106,6 +131,8 @@ def _read(
         raise not_loaded(path, method, error) from error
     model, info = loaded
     check_loading(path, info)
+    if share is not None:
+        share_layers(model, share)
     check_numbers(path, model)
     if quantize:
         quantize_model(path, model, quantize)

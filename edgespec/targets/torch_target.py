@@ -44,6 +44,7 @@ from edgespec.targets.row_tiles import RowTiles
 from edgespec.targets.sampler import SampleBlock, choose_tokens
 from edgespec.targets.scores import score_passes
 from edgespec.targets.self_test import SelfTest, finite_logits, run_self_test
+from edgespec.targets.tensor_parallel_model import Share
 from edgespec.targets.token_counts import TokenCountsCache
 from edgespec.targets.tree_shape import tree_shape
 
@@ -62,7 +63,8 @@ class TorchTarget:
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
     thread, *for the whole process*, since thread counts change how sums associate; in plain mode
-    ``model_threads`` sets the count when given.
+    ``model_threads`` sets the count when given. With ``share`` this process is one of several
+    ranks, which are built alike and make the same calls (``tensor_parallel.py``).
 
     Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
     numbers, ``ValueError`` for a bad option.
@@ -84,12 +86,20 @@ class TorchTarget:
         model_threads: int | None = None,
         quantize: str = "",
         pool_budget: PoolBudget | None = None,
+        share: Share | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
         loaded = load_model(
-            path, dtype=dtype, device=device, context_length=context_length, quantize=quantize
+            path,
+            dtype=dtype,
+            device=device,
+            context_length=context_length,
+            quantize=quantize,
+            share=share,
         )
+        if share is not None:
+            share.wait_for_all()
         self._model = loaded.model
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
@@ -112,7 +122,7 @@ class TorchTarget:
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = choose_backend(loaded)
         if loaded.device.type == "cpu" if canonical is None else canonical:
-            self._enter_canonical_mode(loaded, required=canonical is True)
+            self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
         logger.info("attention backend: %s", self.attention)
@@ -187,11 +197,7 @@ class TorchTarget:
         latter names, can go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
-        check_batch(batch, self._pool.cached_length, self._info)
-        self._pool.reserve(batch)
-        logits = self._run(batch)
-        for request in batch:
-            self._pool.commit(request)
+        logits = self.run_pass(batch)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
             tokens = choose_tokens(logits, blocks)
@@ -203,6 +209,15 @@ class TorchTarget:
             results.append(PassResult(request.key, chosen, scores.get(request.key, ())))
             first = last
         return results
+
+    def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
+        """``forward`` before it samples: logits [sampled rows, vocabulary]."""
+        check_batch(batch, self._pool.cached_length, self._info)
+        self._pool.reserve(batch)
+        logits = self._run(batch)
+        for request in batch:
+            self._pool.commit(request)
+        return logits
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         self._pool.keep(key, nodes)
@@ -241,7 +256,9 @@ class TorchTarget:
             f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
         )
 
-    def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
+    def _enter_canonical_mode(
+        self, loaded: LoadedModel, share: Share | None, *, required: bool
+    ) -> None:
         def self_test(tiles: RowTiles) -> SelfTest:
             self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
             return self.self_test()
@@ -249,12 +266,17 @@ class TorchTarget:
         plain = self._attention
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        found = find_canonical_mode(loaded, self_test, row_by_row=required)
+        agreed = bool if share is None else share.agreed
+        if share is not None:
+            share.ordered = True
+        found = find_canonical_mode(loaded, self_test, row_by_row=required, agreed=agreed)
         self._row_tiles = found.tiles
         if found.tiles is not None:
             return
         self._attention = plain
         torch.set_num_threads(threads)
+        if share is not None:
+            share.ordered = False
         why = "; ".join(found.failures)
         if required:
             raise CanonicalModeError(f"canonical mode does not hold on this machine: {why}")

@@ -34,7 +34,14 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.ports import CapacityError, LinkError, ModelOutputError, TargetModel, VerifierStream
+from edgespec.ports import (
+    CapacityError,
+    LinkError,
+    ModelOutputError,
+    TargetLostError,
+    TargetModel,
+    VerifierStream,
+)
 from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
@@ -224,7 +231,7 @@ class Verifier:
             self._step(event)
         except Exception as error:
             _LOG.exception("the engine failed at %s", type(event).__name__)
-            self._break(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self, event: ee.EngineEvent) -> None:
         now, tracer = self._clock(), self._tracer
@@ -265,7 +272,7 @@ class Verifier:
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
             case ee.GiveUp(why):
-                self._break(why)
+                self.fail(why)
             case _:
                 assert_never(action)
 
@@ -281,6 +288,8 @@ class Verifier:
             self._handle(done.result())
         elif isinstance(error, CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
+        elif isinstance(error, TargetLostError):
+            self.fail(str(error))
         else:
             _LOG.error("a pass failed", exc_info=error)
             culprit = error.key if isinstance(error, ModelOutputError) else ""
@@ -288,7 +297,8 @@ class Verifier:
 
     def _on_work_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
-            self._break(f"the target's thread failed: {error}")
+            lost = isinstance(error, TargetLostError)
+            self.fail(str(error) if lost else f"the target's thread failed: {error}")
 
     def _on_probe_done(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -322,8 +332,8 @@ class Verifier:
 
     # --- stopping --------------------------------------------------------------------------
 
-    def _break(self, why: str) -> None:
-        """This verifier has failed as a whole."""
+    def fail(self, why: str) -> None:
+        """This verifier has failed as a whole: every stream hears it, and ``broken`` is set."""
         if not self.broken.is_set():
             _LOG.critical("the verifier failed: %s", why)
             self.why_broken = why

@@ -17,7 +17,7 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     SequenceFailed,
 )
-from edgespec.ports import CapacityError, TargetModel
+from edgespec.ports import CapacityError, TargetLostError, TargetModel
 
 _LOG = logging.getLogger(__name__)
 SequenceWork = OpenSequence | CloseSequence | KeepNodes
@@ -85,6 +85,8 @@ class TargetWorker:
                     self._target.keep(key, nodes)
                 case CloseSequence(key):
                     self._target.close(key)
+        except TargetLostError:
+            raise  # Nobody's fault, and the end of all.
         except CapacityError as error:
             return SequenceFailed(item.key, str(error), full=True)
         except Exception as error:  # whatever a model raises ends one session, not the daemon

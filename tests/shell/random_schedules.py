@@ -15,7 +15,7 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.targets.tensor_parallel import torch_target
 
 GREEDY = SamplingParams()
 
@@ -23,9 +23,10 @@ GREEDY = SamplingParams()
 class Recorder:
     """A target whose every pass leaves its logits in ``logits``."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.target = TorchTarget(
+    def __init__(self, folder: Path, dtype: str, ranks: int = 1) -> None:
+        self.target = torch_target(
             str(folder),
+            ranks=ranks,
             name="tiny",
             vocabulary="v",
             dtype=dtype,

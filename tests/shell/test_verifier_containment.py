@@ -33,7 +33,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.ports import DeviceStream, LinkError, VerifierStream
+from edgespec.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
 from edgespec.targets.toy import ToyTarget
 from edgespec.transport.loopback import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
@@ -155,6 +155,28 @@ async def test_a_target_that_always_raises_breaks_the_verifier_and_everybody_hea
     late = await _read(await _open(transport, "late"))
     assert late[1] is not None
     assert late[1].code is FaultCode.SHUTTING_DOWN
+    await transport.close()
+    await verifier.stop()
+
+
+@pytest.mark.parametrize("operation", ["open", "forward", "keep", "close"])
+async def test_a_target_that_is_lost_ends_the_verifier_at_once_and_blames_nobody(
+    operation: str,
+) -> None:
+    class Losing(Fragile):
+        def _maybe(self, operation: str, *keys: str) -> None:
+            if self._fails(operation, keys):
+                raise TargetLostError("rank 1 is no more")
+
+    verifier, transport = _verifier(Losing(lambda what, keys: what == operation))
+    stream = await _open(transport, "a")
+    tokens, fault = await _read(stream)
+    assert tokens == TEXT[: len(tokens)]
+    if operation != "close":
+        assert fault is not None
+        assert fault.code is FaultCode.SHUTTING_DOWN
+    await verifier.broken.wait()
+    assert verifier.why_broken == "rank 1 is no more"
     await transport.close()
     await verifier.stop()
 
