@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The checks that need a CUDA device: gpu-marked tests, then the GPU benches. At most
-# fourteen minutes.
+# The checks that need a CUDA device: gpu-marked tests, then the GPU benches. At most fourteen
+# minutes.
 #
 # Needs an environment with the `server`, `dev` and `cpu` (or `gpu`) extras on PATH. A bench that
 # fails does not hide the next one; the exit status is 0 only when all of them passed.

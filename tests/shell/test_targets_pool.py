@@ -12,6 +12,7 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, PassRequest
+from edgespec.targets.block_tables import BlockTables
 from edgespec.targets.canonical_attention import CanonicalAttention, CanonicalLayout
 from edgespec.targets.grouped_attention import GroupedAttention, GroupedLayout
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
@@ -199,3 +200,19 @@ def test_a_plain_row_sees_its_ancestors_and_itself() -> None:
     assert mask[0].nonzero()[0].tolist() == [0, 1, 2, 3]
     assert mask[10].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 6, 12, 13]
     assert mask[8].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 5, 7, 11]
+
+
+def test_block_tables_grow_and_rows_are_given_out_again() -> None:
+    tables = BlockTables(torch.device("cpu"))
+    rows = [tables.take() for _ in range(20)]
+    for row in rows:
+        tables.write(row, tuple(range(row, row + 40)))
+    assert tables.rows(rows, 40).tolist() == [list(range(row, row + 40)) for row in rows]
+    before = tables.on_device()
+    tables.write(3, tables.table(3))
+    assert tables.on_device() is before  # nothing has changed
+    tables.give_back(3)
+    assert tables.take() == 3
+    tables.write(3, (7, 9))
+    assert tables.on_device()[3, :2].tolist() == [7, 9]
+    assert tables.on_device()[19, :40].tolist() == list(range(19, 59))
