@@ -175,6 +175,18 @@ def test_print_config_reads_back(command: str, tmp_path: Path) -> None:
     assert call(command, "--config", str(path), "--print-config").stdout == first.stdout
 
 
+def test_a_verifier_is_told_about_weights_and_memory() -> None:
+    given = ("--quantize", "int4", "--kv-budget", "1GiB", "--print-config")
+    shown = yaml.safe_load(call("verifier", *given).stdout)
+    assert (shown["quantize"], shown["limits"]["kv_budget"]) == ("int4", "1GiB")
+    both = call("verifier", "--kv-budget", "1GiB", "--gpu-memory-utilization", "0.9")
+    assert both.exit_code == 2
+    assert "only one of them can size the cache" in both.stderr
+    unknown = call("verifier", "--quantize", "int3")
+    assert unknown.exit_code == 2
+    assert "quantize is 'int3'" in unknown.stderr
+
+
 def test_the_environment_wins_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
