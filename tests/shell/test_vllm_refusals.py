@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 from edgespec.config import VerifierConfig
@@ -29,7 +31,7 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def version(name: str) -> str:
         if name not in found:
-            raise install.PackageNotFoundError(name)
+            raise PackageNotFoundError(name)
         return found[name]
 
     monkeypatch.setattr(install, "version", version)
