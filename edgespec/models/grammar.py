@@ -37,11 +37,7 @@ _KEPT: Final = 128
 _MOST_COPIES: Final = 256
 """Texts of one compiled constraint, which share what it has learned and its bound on that; then it
 is compiled again."""
-<<<<<<< HEAD
 _TRIAL_S: Final = 30.0
-=======
-_TRIAL_S: Final = 15.0
->>>>>>> w-grammar
 """Of the clock, on a busy machine; of processor time a trial has less."""
 _TRIAL: Final = Path(grammar_trial.__file__)
 _MAX_MESSAGE: Final = 400
