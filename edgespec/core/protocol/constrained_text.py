@@ -73,9 +73,8 @@ class ConstrainedText:
         children: list[list[int]] = [[] for _ in found]
         for node in range(len(nodes) - 1, -1, -1):
             children[1 + parents[node]].append(node)
-        path: list[int] = []
-        """Nodes that the matcher has taken; beside it, where the walk goes on: a stack."""
-        open_nodes = [*children[0]]
+        path: list[int] = []  # nodes that the matcher has taken
+        open_nodes = [*children[0]]  # a stack
         while open_nodes:
             node = open_nodes.pop()
             parent = parents[node]

@@ -139,11 +139,10 @@ def _config(options: VllmOptions) -> Any:
         given = parser.parse_args(list(options.flags))
     except SystemExit:  # argparse has said why
         raise SetupError(f"vLLM does not take the flags {' '.join(options.flags)}") from None
-    arguments = EngineArgs.from_cli_args(given)
-    for name, value in ours.items():
-        setattr(arguments, name, value)
+    for name, value in ours.items():  # first of all the model: vLLM looks for its default one
+        setattr(given, name, value)
     try:
-        return arguments.create_engine_config()
+        return EngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # vLLM has no exception of its own for this
         raise SetupError(f"vLLM refuses {options.model}: {error}") from error
 
