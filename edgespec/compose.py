@@ -7,11 +7,9 @@ function that needs them; one that is missing is a ``SetupError`` with the line 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
@@ -27,25 +25,27 @@ from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
-from edgespec.core.protocol.work import CacheShape
-from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
-from edgespec.engines.loading import vllm_target
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.folders import DRAFT_MANIFEST, Role, check_folder, model_info, resolve_model
-from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS, ToyTokenizer
+from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, resolve_model
+from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
-from edgespec.models.weights import text_fingerprint, weights_fingerprint
-from edgespec.ports import Drafter, ModelInfo, TargetModel, Transport, pass_shape
+from edgespec.ports import Drafter, TargetModel, Transport, pass_shape
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
-from edgespec.target_memory import pool_budget
+from edgespec.target_loading import TOY as TOY
+from edgespec.target_loading import TOY_CONTEXT_LENGTH as TOY_CONTEXT_LENGTH
+from edgespec.target_loading import TOY_MODEL as TOY_MODEL
+from edgespec.target_loading import load_target as load_target
+from edgespec.target_loading import prefer_reproducible_products as prefer_reproducible_products
+from edgespec.target_loading import target_mode as target_mode
+from edgespec.target_loading import toy_info
 from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
@@ -55,10 +55,7 @@ from edgespec.verifier.daemon import Verifier
 if TYPE_CHECKING:
     from edgespec.transport.grpc_server import GrpcServer
 
-BUNDLED, TOY, NONE, RANDOM, LOOKUP = "bundled", "toy", "none", "random", "lookup"
-TOY_CONTEXT_LENGTH = 4096
-_TOY_BLOCK_TOKENS = 16
-TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
+BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # Right in about four of five contexts, as a good draft is.
 _TOY_DRAFT_NOISE = 0.25
 # What a device sends is bounded by the verifier's context, which it learns later: the longest that
@@ -78,31 +75,6 @@ class PromptTokenizer(ChatTokenizer, Protocol):
 
 
 # --- the verifier ---------------------------------------------------------------------------
-
-
-def load_target(config: VerifierConfig) -> TargetModel:
-    """The target model of ``config``, paced when it says so; canonical mode has been self-tested.
-
-    Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
-    """
-    if config.engine == VLLM:
-        target: TargetModel = vllm_target(config, model_name(config))
-    else:
-        target = _toy_target(config) if config.model == TOY else _torch_target(config)
-    if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
-        return target
-    from edgespec.targets.paced import PacedTarget
-
-    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
-
-
-def target_mode(target: TargetModel) -> str:
-    """How the target computes, in words, for the ready line."""
-    inner = getattr(target, "inner", target)
-    words = [str(getattr(inner, "mode", "toy"))]
-    if inner is not target:
-        words.append("emulated pass time")
-    return ", ".join(words)
 
 
 def build_verifier(
@@ -169,72 +141,6 @@ def build_verifier(
     return verifier, server
 
 
-def model_name(config: VerifierConfig) -> str:
-    """What devices may ask for: the name given, the folder's, or the reference itself."""
-    if config.name:
-        return config.name
-    path = Path(config.model).expanduser()
-    return path.resolve().name if path.is_dir() else config.model
-
-
-def prefer_reproducible_products() -> None:
-    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows.
-
-    That is a promise of Intel's library (conditional numerical reproducibility, strict), which
-    makes canonical mode cheaper; canonical mode tries what holds and does not rely on it. It has
-    an effect only before this process's first matrix product. A value that is set is left alone.
-    """
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
-
-def _toy_target(config: VerifierConfig) -> TargetModel:
-    from edgespec.targets.toy import ToyTarget
-
-    return ToyTarget(
-        TOY_MODEL,
-        name=model_name(config),
-        vocabulary=_toy_info().vocabulary,
-        fingerprint=text_fingerprint(repr(TOY_MODEL)),
-        context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
-        max_sessions=config.limits.max_sessions,
-        cache=CacheShape(
-            -(-config.limits.max_cached_tokens // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS
-        ),
-    )
-
-
-def _torch_target(config: VerifierConfig) -> TargetModel:
-    folder = resolve_model(config.model, Role.TARGET)
-    check_folder(folder, Role.TARGET)
-    info = model_info(folder)
-    if config.canonical is not False:
-        prefer_reproducible_products()
-    with needs("torch", "edgespec[server]"):
-        from edgespec.targets.tensor_parallel import torch_target
-    try:
-        return torch_target(
-            str(folder),
-            ranks=config.tensor_parallel.size,
-            pass_within_s=config.tensor_parallel.pass_within_s,
-            name=model_name(config),
-            vocabulary=info.vocabulary,
-            weights=weights_fingerprint(folder, info.vocabulary),
-            dtype=config.dtype,
-            device=config.device,
-            max_cached_tokens=config.limits.max_cached_tokens,
-            max_sessions=config.limits.max_sessions,
-            context_length=config.max_model_len,
-            canonical=config.canonical,
-            model_threads=config.threads,
-            quantize=config.quantize,
-            pool_budget=pool_budget(config.limits),
-        )
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
-        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
-
-
 # --- the device -----------------------------------------------------------------------------
 
 
@@ -275,7 +181,7 @@ def tokenizer_reference(config: AgentConfig) -> str:
 def vocabulary_of(reference: str) -> str:
     """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
     if reference == TOY:
-        return _toy_info().vocabulary
+        return toy_info().vocabulary
     folder = resolve_texts(reference)
     if (folder / DRAFT_MANIFEST).is_file():
         return model_info(folder).vocabulary
@@ -371,12 +277,12 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
     if draft.model == TOY:
         from edgespec.drafters.toy import ToyDrafter
 
-        return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), _toy_info())
+        return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
     if draft.model == LOOKUP:
         from edgespec.drafters.model_free import ModelFreeDrafter
 
         if (reference := tokenizer_reference(config)) == TOY:
-            return ModelFreeDrafter(_toy_info())
+            return ModelFreeDrafter(toy_info())
         longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
         return ModelFreeDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
     if draft.model == RANDOM:
@@ -384,14 +290,9 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
 
         reference = tokenizer_reference(config)
         if reference == TOY:
-            return RandomDrafter(_toy_info())
+            return RandomDrafter(toy_info())
         return RandomDrafter(model_info(resolve_texts(reference)))
     from edgespec.model_drafter import model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer
     return model_drafter(draft, tokenizer, config.policy, say)
-
-
-def _toy_info() -> ModelInfo:
-    size = len(TOY_ALPHABET)
-    return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))

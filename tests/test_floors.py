@@ -76,8 +76,8 @@ def named(names: str) -> tuple[str, ...]:
 
 COMPOSED = named(
     "core ports telemetry config drafters targets engines transport models agent verifier "
-    "export_cache draft_memory target_memory foreign_drafts model_drafter access setup_error "
-    "many_verifiers constraint_readers"
+    "export_cache draft_memory target_loading target_memory foreign_drafts model_drafter access "
+    "setup_error many_verifiers constraint_readers"
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -188,6 +188,12 @@ FLOORS = (
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
     # The composition root, and the Python API on top of it.
+    # A target from settings; its libraries are loaded late.
+    Floor(
+        "edgespec.target_loading",
+        (CORE, PORTS, CONFIG, *named("engines models setup_error target_memory targets")),
+        HEAVY,
+    ),
     Floor("edgespec.compose", COMPOSED, HEAVY),
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(

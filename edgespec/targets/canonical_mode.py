@@ -104,21 +104,21 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for layer in _linear_layers(loaded):
         if isinstance(layer, QuantizedLinear):
-            shape = _quantized_shape(layer)
-            if shape not in known:
-                known[shape] = _agreeing_quantized_sizes(layer, base)
+            kind = _quantized_shape(layer)
+            if kind not in known:
+                known[kind] = _agreeing_quantized_sizes(layer, base)
         else:
             weight, bias = layer.weight, layer.bias
-            shape = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
-            if shape not in known:
-                known[shape] = agreeing_linear_sizes(weight, bias, base)
-        if not known[shape]:
+            kind = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
+            if kind not in known:
+                known[kind] = agreeing_linear_sizes(weight, bias, base)
+        if not known[kind]:
             failures.append(
                 f"{tiles}: a {layer.in_features} x {layer.out_features} product"
                 " gives equal rows different bits"
             )
             return None
-        found.append((layer, known[shape]))
+        found.append((layer, known[kind]))
     install(found)
     return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
 

@@ -1,0 +1,120 @@
+"""A verifier's target model, from its configuration: the toy, the native engine's, or vLLM's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from edgespec.config import VerifierConfig
+from edgespec.config.sections import VLLM
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.toy_model import ToyModel
+from edgespec.engines.loading import vllm_target
+from edgespec.models.folders import Role, check_folder, model_info, resolve_model
+from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS
+from edgespec.models.weights import text_fingerprint, weights_fingerprint
+from edgespec.ports import ModelInfo, TargetModel
+from edgespec.setup_error import SetupError, needs
+from edgespec.target_memory import pool_budget
+
+TOY = "toy"
+TOY_CONTEXT_LENGTH = 4096
+_TOY_BLOCK_TOKENS = 16
+TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
+
+
+def load_target(config: VerifierConfig) -> TargetModel:
+    """The target model of ``config``, paced when it says so; canonical mode has been self-tested.
+
+    Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
+    """
+    if config.engine == VLLM:
+        target: TargetModel = vllm_target(config, model_name(config))
+    else:
+        target = _toy_target(config) if config.model == TOY else _torch_target(config)
+    if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
+        return target
+    from edgespec.targets.paced import PacedTarget
+
+    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+
+
+def target_mode(target: TargetModel) -> str:
+    """How the target computes, in words, for the ready line."""
+    inner = getattr(target, "inner", target)
+    words = [str(getattr(inner, "mode", "toy"))]
+    if inner is not target:
+        words.append("emulated pass time")
+    return ", ".join(words)
+
+
+def model_name(config: VerifierConfig) -> str:
+    """What devices may ask for: the name given, the folder's, or the reference itself."""
+    if config.name:
+        return config.name
+    path = Path(config.model).expanduser()
+    return path.resolve().name if path.is_dir() else config.model
+
+
+def prefer_reproducible_products() -> None:
+    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows.
+
+    That is a promise of Intel's library (conditional numerical reproducibility, strict), which
+    makes canonical mode cheaper; canonical mode tries what holds and does not rely on it. It has
+    an effect only before this process's first matrix product. A value that is set is left alone.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def _toy_target(config: VerifierConfig) -> TargetModel:
+    from edgespec.targets.toy import ToyTarget
+
+    return ToyTarget(
+        TOY_MODEL,
+        name=model_name(config),
+        vocabulary=toy_info().vocabulary,
+        fingerprint=text_fingerprint(repr(TOY_MODEL)),
+        context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
+        max_sessions=config.limits.max_sessions,
+        cache=CacheShape(
+            -(-config.limits.max_cached_tokens // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS
+        ),
+    )
+
+
+def _torch_target(config: VerifierConfig) -> TargetModel:
+    folder = resolve_model(config.model, Role.TARGET)
+    check_folder(folder, Role.TARGET)
+    info = model_info(folder)
+    if config.canonical is not False:
+        prefer_reproducible_products()
+    with needs("torch", "edgespec[server]"):
+        from edgespec.targets.tensor_parallel import torch_target
+    try:
+        return torch_target(
+            str(folder),
+            ranks=config.tensor_parallel.size,
+            pass_within_s=config.tensor_parallel.pass_within_s,
+            name=model_name(config),
+            vocabulary=info.vocabulary,
+            weights=weights_fingerprint(folder, info.vocabulary),
+            dtype=config.dtype,
+            device=config.device,
+            max_cached_tokens=config.limits.max_cached_tokens,
+            max_sessions=config.limits.max_sessions,
+            context_length=config.max_model_len,
+            canonical=config.canonical,
+            model_threads=config.threads,
+            quantize=config.quantize,
+            pool_budget=pool_budget(config.limits),
+        )
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
+        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+
+
+def toy_info() -> ModelInfo:
+    """The toy's vocabulary and context."""
+    size = len(TOY_ALPHABET)
+    return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))
