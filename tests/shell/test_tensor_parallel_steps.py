@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult, TargetLostError
+from edgespec.targets.constrained_rows import ConstrainedRows
+from edgespec.targets.grouped_attention import GroupedAttention
 from edgespec.targets.kv_pool import KvPool
 from edgespec.targets.tensor_parallel import TensorParallelTarget
 from edgespec.targets.tensor_parallel_group import RankGroup
@@ -153,6 +155,7 @@ def _target(kind: type[Any], hang: Callable[[], None]) -> Any:
     target._model, target._share = FakeModel(share, hang), share
     target.collectives = lambda: share.collectives
     target._info = ModelInfo("fake", "v", VOCABULARY, 48)
+    target._constrained, target._attention = ConstrainedRows(target._info), GroupedAttention()
     target._counts, target._max_sessions, target._row_tiles = TokenCountsCache(4), 3, None
     return target
 
