@@ -92,10 +92,10 @@ def find_canonical_mode(
 
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
-    shape = head_shape(loaded)
-    attention = _attention_sizes(loaded, shape, base)
+    heads = head_shape(loaded)
+    attention = _attention_sizes(loaded, heads, base)
     inner_width = loaded.model.config.intermediate_size // loaded.ranks
-    row_multiple = whole_vector_rows(base, (inner_width, shape.head_dim))
+    row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
     if not attention:
         failures.append(f"{tiles}: attention gives equal rows different bits")
