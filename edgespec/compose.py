@@ -17,7 +17,7 @@ from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection, VerifierConfig
-from edgespec.config.sections import VLLM
+from edgespec.config.verifier import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.draft_ladder import DraftLadder
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from edgespec.config import VerifierConfig
-from edgespec.config.sections import VLLM
+from edgespec.config.verifier import VLLM
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.engines.loading import vllm_target

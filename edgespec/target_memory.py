@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgespec.config.sections import LimitsSection
+from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.telemetry.process_memory import machine_memory
 

@@ -13,8 +13,8 @@ from edgespec.config.device import (
 )
 from edgespec.config.endpoint import EndpointSection
 from edgespec.config.loading import ConfigError, dump_config, load_config
-from edgespec.config.sections import LimitsSection, PacingSection, VerifierConfig
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection
+from edgespec.config.verifier import LimitsSection, PacingSection, VerifierConfig
 from edgespec.core.device.policy_names import PolicyName
 
 __all__ = [

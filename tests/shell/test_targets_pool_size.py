@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from edgespec.config.sections import LimitsSection
+from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory_size import MachineMemory, parse_budget
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
