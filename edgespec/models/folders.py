@@ -20,9 +20,13 @@ from edgespec.ports import ModelInfo
 
 BUNDLED = "bundled"
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_SHARED_MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("gemma2", "gemma3_text", "granite", "phi3"),
+)
+MODEL_TYPES = (*_SHARED_MODEL_TYPES, "gemma", "gpt_oss", "qwen3_moe")
 """Of targets."""
-DRAFT_MODEL_TYPES = (*MODEL_TYPES, "gemma2", "gemma3_text", "granite", "phi3", "smollm3")
+DRAFT_MODEL_TYPES = (*_SHARED_MODEL_TYPES, "smollm3")
 """Of checkpoints that can be exported to draft."""
 DRAFT_MANIFEST = "edgespec.json"
 DRAFT_MODEL = "model.onnx"

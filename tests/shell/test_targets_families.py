@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
+from edgespec.models.folders import MODEL_TYPES
 from edgespec.targets.families import FAMILIES, UnsupportedModelError, check_family
 from edgespec.targets.torch_target import TorchTarget
 from tests.shell.family_models import FAMILY_MODELS, family_model
@@ -57,6 +58,10 @@ def test_greedy_texts_are_those_of_generate(case: str, tmp_path: Path) -> None:
 
 def test_every_family_is_tried() -> None:
     assert set(FAMILY_MODELS) == set(FAMILIES)
+
+
+def test_the_command_line_lets_in_the_same_families() -> None:
+    assert sorted(MODEL_TYPES) == sorted(FAMILIES)
 
 
 def test_a_window_and_a_soft_cap_have_the_same_bits_under_every_schedule(tmp_path: Path) -> None:
