@@ -22,6 +22,7 @@ import transformers
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
 from edgespec.targets.torch_target import TorchTarget
+from tests.shell.ragged_decoding import generated
 
 VOCABULARY = 211
 CONTEXT = 512
@@ -70,17 +71,7 @@ def _target(folder: Path, **options: Any) -> TorchTarget:
 
 def _generate(folder: Path, prompt: list[int], count: int) -> list[int]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    text: list[int] = out[0, len(prompt) :].tolist()
-    return text
+    return generated(model, prompt, count)
 
 
 def _decode(
