@@ -26,19 +26,19 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.cost_profile import TimeLaw
-from edgespec_sim.city.hardware import Stages
-from edgespec_sim.city.site import Machine
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.lossy import LossySource, rule_of, rules_of
-from edgespec_sim.replication import mean_interval
+from edgespec_sim.planning.replication import mean_interval
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import CostSection, StagesSection
 from edgespec_sim.scenario.stage_links import straggling
-from edgespec_sim.server import SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
-from edgespec_sim.tokens import TokenSource
-from edgespec_sim.toy_source import ToySource
+from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of, rules_of
+from edgespec_sim.token_sources.source import TokenSource
+from edgespec_sim.token_sources.toy import ToySource
+from edgespec_sim.world.hardware import Stages
+from edgespec_sim.world.site import Machine
 
 NODES = (2, 3, 4, 6, 8)
 LINKS_MS = (1.0, 5.0, 15.0, 30.0)

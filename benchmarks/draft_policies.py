@@ -33,16 +33,16 @@ from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueu
 from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec_sim.acceptance_process import AcceptanceLaw
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.links.path import OneHop
-from edgespec_sim.process_source import ProcessSource
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import Stream
-from edgespec_sim.tape_source import TapeSource, tape_named
-from edgespec_sim.tokens import TokenSource
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.token_sources.source import TokenSource
+from edgespec_sim.token_sources.tape import TapeSource, tape_named
 from edgespec_sim.traces.readers import read_trace
 
 PASS_S, STEP_S, ROW_S = 0.025, 0.008, 0.0

@@ -50,9 +50,6 @@ from edgespec.ports import Drafter, TargetModel
 from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.transport.shaped import ShapedTransport
-from edgespec_sim.city.meters import RequestRecord
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.city.world import World
 from edgespec_sim.links.from_trace import link_pair
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
@@ -64,9 +61,12 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
-from edgespec_sim.tape_source import TapeSource
-from edgespec_sim.tokens import Request, TokenSource
+from edgespec_sim.token_sources.source import Request, TokenSource
+from edgespec_sim.token_sources.tape import TapeSource
 from edgespec_sim.traces.readers import read_trace
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.meters import RequestRecord
+from edgespec_sim.world.surrounding import Surrounding
 
 PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
 RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)

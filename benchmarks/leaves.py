@@ -39,12 +39,12 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.tree_rows import PathDrafter
 from edgespec.ports import Drafter, TreeRows
 from edgespec.telemetry.match_tape import MatchTape
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
-from edgespec_sim.tape_source import TapeSource
-from edgespec_sim.tokens import Request
+from edgespec_sim.token_sources.source import Request
+from edgespec_sim.token_sources.tape import TapeSource
 
 PASS_S: Final = 0.025
 STEP_S: Final = 0.008

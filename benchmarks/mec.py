@@ -19,13 +19,13 @@ from pathlib import Path
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import POLICIES, DeviceView, association_policy
-from edgespec_sim.city.allocation import Allocation
-from edgespec_sim.city.run import token_source
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.city.world import World, WorldOutcome
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.tokens import TokenSource
+from edgespec_sim.token_sources.source import TokenSource
+from edgespec_sim.world.allocation import Allocation
+from edgespec_sim.world.assembly import World, WorldOutcome
+from edgespec_sim.world.run import token_source
+from edgespec_sim.world.surrounding import Surrounding
 
 ARMS = (Arm.TARGET_ONLY, Arm.VANILLA, Arm.EDGESPEC)
 

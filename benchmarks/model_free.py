@@ -55,13 +55,13 @@ from edgespec.telemetry.match_tape import (
     read_tape,
     write_tape,
 )
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.script import ScriptError
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
-from edgespec_sim.tape_source import TapeSource
-from edgespec_sim.tokens import Request
+from edgespec_sim.token_sources.scripted_models import ScriptError
+from edgespec_sim.token_sources.source import Request
+from edgespec_sim.token_sources.tape import TapeSource
 
 TEMPERATURES: Final = (0.0, 0.7)
 KINDS: Final = ("code", "summaries", "chat", "maths")

@@ -26,10 +26,10 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.run_ahead import AlwaysRunAhead, AutoRunAhead, RunAheadPolicy
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
 
 PASS_S = 0.025
 RTTS_MS = (2, 20, 50, 100, 200)

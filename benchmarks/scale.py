@@ -23,11 +23,11 @@ from edgespec.cli.sim.pool import default_processes
 from edgespec.cli.sim.simulate import simulate
 from edgespec.core.association.policies import association_policy
 from edgespec.telemetry.run_summary import RunSummary
-from edgespec_sim.city.run import Job, play, token_source
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.mean_field import MeanField, MeanFieldModel
+from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.world.run import Job, play, token_source
+from edgespec_sim.world.surrounding import Surrounding
 
 HERE = Path()
 SIZES = (1, 10, 100, 1_000, 10_000)

@@ -43,10 +43,10 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
 
 MODEL = ToyModel(vocabulary_size=24, order=2, sharpness=3.0)
 NEVER = 1e9

@@ -18,11 +18,11 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.ports import Drafter, TargetModel
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import OneHop
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import Stream
 
 _SLICE_S = 1.0
 

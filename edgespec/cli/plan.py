@@ -19,7 +19,7 @@ from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError
 
 if TYPE_CHECKING:
-    from edgespec_sim.plan_values import Mode, Plan
+    from edgespec_sim.planning.plan_values import Mode, Plan
 
 _LEGEND = (
     "Speed against cloud streaming; passes and wasted draft nodes a token; uplink with framing; the"
@@ -93,7 +93,7 @@ def link(
     """
     with reported():
         from edgespec.cli.plan_seeds import plan_many
-        from edgespec_sim.plan_values import PlanSettings
+        from edgespec_sim.planning.plan_values import PlanSettings
 
         try:
             settings = PlanSettings(

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from edgespec.cli.running import say
 from edgespec.cli.sim.pool import default_processes
-from edgespec_sim.plan_values import Plan, PlanSettings
-from edgespec_sim.planner import plan_link, pooled
-from edgespec_sim.replication import seeds_wanted
+from edgespec_sim.planning.link_modes import plan_link, pooled
+from edgespec_sim.planning.plan_values import Plan, PlanSettings
+from edgespec_sim.planning.replication import seeds_wanted
 
 _Round = Callable[[Sequence[PlanSettings], int], list[Plan]]
 

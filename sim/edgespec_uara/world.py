@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_sim.mobility import RandomWaypoint
-from edgespec_sim.radio import Gains, UmiGains, UmiSettings
+from edgespec_sim.radio.gains import Gains, UmiGains, UmiSettings
+from edgespec_sim.radio.mobility import RandomWaypoint
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -31,10 +31,10 @@ from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.ports import Drafter
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
 
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
 PROMPT = (1, 2)

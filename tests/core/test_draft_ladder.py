@@ -23,8 +23,8 @@ from edgespec.core.device.policy import DraftPolicy, default_policy
 from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
-from edgespec_sim.world_options import WorldOptions
-from edgespec_sim.worlds import run_world
+from edgespec_sim.faults.options import WorldOptions
+from edgespec_sim.faults.worlds import run_world
 
 READINGS = st.builds(
     MachineReading,

@@ -41,11 +41,11 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.targets.toy import ToyTarget
-from edgespec_sim.checks import check_tree, target_stream
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
+from edgespec_sim.faults.checks import check_tree, target_stream
 
 PROMPT = (3, 1, 2)
 PATIENT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)

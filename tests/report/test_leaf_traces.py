@@ -23,10 +23,10 @@ from edgespec.report.device_tally import DeviceTally
 from edgespec.report.trace_lines import read_lines
 from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
 
 
 def _step_s(kept: int, fed: int) -> float:

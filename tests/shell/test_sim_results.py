@@ -15,7 +15,7 @@ from edgespec.cli.sim.pool import Workers
 from edgespec.cli.sim.replay import _how_long
 from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.telemetry.run_summary import read_summary
-from edgespec_sim.replication import FIRST
+from edgespec_sim.planning.replication import FIRST
 from edgespec_sim.scenario.loading import load_scenario
 
 SHORT = {

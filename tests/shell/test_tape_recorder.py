@@ -16,7 +16,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.telemetry.cost_profile import read_profile
 from edgespec.telemetry.match_tape import MISS, read_tape
-from edgespec_sim.checks import target_stream
+from edgespec_sim.faults.checks import target_stream
 
 MODEL = ToyModel(16, order=2, sharpness=3.0, seed=2)
 TOY = ("--model", "toy", "--draft", "toy")

@@ -15,8 +15,8 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.ports import Drafter
-from edgespec_sim.world_options import DrafterFactory, WorldOptions, WorldResult, good_drafter
-from edgespec_sim.worlds import run_world
+from edgespec_sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
+from edgespec_sim.faults.worlds import run_world
 
 REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
 

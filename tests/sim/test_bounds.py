@@ -20,7 +20,8 @@ from edgespec.core.network.link_model import LinkSettings
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, ModelInfo, TargetModel
-from edgespec_sim.bounds import (
+from edgespec_sim.actors.one_session import Played, Setting, play
+from edgespec_sim.planning.bounds import (
     ONE_PASS_A_TOKEN,
     PERFECT_DRAFTS,
     ROUND_TRIP_PER_MISS,
@@ -35,9 +36,13 @@ from edgespec_sim.bounds import (
     round_trip_per_miss_s,
     stop_and_wait_s,
 )
-from edgespec_sim.one_session import Played, Setting, play
-from edgespec_sim.script import Script, ScriptedDrafter, ScriptedTarget, coded_prompt
-from edgespec_sim.tokens import Request
+from edgespec_sim.token_sources.scripted_models import (
+    Script,
+    ScriptedDrafter,
+    ScriptedTarget,
+    coded_prompt,
+)
+from edgespec_sim.token_sources.source import Request
 
 INFO = ModelInfo("script", "script", 1000, 1 << 20)
 TOKENS, PASS_S = 240, 0.025

@@ -11,7 +11,6 @@ import pytest
 from edgespec.benchmark.arms import Arm
 from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.city.run import Job, jobs_of, play, summarise
 from edgespec_sim.scenario.network_sections import HandoverSection, LinkSection, OutageSection
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -23,6 +22,7 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.world.run import Job, jobs_of, play, summarise
 
 HERE = Path()
 WORK = WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)

@@ -17,15 +17,15 @@ from edgespec.core.device.events import Deliver
 from edgespec.core.network.link_model import LinkModel
 from edgespec.core.network.shared_queue import SharedQueue
 from edgespec.core.protocol.messages import Commit, Downlink
-from edgespec_sim.city.audit import ConservationError
-from edgespec_sim.city.conservation import Way
-from edgespec_sim.city.metered_stream import MeteredStream
-from edgespec_sim.city.run import Job, play
-from edgespec_sim.city.user import User
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.links.path import OneHop
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, WorkloadSection
+from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.conservation import Way
+from edgespec_sim.world.metered_stream import MeteredStream
+from edgespec_sim.world.run import Job, play
+from edgespec_sim.world.user import User
 
 WORLD = Scenario(
     name="watched",

@@ -24,11 +24,6 @@ from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpe
 from edgespec.ports import PassRequest
 from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
-from edgespec_sim.city.audit import ConservationError
-from edgespec_sim.city.run import Job, jobs_of, play, summarise
-from edgespec_sim.city.site import Machine
-from edgespec_sim.city.world import WorldOutcome
-from edgespec_sim.lossy import LOSSY_RULE, LossySource, ThresholdTarget, rules_of
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
@@ -39,7 +34,17 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.token_sources.relaxed_rule import (
+    LOSSY_RULE,
+    LossySource,
+    ThresholdTarget,
+    rules_of,
+)
 from edgespec_sim.traces.network_trace import TraceError
+from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from edgespec_sim.world.site import Machine
 
 HERE = Path()
 COMPUTE_S = 0.020

@@ -15,14 +15,14 @@ import pytest
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import association_policy
-from edgespec_sim.acceptance_process import AcceptanceLaw
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.city.world import World
-from edgespec_sim.mean_field import MeanField, MeanFieldModel, Station, Users
-from edgespec_sim.process_source import ProcessSource
+from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel, Station, Users
+from edgespec_sim.planning.service_curves import GroupCurve, ServiceCurve, dealt
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.service_curves import GroupCurve, ServiceCurve, dealt
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.surrounding import Surrounding
 
 SMALL = {
     "devices.phone.count": 90,

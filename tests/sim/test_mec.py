@@ -22,20 +22,6 @@ from edgespec.core.association.policies import (
     association_policy,
 )
 from edgespec.core.network.shared_queue import SharedQueue
-from edgespec_sim.city.allocation import Allocation, FixedAssociation
-from edgespec_sim.city.audit import ConservationError
-from edgespec_sim.city.radio_network import (
-    DEVICE_NOISE_DB,
-    LEAST_BITS_PER_HZ,
-    MOST_BITS_PER_HZ,
-    STATION_NOISE_DB,
-    TRANSMIT_FACTOR,
-    RadioNetwork,
-    grid_m,
-)
-from edgespec_sim.city.run import token_source
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.city.world import World, WorldOutcome
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES, LinkSection, RadioSection
@@ -46,6 +32,20 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.world.allocation import Allocation, FixedAssociation
+from edgespec_sim.world.assembly import World, WorldOutcome
+from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.radio_network import (
+    DEVICE_NOISE_DB,
+    LEAST_BITS_PER_HZ,
+    MOST_BITS_PER_HZ,
+    STATION_NOISE_DB,
+    TRANSMIT_FACTOR,
+    RadioNetwork,
+    grid_m,
+)
+from edgespec_sim.world.run import token_source
+from edgespec_sim.world.surrounding import Surrounding
 
 HERE = Path()
 WORK = WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from edgespec_sim.plan_values import (
+from edgespec_sim.planning.link_modes import plan_link, pooled
+from edgespec_sim.planning.plan_values import (
     AS_GOOD,
     LEAST_GAIN,
     Mode,
@@ -15,7 +16,6 @@ from edgespec_sim.plan_values import (
     Plan,
     PlanSettings,
 )
-from edgespec_sim.planner import plan_link, pooled
 
 SETTINGS = PlanSettings(tokens=150)
 

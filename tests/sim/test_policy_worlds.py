@@ -16,7 +16,8 @@ from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.telemetry.run_summary import ArmSummary
-from edgespec_sim.city.run import jobs_of, play, summarise
+from edgespec_sim.faults.options import WorldOptions
+from edgespec_sim.faults.worlds import run_world
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     DeviceSection,
@@ -25,8 +26,7 @@ from edgespec_sim.scenario.sections import (
     TokensSection,
     WorkloadSection,
 )
-from edgespec_sim.world_options import WorldOptions
-from edgespec_sim.worlds import run_world
+from edgespec_sim.world.run import jobs_of, play, summarise
 
 LEARNING = (PolicyName.GOODPUT, PolicyName.SPECDEC, PolicyName.BANDIT)
 

@@ -19,14 +19,14 @@ from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.seeds import Ask
 from edgespec.cli.sim.simulate import simulate
 from edgespec.core.association.policies import association_policy
-from edgespec_sim.acceptance_process import AcceptanceLaw
-from edgespec_sim.city.run import jobs_of, play, summarise
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.city.world import World
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.process_source import ProcessSource
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.run import jobs_of, play, summarise
+from edgespec_sim.world.surrounding import Surrounding
 
 PER_VERIFIER = 50
 

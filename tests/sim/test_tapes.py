@@ -24,13 +24,13 @@ from edgespec.drafters.toy import ToyDrafter
 from edgespec.ports import Drafter
 from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, ranks_along
-from edgespec_sim.checks import target_stream
-from edgespec_sim.device import SimulatedDevice
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.script import ScriptedTarget
-from edgespec_sim.server import PassTime, SimulatedVerifier
-from edgespec_sim.stream import FixedDelay, Stream
-from edgespec_sim.tape_source import TapeSource
+from edgespec_sim.faults.checks import target_stream
+from edgespec_sim.token_sources.scripted_models import ScriptedTarget
+from edgespec_sim.token_sources.tape import TapeSource
 
 WIDTH, TEXTS = 3, 3
 ENDS = ToyModel(24, order=3, sharpness=3.0, seed=5, eos_token=0, eos_probability=0.004)

@@ -25,12 +25,12 @@ from edgespec.telemetry.match_tape import (
     read_tape,
     write_tape,
 )
-from edgespec_sim.acceptance_process import AcceptanceLaw
-from edgespec_sim.process_source import ProcessSource
-from edgespec_sim.script import ScriptError, coded_prompt, number_of
-from edgespec_sim.tape_source import TapeSource, tape_named
-from edgespec_sim.tokens import Request, TokenSource
-from edgespec_sim.toy_source import ToySource
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.token_sources.scripted_models import ScriptError, coded_prompt, number_of
+from edgespec_sim.token_sources.source import Request, TokenSource
+from edgespec_sim.token_sources.tape import TapeSource, tape_named
+from edgespec_sim.token_sources.toy import ToySource
 
 TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
 PROCESS = ProcessSource(AcceptanceLaw.of(0.8), seed=3)

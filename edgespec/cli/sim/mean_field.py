@@ -12,10 +12,10 @@ from rich.table import Table
 
 from edgespec.cli.running import reported, say
 from edgespec.cli.sim.simulate import parse_settings
-from edgespec_sim.city.run import association_named, check, token_source
-from edgespec_sim.city.surrounding import Surrounding
-from edgespec_sim.mean_field import MeanField, MeanFieldModel
+from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
+from edgespec_sim.world.run import association_named, check, token_source
+from edgespec_sim.world.surrounding import Surrounding
 
 
 def mean_field(

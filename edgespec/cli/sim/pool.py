@@ -23,8 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from edgespec.cli.running import Interrupted
 from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.city.run import Job, play
-from edgespec_sim.city.world import WorldOutcome
+from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.run import Job, play
 
 _POLL_S = 0.1
 

@@ -23,7 +23,7 @@ from edgespec.core.device.policy_names import PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.report import figures
 from edgespec.report.write import write_report
-from edgespec_sim.replication import WITHIN
+from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,

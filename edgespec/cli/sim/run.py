@@ -20,7 +20,7 @@ from edgespec.cli.sim.seeds import (
 )
 from edgespec.cli.sim.simulate import SUMMARY, TRACE, parse_settings, show, simulate
 from edgespec.report.write import write_report
-from edgespec_sim.replication import WITHIN
+from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 
 

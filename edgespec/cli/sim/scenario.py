@@ -10,8 +10,8 @@ from rich.table import Table
 from edgespec.cli.running import reported
 from edgespec.cli.sim.simulate import output, parse_settings
 from edgespec.config.loading import dump_config
-from edgespec_sim.city.run import check
 from edgespec_sim.scenario.loading import bundled_scenarios, load_scenario, scenario_path
+from edgespec_sim.world.run import check
 
 
 def list_scenarios() -> None:

@@ -18,10 +18,10 @@ import typer
 
 from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.pool import Task, Workers
-from edgespec_sim.city.run import Job, jobs_of, widest
-from edgespec_sim.city.world import WorldOutcome
-from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
+from edgespec_sim.planning.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.run import Job, jobs_of, widest
 
 SECONDS = 60.0
 SeedOption = Annotated[

@@ -20,8 +20,8 @@ from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.config.loading import NULL
 from edgespec.report import figures
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
-from edgespec_sim.city.run import check, summarise
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.world.run import check, summarise
 
 SUMMARY, TRACE = "summary.json", "trace.jsonl"
 

@@ -32,10 +32,10 @@ from edgespec.cli.sim.simulate import SUMMARY, parse_settings, show, summary_of
 from edgespec.config.loading import dump_config
 from edgespec.report.sweep_page import render_sweep, sweep_csv
 from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
-from edgespec_sim.city.run import check
-from edgespec_sim.replication import WITHIN
+from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.world.run import check
 
 MAX_POINTS = 10_000
 

@@ -11,7 +11,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.device.policy_names import PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
-from edgespec_sim.radio_power import RADIOS
+from edgespec_sim.radio.power import RADIOS
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000

@@ -1,0 +1,1 @@
+"""Devices, verifiers and streams in virtual time: the product's own sessions, acting."""

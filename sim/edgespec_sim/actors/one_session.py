@@ -1,0 +1,106 @@
+"""One session on one link, in virtual time: a request played by the product's own sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgespec.core.device.events import Fail
+from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.protocol.messages import Limits, Open, RunAhead
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import Stream
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.path import OneHop
+from edgespec_sim.token_sources.source import Request, TokenSource
+
+# A session that has not ended by then is stuck: no set-up takes seconds a token.
+_LONGEST_S = 1e6
+_CONTEXT_LENGTH = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a session runs: both directions of its link and the two machines."""
+
+    up: LinkSettings
+    down: LinkSettings
+    up_bits_per_s: float
+    step_s: float
+    pass_s: float
+
+    @property
+    def rtt_s(self) -> float:
+        return self.up.one_way_s + self.down.one_way_s
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of one request."""
+
+    times_s: tuple[float, ...]
+    """Delivery of each token, from the start on."""
+    passes: int
+    wasted: int
+    """Nodes sent that did not become tokens by being verified."""
+    up_bytes: int
+    """On the link, framing and the request itself included."""
+    tried: int
+    """Positions that were decided while the draft had guesses there."""
+    hits: int
+    """Those at which its first one was right."""
+
+
+def play(
+    source: TokenSource,
+    request: Request,
+    policy: DraftPolicy | None,
+    run_ahead: RunAhead,
+    setting: Setting,
+) -> Played:
+    """Generate ``request``; ``policy`` None only streams. Raises ``RuntimeError`` when the session
+    fails, which no link of ``setting`` can make it do."""
+    queue = EventQueue()
+    target, drafter = source.target(), source.drafter()
+    engine = VerifyEngine(target.info, Limits(context_length=_CONTEXT_LENGTH), EngineLimits())
+    compute = PassTime(queue, lambda batch: setting.pass_s)
+    verifier = SimulatedVerifier(queue, engine, target, compute)
+    opened = Open(
+        "one",
+        "",
+        "",
+        request.prompt,
+        sampling=request.sampling,
+        run_ahead=run_ahead,
+        drafting=policy is not None,
+    )
+    session = DraftSession(
+        opened, policy or default_policy(), ReconnectPolicy(), drafter.info.context_length
+    )
+    up = OneHop(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
+    down = OneHop(queue, LinkModel(setting.down))
+
+    def connect() -> tuple[Stream, float]:
+        stream = Stream(queue, up, down)
+        verifier.accept(stream)
+        return stream, setting.rtt_s
+
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: setting.step_s, connect)
+    device.start()
+    queue.run(until_s=_LONGEST_S)
+    ended, counters = device.delivery.ended, session.counters
+    if ended is None or isinstance(ended, Fail):
+        raise RuntimeError(f"the session did not finish: {ended}")
+    return Played(
+        tuple(device.delivery.times_s),
+        engine.passes,
+        counters.wasted,
+        up.counts.bytes_in + up.counts.messages_in * setting.up.overhead_bytes,
+        counters.tried,
+        counters.hits,
+    )

@@ -1,0 +1,1 @@
+"""Worlds in which everything fails that can, and the checks that must hold in them."""

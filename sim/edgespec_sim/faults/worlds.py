@@ -1,0 +1,388 @@
+"""Whole worlds from one seed: devices, links, a verifier, everything that can go wrong, checked.
+
+``run_world(options, seed)`` plays the product's own sessions in virtual time until every device has
+its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
+device processes are replaced by new ones that hold what was delivered; drafts are forged; passes,
+sequences and sessions fail; the cache is too small for all. None of that may change a token:
+``checks`` judges every step against the target's own stream, computed without any of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgespec.core.device.events import Fail, Finish, LinkState
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.run_ahead import run_ahead_policy
+from edgespec.drafters.tree_rows import PathDrafter
+from edgespec.targets.toy import ToyTarget
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import Stream
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.faults.checked_models import (
+    CheckedDrafter,
+    CheckedTarget,
+    FragileRule,
+    FragileRunAhead,
+    InjectedFailure,
+)
+from edgespec_sim.faults.checks import (
+    CheckFailure,
+    DeviceCheck,
+    Expected,
+    PassCheck,
+    StreamRecord,
+    check_at_rest,
+    check_credentials,
+    check_ledger,
+    check_session,
+    require,
+    target_stream,
+)
+from edgespec_sim.faults.options import DeviceResult, WorldOptions, WorldResult
+
+# Worlds end well or not at all: their devices never give up.
+_RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
+_FORGED_ID = 1 << 40
+_LOOK_S = 0.1
+# Twenty times those of the longest world: one that goes round in circles without a clock.
+_EVENTS_MAX = 40_000
+
+
+def run_world(options: WorldOptions, seed: int) -> WorldResult:
+    """Play one world to its end. Raises ``CheckFailure`` at the first thing that is wrong; any
+    other exception is a bug too."""
+    return _World(options, random.Random(seed)).run()
+
+
+class _JitteryPath:
+    """Delays each message by a random time, in order."""
+
+    def __init__(
+        self, queue: EventQueue, delay_s: float, jitter_s: float, dice: random.Random
+    ) -> None:
+        self._queue, self._delay_s, self._jitter_s, self._dice = queue, delay_s, jitter_s, dice
+        self._last_s = 0.0
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        at = self._queue.now + self._delay_s + self._dice.uniform(0.0, self._jitter_s)
+        self._last_s = max(self._last_s, at)
+        self._queue.at(self._last_s, deliver)
+
+
+class _World:
+    def __init__(self, options: WorldOptions, dice: random.Random) -> None:
+        self.options, self.dice, self.queue = options, dice, EventQueue()
+        self.records: dict[str, StreamRecord] = {}
+        self.targets: list[ToyTarget] = []
+        self.faults = 0
+        self.down_until_s = 0.0
+        self.streams: list[Stream] = []
+        self.server = self._start_verifier()
+        size, sampling = options.model.vocabulary_size, options.sampling
+        self.expected: list[Expected] = []
+        self.devices: list[SimulatedDevice] = []
+        self.replaced: set[int] = set()
+        """Indices of devices whose process was replaced."""
+        for index in range(len(options.policies)):
+            prompt = self._prompt(index, size)
+            mine = replace(sampling, seed=sampling.seed + index)
+            context_length = options.limits.context_length
+            self.expected.append(target_stream(options.model, prompt, mine, context_length))
+            request = Open(
+                session_id=f"device {index}",
+                model="",
+                vocabulary="",
+                prompt=tuple(prompt),
+                sampling=mine,
+                run_ahead=options.run_ahead,
+                drafting=options.drafting,
+            )
+            self.devices.append(self._start_device(index, request))
+        self.ended_s = [0.0] * len(self.devices)
+        self.device_checks = [DeviceCheck(one, options.limits) for one in self.expected]
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _start_verifier(self) -> SimulatedVerifier:
+        options = self.options
+        bounds = options.engine_limits
+        inner = ToyTarget(options.model, cache=bounds.cache)
+        self.targets.append(inner)
+        fragile = self._breaking(options.session_failure_chance)
+        engine = VerifyEngine(
+            inner.info,
+            options.limits,
+            bounds,
+            {EXACT_RULE: FragileRule(fragile)},
+            lambda kind: FragileRunAhead(run_ahead_policy(kind), fragile),
+            contain=options.session_failure_chance > 0,
+        )
+        check = PassCheck(engine.sessions, self.records, options.limits, bounds)
+        target = CheckedTarget(
+            inner,
+            check,
+            lambda: self._chance(options.batch_failure_chance),
+            self._breaking(options.target_failure_chance),
+        )
+        compute = PassTime(self.queue, self._pass_s)
+        return SimulatedVerifier(self.queue, engine, target, compute)
+
+    def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
+        rows = sum(request.row_count for request in requests)
+        return self.options.pass_s + self.options.row_s * rows
+
+    def _start_device(self, index: int, request: Open) -> SimulatedDevice:
+        options = self.options
+        session = DraftSession(
+            request,
+            options.policies[index],
+            _RECONNECT,
+            options.draft_context_length,
+            jitter_seed=self.dice.getrandbits(32),
+            leaves=options.leaves,
+        )
+        inner = PathDrafter(options.drafter(options.model), options.leaves)
+        drafter = CheckedDrafter(inner, session.tree)
+        device = SimulatedDevice(
+            self.queue,
+            session,
+            drafter,
+            lambda kept, fed: options.step_s + options.leaf_s * (fed - 1),
+            lambda: self._connect(index),
+        )
+        device.delivery.tokens.extend(request.committed)
+        self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
+        return device
+
+    def _prompt(self, index: int, vocabulary_size: int) -> list[int]:
+        """What all devices begin with, or the text of the one before, and tokens of its own."""
+        options = self.options
+        prompt = [self.dice.randrange(vocabulary_size) for _ in range(options.prompt_length)]
+        if not index:
+            return prompt
+        before = self.expected[index - 1]
+        text = (*before.prompt, *before.tokens)
+        if options.chat and len(text) + len(prompt) < options.limits.context_length:
+            return [*text, *prompt]
+        shared = options.shared_length
+        return [*self.expected[0].prompt[:shared], *prompt[shared:]]
+
+    def _begin(self, index: int, device: SimulatedDevice) -> None:
+        """Start the device, or look again soon whether the text that it continues is whole."""
+        waits = self.options.chat and index and self.devices[index - 1].delivery.ended is None
+        if waits and device is self.devices[index]:
+            self.queue.after(_LOOK_S, lambda: self._begin(index, device))
+        else:
+            device.start()
+
+    def _connect(self, index: int) -> tuple[Stream, float] | None:
+        if self.queue.now < self.down_until_s:
+            return None
+        delay_s, jitter_s = self.options.delay_s, self.options.jitter_s
+        stream = Stream(
+            self.queue,
+            _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
+            _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
+            lambda: self._chance(self.options.duplicate_chance),
+        )
+        credentials = self.options.credentials
+        self.server.accept(stream, credentials[index % len(credentials)])
+        self.streams.append(stream)
+        deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
+
+        def receive(message: Uplink) -> None:
+            match message:
+                case Open():
+                    self.records[message.session_id] = record
+                    record.received = len(message.prompt) + len(message.committed)
+                case Draft():
+                    record.note(message)
+                case Received(position):
+                    record.received = max(record.received, position)
+            deliver(message)
+            if isinstance(message, Draft) and self._chance(self.options.forge_chance):
+                self.faults += 1
+                deliver(self._forged(message))
+                for session in self.server.engine.sessions.values():
+                    fooled = max(session.inbox.tree.nodes, default=0) >= _FORGED_ID
+                    require(not fooled, "a draft on another text was taken")
+
+        stream.to_verifier = receive
+        return stream, 2 * delay_s
+
+    def _forged(self, draft: Draft) -> Draft:
+        """Drafts on another text, on tokens not committed yet, behind parents nobody knows."""
+        token = self.dice.randrange(self.options.model.vocabulary_size)
+        far = self.dice.randrange(5, 100)
+        return self.dice.choice(
+            (
+                Draft(_FORGED_ID, (0,), (token,), draft.base_position, draft.base_hash ^ 1),
+                Draft(_FORGED_ID, (0,), (token,), draft.base_position + far, 0),
+                Draft(draft.first_node_id, (_FORGED_ID, _FORGED_ID), (token, 0)),
+                Draft(draft.first_node_id, (0,), (token,), 0, 0),
+            )
+        )
+
+    # --- faults ----------------------------------------------------------------------------
+
+    def _chance(self, chance: float) -> bool:
+        return chance > 0 and self.queue.now < self._faults_end_s and self.dice.random() < chance
+
+    def _breaking(self, chance: float) -> Callable[[], None]:
+        def maybe_raise() -> None:
+            if self._chance(chance):
+                self.faults += 1
+                raise InjectedFailure("chosen to fail")
+
+        return maybe_raise
+
+    @property
+    def _faults_end_s(self) -> float:
+        return self.options.faults_until_s
+
+    def _schedule_faults(self) -> None:
+        options = self.options
+        for index in range(len(self.devices)):
+            for _ in range(options.cuts):
+                self._once(lambda index=index: self._cut(self.devices[index]))  # type: ignore[misc]
+            for _ in range(options.replacements):
+                self._once(lambda index=index: self._replace(index))  # type: ignore[misc]
+        for _ in range(options.restarts):
+            self._once(self._restart)
+
+    def _once(self, fault: Callable[[], None]) -> None:
+        self.queue.at(self.dice.uniform(0.0, self.options.faults_until_s), fault)
+
+    def _cut(self, device: SimulatedDevice) -> None:
+        if device.stream is not None:
+            self.faults += 1
+            device.stream.cut(self.dice.uniform(0.0, 0.1), self.dice.uniform(0.0, 0.5))
+
+    def _replace(self, index: int) -> None:
+        """The process is gone without a word; a new one knows only what was delivered."""
+        device = self.devices[index]
+        if device.delivery.ended is not None:
+            return
+        self.faults += 1
+        session = device.session
+        session.link.state, session.link.deadline = LinkState.DONE, None
+        if device.stream is not None:
+            device.stream.cut(0.0, self.dice.uniform(0.0, 0.5))
+            device.stream = None
+        held = tuple(device.delivery.tokens)
+        self.devices[index] = self._start_device(index, replace(session.request, committed=held))
+        self.replaced.add(index)
+
+    def _restart(self) -> None:
+        """Another verifier takes over, and nobody told it anything."""
+        self.faults += 1
+        self.down_until_s = self.queue.now + self.dice.uniform(0.0, self.options.downtime_s)
+        self.server.halt()
+        self.server = self._start_verifier()
+        for stream in self.streams:
+            stream.cut(self.dice.uniform(0.0, 0.1), 0.0)
+
+    # --- play ------------------------------------------------------------------------------
+
+    def run(self) -> WorldResult:
+        for device in self.devices:
+            require(device.delivery.ended is None, "ended before it began")
+        self._schedule_faults()
+        until_s = self._longest_s()
+        events = 0
+        while not self._all_ended() and self.queue.step(until_s):
+            events += 1
+            require(events <= _EVENTS_MAX, f"{events} events, and no end")
+            if self.server.gave_up is not None:
+                self._restart()  # as a supervisor would
+            self._check_step()
+        self._check_end(until_s)
+        self.queue.run(self.queue.now + self.options.limits.lease_s + 2.0)
+        self._check_nothing_left()
+        results = (
+            DeviceResult(expected, device.session.counters, ended_s)
+            for expected, device, ended_s in zip(
+                self.expected, self.devices, self.ended_s, strict=True
+            )
+        )
+        passes = sum(target.passes for target in self.targets)
+        rows = sum(target.rows for target in self.targets)
+        keeper = self.server.engine.keeper
+        return WorldResult(
+            tuple(results), passes, rows, self.faults, keeper.evictions, keeper.prefix_hit_tokens
+        )
+
+    def _longest_s(self) -> float:
+        """Virtual seconds by which everything must have ended: far too few for a verifier that
+        waits for a draft in vain (``NeverRunAhead.patience_s``) at every other token."""
+        options = self.options
+        count = len(self.devices)
+        rtt_s = 2 * (options.delay_s + options.jitter_s)
+        pass_s = options.pass_s + 10 * count * options.row_s
+        token_s = 2 * rtt_s + (count + 3) * pass_s + 40 * options.step_s
+        tokens = sum(len(expected.tokens) for expected in self.expected)
+        prompts = sum(len(expected.prompt) for expected in self.expected)
+        prefill_s = prompts * pass_s
+        settled_s = 1.0 if options.quiet else options.faults_until_s + options.downtime_s + 5.0
+        if (
+            options.engine_limits.cache is not None
+        ):  # they take turns, and compute again what they lose
+            token_s *= 2 * count
+        rates = [one.tokens_per_s for one in options.credentials if one.tokens_per_s]
+        if rates:
+            settled_s += 2 * tokens / min(rates)
+        own = any(one.max_sessions for one in options.credentials)
+        if own or options.engine_limits.max_sessions < count:  # the others ask again every second
+            settled_s += (options.limits.lease_s + 1.0) * count
+        return settled_s + prefill_s + (tokens + 2) * token_s
+
+    def _all_ended(self) -> bool:
+        return all(device.delivery.ended is not None for device in self.devices)
+
+    def _check_step(self) -> None:
+        sessions, limits = self.server.engine.sessions, self.options.limits
+        check_ledger(self.server.engine)
+        check_credentials(self.server.engine)
+        evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
+        for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
+            mine, whose = device.session, device.session.request.session_id
+            if device.delivery.ended is None:
+                self.ended_s[index] = self.queue.now
+            self.device_checks[index].look(mine, device.delivery.tokens, index in self.replaced)
+            session = sessions.get(whose)
+            if session is not None:
+                check_session(session, expected, limits, evictable=evictable)
+                ahead = session.prefix.length - mine.prefix.length
+                require(ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier")
+
+    def _check_end(self, until_s: float) -> None:
+        for device, expected in zip(self.devices, self.expected, strict=True):
+            whose, ended = device.session.request.session_id, device.delivery.ended
+            match ended:
+                case None:
+                    held = f"{len(device.delivery.tokens)} of {len(expected.tokens)} tokens"
+                    raise CheckFailure(f"{whose}: has {held} after {until_s:.1f} s")
+                case Fail(why):
+                    raise CheckFailure(f"{whose}: failed: {why}")
+                case Finish(reason):
+                    require(reason is expected.reason, f"{whose}: ended with {reason}")
+            whole = tuple(device.delivery.tokens) == expected.tokens
+            require(whole, f"{whose}: ended with {len(device.delivery.tokens)} tokens")
+
+    def _check_nothing_left(self) -> None:
+        check_at_rest(self.server.engine)
+        for device in self.devices:
+            key = device.session.request.session_id
+            try:
+                self.targets[-1].cached(key)
+            except ValueError:
+                continue
+            raise CheckFailure(f"{key}: its sequence is still open")

@@ -1,0 +1,212 @@
+"""Builds a scenario's world for one arm and plays it.
+
+Theory of operation. Everything that is drawn has dice of its own, seeded by (seed, purpose,
+number): users ask the same questions whichever arm plays, and one more device changes nothing for
+the others. Worlds with several shards are played one by one and added up.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import DeviceView
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import Limits
+from edgespec.telemetry.run_summary import VerifierSummary
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.scenario.costs import Operation, law_of
+from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.world.allocation import FixedAssociation
+from edgespec_sim.world.conservation import Conservation
+from edgespec_sim.world.hardware import Hardware, build_site
+from edgespec_sim.world.metered_stream import MeteredStream
+from edgespec_sim.world.meters import Meters
+from edgespec_sim.world.network import Network
+from edgespec_sim.world.site import Site
+from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.user import User, UserSettings
+
+# Laptops keep trying: a user waits out a restart rather than give up.
+_RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
+_MAX_PROGRESS_STEPS = 200
+
+
+@dataclass(slots=True)
+class WorldOutcome:
+    """Of one arm: what was measured, of users and of verifiers."""
+
+    meters: Meters
+    verifiers: list[VerifierSummary]
+
+
+class World:
+    """One shard of a scenario under one arm. ``tracer`` gets both sides of ``traced`` devices."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        arm: Arm,
+        seed: str,
+        surrounding: Surrounding,
+        tracer: Tracer | None = None,
+        traced: int = 0,
+    ) -> None:
+        self.scenario, self.arm, self.surrounding = scenario, arm, surrounding
+        self.queue = EventQueue()
+        self.meters = Meters(scenario.duration_s)
+        self.conservation = Conservation() if surrounding.checks else None
+        self.network = Network(
+            self.queue,
+            scenario,
+            seed,
+            surrounding.folder,
+            audited=surrounding.checks,
+            allocation=surrounding.allocation,
+        )
+        self._association = surrounding.association
+        if surrounding.allocation is not None:
+            self._association = FixedAssociation(surrounding.allocation.verifiers)
+        self._tracer, self._traced = tracer, traced
+        limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
+        self.sites: list[tuple[Site, Hardware]] = [
+            build_site(
+                self.queue,
+                scenario,
+                kind,
+                number,
+                limits,
+                surrounding,
+                seed,
+                tracer if traced else None,
+            )
+            for kind, section in scenario.verifiers.items()
+            for number in range(section.count)
+        ]
+        self.users = self._make_users(seed)
+
+    def _make_users(self, seed: str) -> list[User]:
+        users: list[User] = []
+        target_info = self.surrounding.source.target().info
+        for group, section in self.scenario.devices.items():
+            settings = UserSettings(
+                group=group,
+                section=section,
+                arm=self.arm,
+                gamma=self.scenario.gamma,
+                step=law_of(section.draft, Operation.DRAFT_STEP, self.surrounding.folder),
+                source=self.surrounding.source,
+                reconnect=_RECONNECT,
+                eos_token_ids=frozenset(target_info.eos_token_ids),
+                radio_w=section.radio_w + self.network.transmit_w,
+            )
+            for index in range(section.count):
+                name = self.scenario.device_name(group, index)
+                number = len(users)
+                user_seed = f"{seed}/user/{number}"
+                users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
+        return users
+
+    # --- what users ask of the world -------------------------------------------------------
+
+    def choose(self, user: User) -> Site:
+        sites = [site for site, _ in self.sites if site.reachable] or [s for s, _ in self.sites]
+        if len(sites) == 1:
+            return sites[0]
+        step_s = user.settings.step.seconds(1)
+        battery = user.settings.section.battery_j
+        share = 1.0 if battery is None or user.battery_j is None else user.battery_j / battery
+        view = DeviceView(user.name, step_s, battery_share=share)
+        links = [self.network.view(user.settings.group, user.number, site.name) for site in sites]
+        views = [site.view for site in sites]
+        (index,) = self._association.assign([view], views, [links])
+        return sites[index]
+
+    def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+        if not site.reachable:
+            return None
+        up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
+        airtime = self.network.airtime(user.settings.group, user.number, site.name)
+        watch = None
+        if self.conservation is not None:
+            least_s = self.network.least_ways_s(user.settings.group, site.name)
+            watch = self.conservation.watch(site, key, *least_s)
+        stream = MeteredStream(self.queue, up, down, airtime, watch, user.radio)
+        site.accept(stream, key)
+        self.network.watch_breaks(user.settings.group, user.number, stream)
+        return stream, rtt_s
+
+    def tracer(self, user: User) -> Tracer | None:
+        return self._tracer if user.number < self._traced else None
+
+    # --- play ------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[float], None] = lambda now_s: None) -> WorldOutcome:
+        """``progress`` hears of virtual time now and then. Raises ``ConservationError``."""
+        for user in self.users:
+            user.start()
+        duration_s = self.scenario.duration_s
+        with _seldom_collected():
+            for step in range(1, _MAX_PROGRESS_STEPS + 1):
+                now_s = duration_s * step / _MAX_PROGRESS_STEPS
+                self.meters.events += self.queue.run(now_s)
+                progress(now_s)
+        for user in self.users:
+            user.finish()
+        if self.conservation is not None:
+            self._check_end(self.conservation)
+        return WorldOutcome(self.meters, [self._verifier(*site) for site in self.sites])
+
+    def _check_end(self, conservation: Conservation) -> None:
+        now_s = self.queue.now
+        conservation.check_end(now_s)
+        for user in self.users:
+            longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
+            conservation.check_device(user.name, now_s, user.drafting_s, user.airtime_s, longest_s)
+
+    def _verifier(self, site: Site, hardware: Hardware) -> VerifierSummary:
+        counters = hardware.counters
+        return VerifierSummary(
+            name=site.name,
+            utilisation=min(1.0, counters.busy_s / (hardware.machines * self.scenario.duration_s)),
+            passes=counters.passes,
+            rows_per_pass=counters.rows / counters.passes if counters.passes else 0.0,
+            sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
+            queue_s=self.meters.queue_s(site.name),
+            energy_j=site.section.busy_w * counters.busy_s if site.section.busy_w else None,
+        )
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Finished sessions leave few cycles of references, but a search for them looks at every object
+    and drives the sessions out of the processor's cache: a tenth of the time of 10,000 devices."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def shard_of(scenario: Scenario) -> Scenario:
+    """One of the equal worlds that a scenario with several shards consists of."""
+    if scenario.shards == 1:
+        return scenario
+    shards = scenario.shards
+    return replace(
+        scenario,
+        shards=1,
+        devices={
+            name: replace(section, count=section.count // shards)
+            for name, section in scenario.devices.items()
+        },
+        verifiers={
+            name: replace(section, count=section.count // shards)
+            for name, section in scenario.verifiers.items()
+        },
+    )

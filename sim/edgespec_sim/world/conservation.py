@@ -1,0 +1,119 @@
+"""What no world may do, judged at every step.
+
+    cause      a message arrives after it was sent, not before its path's fixed time has passed;
+               a commit only if the verifier has committed its tokens
+    prefix     what a device holds is never longer than what its verifier has committed
+    order      a stream delivers what it was given: once, in order, nothing else
+    capacity   slots of a queue do not overlap, and none is shorter than its bits need; a radio
+               cell's queue is one of airtime
+    machines   each works on one pass at a time
+    energy     no drafter works, and no radio sends, for longer than the time there was
+    bytes      sent = delivered + under way + lost with a broken stream
+
+Everything is computed anew from what is seen here, not taken from the counters of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from edgespec.core.protocol.messages import Commit, Downlink
+from edgespec_sim.world.audit import SLACK_S, broken, require
+from edgespec_sim.world.site import Site
+
+
+@dataclass(slots=True)
+class Way:
+    """One direction of a stream; ``least_s``: what it takes at least."""
+
+    what: str
+    least_s: float
+    under_way: deque[tuple[object, float, int]] = field(default_factory=deque)
+    sent_bytes: int = 0
+    delivered_bytes: int = 0
+
+    def sent(self, message: object, now_s: float, size_bytes: int) -> None:
+        self.under_way.append((message, now_s, size_bytes))
+        self.sent_bytes += size_bytes
+
+    def arrived(self, message: object, now_s: float) -> None:
+        what, least_s = self.what, self.least_s
+        if not self.under_way:
+            raise broken(now_s, f"{what}: a message arrived that nobody sent")
+        expected, sent_s, size_bytes = self.under_way.popleft()
+        took_s = now_s - sent_s
+        if message is not expected:
+            raise broken(now_s, f"{what}: {message} overtook {expected}")
+        if took_s < least_s - SLACK_S:
+            why = f"took {took_s:.6f} s, but the path alone takes {least_s:.6f}"
+            raise broken(now_s, f"{what}: {why}")
+        self.delivered_bytes += size_bytes
+
+    def check(self, now_s: float) -> None:
+        under_way = sum(size_bytes for _, _, size_bytes in self.under_way)
+        require(
+            self.sent_bytes == self.delivered_bytes + under_way,
+            now_s,
+            f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered, "
+            f"{under_way} under way",
+        )
+
+
+class StreamWatch:
+    """Sees every message of one stream leave and arrive; ``up_s`` and ``down_s`` are what the ways
+    take at least."""
+
+    def __init__(self, site: Site, key: str, up_s: float, down_s: float) -> None:
+        self._site, self._key = site, key
+        self.up, self._down = Way(f"{key} up", up_s), Way(f"{key} down", down_s)
+
+    def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
+        self._down.sent(message, now_s, size_bytes)
+        if isinstance(message, Commit):
+            self._check_prefix(message, now_s, "sent")
+
+    def arrived_down(self, message: Downlink, now_s: float) -> None:
+        self._down.arrived(message, now_s)
+        if isinstance(message, Commit):
+            self._check_prefix(message, now_s, "delivered")
+
+    def check(self, now_s: float) -> None:
+        self.up.check(now_s)
+        self._down.check(now_s)
+
+    def _check_prefix(self, commit: Commit, now_s: float, verb: str) -> None:
+        session = self._site.session(self._key)
+        if session is None:  # over, or lost in a restart
+            return
+        end = commit.position + len(commit.tokens)
+        if end > session.prefix.length:
+            why = f"tokens up to {end} {verb}, {session.prefix.length} committed"
+            raise broken(now_s, f"{self._key}: {why}")
+
+
+class Conservation:
+    """The watches of one world."""
+
+    def __init__(self) -> None:
+        self._watches: list[StreamWatch] = []
+
+    def watch(self, site: Site, key: str, up_s: float, down_s: float) -> StreamWatch:
+        watch = StreamWatch(site, key, up_s, down_s)
+        self._watches.append(watch)
+        return watch
+
+    def check_device(
+        self, name: str, now_s: float, drafting_s: float, airtime_s: float, step_s: float
+    ) -> None:
+        """``step_s``: how long the last draft step may go on behind the end."""
+        require(
+            drafting_s <= now_s + step_s + SLACK_S,
+            now_s,
+            f"{name} drafted for {drafting_s:.3f} s",
+        )
+        require(airtime_s <= now_s + step_s, now_s, f"{name} sent for {airtime_s:.3f} s")
+
+    def check_end(self, now_s: float) -> None:
+        for watch in self._watches:
+            watch.check(now_s)

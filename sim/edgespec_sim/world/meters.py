@@ -1,0 +1,217 @@
+"""What is counted while a scenario runs, and how it becomes a summary.
+
+Worlds of one seed add up (``merge``), seeds are averaged (``pool``): rates are those of one seed,
+requests, tokens and distributions are of all of them.
+
+Law of the file: only delivered tokens before the end token count, times are the users'. Gaps
+between deliveries are those of tokens: a commit of four tokens is one gap and three zeros.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from edgespec.core.device.events import DraftCounters
+from edgespec.telemetry.run_summary import (
+    GroupSummary,
+    RequestRow,
+    Series,
+    Spread,
+    spread_of,
+)
+from edgespec_sim.planning.replication import Total, mean_interval
+
+MAX_ROWS = 500
+SERIES_STEPS = 60
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, as far as it came."""
+
+    group: str
+    device: str
+    verifier: str
+    started_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    tokens: int
+    counters: DraftCounters
+    up_bytes: int
+    down_bytes: int
+    energy_j: float
+    mismatches: int
+    lossy: bool
+    """Mismatches are what a relaxed rule changed, and no fault."""
+    complete: bool
+    """False: the world ended first."""
+    failed: str = ""
+    energy_known: bool = False
+    """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
+
+
+@dataclass(slots=True)
+class Meters:
+    """Of one arm. Made to be merged: shards of a world add up."""
+
+    duration_s: float
+    records: list[RequestRecord] = field(default_factory=list)
+    ranks: list[Sequence[int]] = field(default_factory=list)
+    """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
+    active_at: list[float] = field(default_factory=lambda: [0.0] * SERIES_STEPS)
+    """Mean number of requests under way in each step."""
+    events: int = 0
+    seeds: int = 1
+    """How many are pooled here."""
+
+    def delivered(self, now_s: float, count: int) -> None:
+        self.tokens_at[self._step(now_s)] += count
+
+    def was_active(self, start_s: float, end_s: float) -> None:
+        step_s = self.duration_s / SERIES_STEPS
+        for step in range(self._step(start_s), self._step(end_s) + 1):
+            within_s = min(end_s, (step + 1) * step_s) - max(start_s, step * step_s)
+            self.active_at[step] += max(0.0, within_s) / step_s
+
+    def _step(self, now_s: float) -> int:
+        return min(int(now_s / self.duration_s * SERIES_STEPS), SERIES_STEPS - 1)
+
+    def merge(self, other: Meters) -> None:
+        self.records += other.records
+        self.ranks += other.ranks
+        self.gaps_s.extend(other.gaps_s)
+        self.events += other.events
+        for step in range(SERIES_STEPS):
+            self.tokens_at[step] += other.tokens_at[step]
+            self.active_at[step] += other.active_at[step]
+
+    def pool(self, other: Meters) -> None:
+        """Add another seed of the same arm."""
+        self.merge(other)
+        self.seeds += other.seeds
+
+    @property
+    def tpot(self) -> Total:
+        """Of the requests that have one."""
+        times_s = _known(one.tpot_s for one in self.records)
+        return Total(sum(times_s), len(times_s))
+
+    @property
+    def changed(self) -> tuple[int, int]:
+        """Tokens that a relaxed rule changed, of how many delivered."""
+        lossy = [one for one in self.records if one.lossy]
+        return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
+
+    # --- summaries -------------------------------------------------------------------------
+
+    def series(self) -> tuple[Series, ...]:
+        """Of one seed."""
+        step_s = self.duration_s / SERIES_STEPS
+        return (
+            Series(
+                "tokens delivered", "tokens/s", step_s, tuple(n / step_s for n in self.tokens_at)
+            ),
+            Series("requests under way", "requests", step_s, tuple(self.active_at)),
+        )
+
+    def rows(self) -> tuple[RequestRow, ...]:
+        return tuple(
+            RequestRow(
+                one.device,
+                one.verifier,
+                one.started_s,
+                one.ttft_s,
+                one.tpot_s,
+                one.tokens,
+                _ratio(one.counters.committed, one.counters.passes),
+                one.counters.acceptance if one.counters.tried else None,
+                one.failed or ("" if one.complete else "the world ended first"),
+            )
+            for one in self.records[:MAX_ROWS]
+        )
+
+    def whole(self) -> GroupSummary:
+        return self._group(self.records, spread_of(self.gaps_s))
+
+    def queue_s(self, verifier: str) -> Spread | None:
+        """From the arrival of drafts to their pass, mean of each request served there."""
+        return spread_of(
+            [
+                one.counters.queue_s / one.counters.passes
+                for one in self.records
+                if one.verifier == verifier and one.counters.passes
+            ]
+        )
+
+    def groups(self) -> dict[str, GroupSummary]:
+        names = dict.fromkeys(one.group for one in self.records)
+        if len(names) < 2:
+            return {}
+        return {
+            name: self._group([one for one in self.records if one.group == name], None)
+            for name in names
+        }
+
+    def _group(self, records: Sequence[RequestRecord], gaps_s: Spread | None) -> GroupSummary:
+        def total(value: Callable[[RequestRecord], float]) -> float:
+            return sum(map(value, records))
+
+        tokens = int(total(lambda one: one.tokens))
+        tried = total(lambda one: one.counters.tried)
+        known = tokens and all(one.energy_known for one in records)
+        return GroupSummary(
+            requests=sum(one.complete and not one.failed for one in records),
+            failed=sum(bool(one.failed) for one in records),
+            tokens=tokens,
+            ttft_s=spread_of(_known(one.ttft_s for one in records)),
+            tpot_s=spread_of(_known(one.tpot_s for one in records)),
+            itl_s=gaps_s,
+            tokens_per_second=tokens / (self.duration_s * self.seeds),
+            tokens_per_pass=_ratio(
+                total(lambda one: one.counters.committed), total(lambda one: one.counters.passes)
+            ),
+            acceptance=total(lambda one: one.counters.hits) / tried if tried else None,
+            wasted_per_token=_ratio(total(lambda one: one.counters.wasted), tokens),
+            up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
+            down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
+            reconnects=int(total(lambda one: one.counters.reconnects)),
+            energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
+            mismatches=_mismatches(records),
+        )
+
+
+def _mismatches(records: Sequence[RequestRecord]) -> int | None:
+    if any(one.lossy for one in records):
+        return None
+    return sum(one.mismatches for one in records)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def pooled_series(seeds: Sequence[tuple[Series, ...]]) -> tuple[Series, ...]:
+    """The means over several seeds and their 95 % intervals; one seed stands as it is."""
+    if len(seeds) == 1:
+        return seeds[0]
+    pooled = []
+    for same in zip(*seeds, strict=True):
+        steps = list(zip(*(one.values for one in same), strict=True))
+        ends = [mean_interval(step) for step in steps]
+        pooled.append(
+            replace(
+                same[0],
+                values=tuple(sum(step) / len(step) for step in steps),
+                low=tuple(max(0.0, low) for low, _ in ends),
+                high=tuple(high for _, high in ends),
+            )
+        )
+    return tuple(pooled)

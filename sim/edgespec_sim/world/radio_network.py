@@ -1,0 +1,244 @@
+"""The air between moving devices and the base stations at which verifiers stand.
+
+Theory of operation. Every ``step_s`` devices move, gains are drawn anew and each (device, station)
+pair gets a rate each way: the band times log2(1 + SINR), within what modulation can do. A cell has
+one queue each way, of *airtime*: a message occupies it for its bits over its sender's rate, so a
+device at the edge of a cell takes time from all others in it, and nobody gets the band for free.
+Others' traffic takes its share of that time evenly, so a message of ours takes so much longer to
+get through. With bandwidth shares a device has a slice, and a queue, of its own instead.
+
+Interference follows what is sent: a station, or a device of another cell, counts as noise for the
+share of the last step in which it sent, plus ``load`` (whose uplink comes from where the devices
+of that cell are). A device's signal does not interfere with itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.network.shared_queue import SharedQueue
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.path import Link
+from edgespec_sim.radio.gains import Floats, Gains, RecordedGains, UmiGains, UmiSettings
+from edgespec_sim.radio.mobility import RandomWaypoint
+from edgespec_sim.scenario.network_sections import FRAMING_BYTES, RadioSection
+from edgespec_sim.world.audit import AuditedQueue
+
+# 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
+# device that hears less is served at the lowest, as coverage extensions do.
+MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
+NOISE_DBM_HZ = -174.0
+# Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
+STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
+# Watts that a handset's amplifier draws a watt sent, as in arXiv 2511.01695.
+TRANSMIT_FACTOR = 2.6
+# A queue of airtime holds nanoseconds where others hold bytes.
+_TICKS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Of one device at one station, now. Rates are of the device's part of the band."""
+
+    snr_db: float
+    """What the device hears: signal to interference and noise."""
+    up_bits_per_s: float
+    down_bits_per_s: float
+
+
+class RadioNetwork:
+    """``bandwidth`` is a share for each device that has one, by number. Raises ``ValueError`` about
+    recorded gains that are not there or of another shape."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        section: RadioSection,
+        devices: int,
+        stations: int,
+        seed: str,
+        folder: Path,
+        *,
+        bandwidth: Mapping[int, float] | None = None,
+        audited: bool = False,
+    ) -> None:
+        self._queue, self._section = queue, section
+        self._bandwidth, self._audited = bandwidth or {}, audited
+        number = random.Random(seed).getrandbits(32)
+        walk_rng, gains_rng = np.random.default_rng(number).spawn(2)
+        self.stations_m = grid_m(stations, section.area_m)
+        speed = section.speed_m_per_s
+        self._walk = RandomWaypoint(
+            walk_rng,
+            devices,
+            side_m=section.area_m,
+            speed_m_s=(0.5 * speed, 1.5 * speed) if speed else (1.0, 1.0),
+        )
+        self._gains: Gains = (
+            _recorded(section.gains, folder)
+            if section.gains
+            else UmiGains(gains_rng, devices, stations, UmiSettings(section.carrier_ghz))
+        )
+        self.serving = np.full(devices, -1)
+        """The station that each device used last; -1: none yet."""
+        self._queues: dict[tuple[bool, int, int], SharedQueue] = {}
+        self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
+        """Time on the air within this step."""
+        self._up = self._down = self._snr_db = np.zeros((devices, stations))
+        self._step(np.zeros(devices))
+        self._queue.after(section.step_s, self._advance)
+
+    # --- what the network asks -------------------------------------------------------------
+
+    def hop(self, device: int, station: int) -> tuple[Link, Link]:
+        """Up and down, for one stream of a device that now uses that station."""
+        self.serving[device] = station
+        one_way_s = self._section.access_ms / 2e3
+        settings = LinkSettings(one_way_s=one_way_s)
+        up = LinkModel(settings, self._queue_of(False, device, station))
+        down = LinkModel(settings, self._queue_of(True, device, station))
+        stretch = 1.0 / (1.0 - self._section.load)
+        return (
+            _Air(up, lambda size: self._send_s(device, station, size), stretch),
+            _Air(down, lambda size: self._receive_s(device, station, size), stretch),
+        )
+
+    def signal(self, device: int, station: int) -> Signal:
+        share = self._share(device) * (1.0 - self._section.load)
+        return Signal(
+            float(self._snr_db[device, station]),
+            share * float(self._up[device, station]),
+            share * float(self._down[device, station]),
+        )
+
+    def airtime(self, device: int, station: int) -> Callable[[int], float]:
+        """Seconds that a message of a size keeps the device's radio sending at full power. With a
+        slice it sends for longer, at its share of the power."""
+        return lambda size_bytes: (
+            self._share(device) * self._seconds(self._up, device, station, size_bytes)
+        )
+
+    @property
+    def transmit_w(self) -> float:
+        """What a device's battery gives while it sends at full power."""
+        return TRANSMIT_FACTOR * _watts(self._section.device_dbm)
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _send_s(self, device: int, station: int, size_bytes: int) -> float:
+        airtime_s = self._seconds(self._up, device, station, size_bytes)
+        self._device_s[device] += airtime_s * self._share(device)
+        return airtime_s
+
+    def _receive_s(self, device: int, station: int, size_bytes: int) -> float:
+        airtime_s = self._seconds(self._down, device, station, size_bytes)
+        self._station_s[station] += airtime_s * self._share(device)
+        return airtime_s
+
+    def _seconds(self, rates: Floats, device: int, station: int, size_bytes: int) -> float:
+        bits = (size_bytes + FRAMING_BYTES) * 8
+        return bits / (self._share(device) * float(rates[device, station]))
+
+    def _share(self, device: int) -> float:
+        """Of its cell's band."""
+        return self._bandwidth.get(device, 1.0)
+
+    def _queue_of(self, down: bool, device: int, station: int) -> SharedQueue:
+        owner = device if device in self._bandwidth else -1
+        key = down, station, owner
+        if key not in self._queues:
+            make = AuditedQueue if self._audited else SharedQueue
+            self._queues[key] = make(8.0 * _TICKS_PER_S)
+        return self._queues[key]
+
+    def _advance(self) -> None:
+        section = self._section
+        gone_m = self._walk.advance(section.step_s) if section.speed_m_per_s else np.zeros(0)
+        self._step(gone_m if gone_m.size else np.zeros(len(self.serving)))
+        self._queue.after(section.step_s, self._advance)
+
+    def _step(self, gone_m: Floats) -> None:
+        section = self._section
+        gains = self._gains.next(self._walk.positions_m, self.stations_m, gone_m)
+        band_hz = section.bandwidth_mhz * 1e6
+        device_w, station_w = _watts(section.device_dbm), _watts(section.station_dbm)
+        noise_w = _watts(NOISE_DBM_HZ) * band_hz
+        up_noise_w = noise_w * 10.0 ** (STATION_NOISE_DB / 10.0)
+        down_noise_w = noise_w * 10.0 ** (DEVICE_NOISE_DB / 10.0)
+        up_w: Floats = np.zeros_like(gains)
+        down_w: Floats = np.zeros_like(gains)
+        if section.interference:
+            sends = np.minimum(self._device_s / section.step_s, 1.0)
+            radiates = np.minimum(section.load + self._station_s / section.step_s, 1.0)
+            up_w = device_w * _uplink_noise(gains, self.serving, sends, section.load)
+            heard = gains * radiates
+            down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
+        up = device_w * gains / (up_noise_w + up_w)
+        down = station_w * gains / (down_noise_w + down_w)
+        self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
+        self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
+        self._device_s[:] = 0.0
+        self._station_s[:] = 0.0
+
+
+class _Air:
+    """One direction of a device's air: messages become airtime on its queue."""
+
+    def __init__(self, model: LinkModel, airtime_s: Callable[[int], float], stretch: float) -> None:
+        self._model, self._airtime_s, self._stretch = model, airtime_s, stretch
+
+    def arrival(self, now_s: float, size_bytes: int, /) -> float:
+        ticks = self._airtime_s(size_bytes) * self._stretch * _TICKS_PER_S
+        return self._model.arrival(now_s, math.ceil(ticks))
+
+
+def _recorded(name: str, folder: Path) -> Gains:
+    if not (folder / name).is_file():
+        raise ValueError(f"radio.gains is {name!r}, but there is no such file in {folder}")
+    return RecordedGains.load(folder / name)
+
+
+def grid_m(count: int, side_m: float) -> Floats:
+    """``count`` places in a square, row by row in the middle of equal cells; shape (count, 2)."""
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    places = [
+        ((index % columns + 0.5) * side_m / columns, (index // columns + 0.5) * side_m / rows)
+        for index in range(count)
+    ]
+    return np.array(places)
+
+
+def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) -> Floats:
+    """(devices, stations): power received from devices of other cells, in units of what one sends.
+    ``sends`` is each device's share of time on the air."""
+    stations = np.arange(gains.shape[1])
+    served = serving[:, None] == stations
+    foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * sends[:, None])
+    ours: Floats = foreign.sum(axis=0) - foreign
+    # Others send from where our devices are that hear the other cell best, in the mean.
+    nearest = gains.argmax(axis=1)
+    others = np.zeros(gains.shape[1])
+    for station in stations:
+        members = gains[nearest == station]
+        if len(members):
+            heard = members.mean(axis=0)
+            heard[station] = 0.0
+            others += load * heard
+    return ours + others
+
+
+def _bits_per_hz(snr: Floats) -> Floats:
+    bits: Floats = np.clip(np.log2(1.0 + snr), LEAST_BITS_PER_HZ, MOST_BITS_PER_HZ)
+    return bits
+
+
+def _watts(dbm: float) -> float:
+    return float(10.0 ** (dbm / 10.0 - 3.0))

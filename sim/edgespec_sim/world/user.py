@@ -1,0 +1,266 @@
+"""One user with a device: asks, waits for the text, thinks, asks again.
+
+Theory of operation. Each question is one ``DraftSession`` on the device's drafter. Before it opens,
+the association policy chooses the verifier from what is known at that moment. A device whose
+battery is used up goes on without drafting: that is slower, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.events import Fail
+from edgespec.core.device.learned import Learned
+from edgespec.core.device.policy_names import named_policy
+from edgespec.core.device.preference import WORTH
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Open
+from edgespec.ports import Drafter
+from edgespec.telemetry.cost_profile import TimeLaw
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.radio.power import RADIOS, RadioMeter
+from edgespec_sim.scenario.sections import DeviceSection
+from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
+from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
+from edgespec_sim.world.metered_stream import MeteredStream
+from edgespec_sim.world.meters import MAX_ROWS, Meters, RequestRecord
+from edgespec_sim.world.site import REQUEST_MARK, Site
+
+# Requests of different users never meet: each has this many numbers of its own.
+REQUESTS_PER_USER = 1 << 20
+
+
+class Surroundings(Protocol):
+    """What a user needs of the world."""
+
+    def choose(self, user: User) -> Site: ...
+
+    def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+        """A stream and its set-up time; None while the site is down."""
+
+    def tracer(self, user: User) -> Tracer | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UserSettings:
+    """What all users of a group share."""
+
+    group: str
+    section: DeviceSection
+    arm: Arm
+    gamma: int | None
+    step: TimeLaw
+    source: TokenSource
+    reconnect: ReconnectPolicy
+    eos_token_ids: frozenset[int]
+    radio_w: float
+    """While sending."""
+
+
+class User:
+    """``start`` once; ``finish`` when the world ends, to count what is under way."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        name: str,
+        number: int,
+        settings: UserSettings,
+        surroundings: Surroundings,
+        meters: Meters,
+        seed: str,
+    ) -> None:
+        self.name, self.number, self.settings = name, number, settings
+        self.site: Site | None = None
+        self.device: SimulatedDevice | None = None
+        self.battery_j = settings.section.battery_j
+        self.drafting_s = self.airtime_s = 0.0
+        """Of all its requests."""
+        power = RADIOS.get(settings.section.radio_power)
+        self.radio = None if power is None else RadioMeter(power)
+        self._last: RequestRecord | None = None
+        """Its radio's tail and idle time until the next one are its own."""
+        self._queue, self._surroundings, self._meters = queue, surroundings, meters
+        self._dice = random.Random(seed)
+        # Costs have dice of their own: the questions are the same whatever the arm.
+        self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
+        self._drafter: Drafter = settings.source.drafter()
+        self._prices: dict[str, RowPrice] = {}
+        """What each verifier last asked for a row."""
+        self._learned = Learned()
+        self._asked = 0
+        self._started_s = 0.0
+        self._request: Request | None = None
+        self._streams: list[MeteredStream] = []
+
+    def start(self) -> None:
+        within_s = self.settings.section.workload.start_within_s
+        self._queue.after(self._dice.uniform(0.0, within_s), self._ask)
+
+    def finish(self) -> None:
+        """Record the request that is under way, if any, as incomplete."""
+        if self.device is not None:
+            self._record(self.device, complete=False)
+            self.device = None
+        self._settle_radio()
+
+    # --- asking ----------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._settle_radio()
+        section, source = self.settings.section, self.settings.source
+        load = section.workload
+        prompt_length = self._length(load.prompt_tokens)
+        max_tokens = self._length(load.output_tokens)
+        number = self.number * REQUESTS_PER_USER + self._asked
+        self._request = source.request(number, prompt_length, max_tokens)
+        self._asked += 1
+        self._started_s = self._queue.now
+        self._streams = []
+        self.site = site = self._surroundings.choose(self)
+        arm = self.settings.arm
+        policy, floor = None, 0.0
+        if arm is Arm.EDGESPEC:
+            policy = named_policy(section.policy, prefer=section.prefer)
+            floor = WORTH[section.prefer].row_chance
+        settings = arm_settings(arm, self.settings.gamma, policy)
+        key = f"{self.name}{REQUEST_MARK}{self._asked}"
+        drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
+        request = Open(
+            session_id=key,
+            model="",
+            vocabulary="",
+            prompt=self._request.prompt,
+            sampling=self._request.sampling,
+            run_ahead=settings.run_ahead,
+            rule=rule_of(source),
+            drafting=drafts,
+        )
+        session = DraftSession(
+            request,
+            settings.policy,
+            self.settings.reconnect,
+            section.draft_context_tokens,
+            jitter_seed=self.number,
+            price=self._prices.setdefault(site.name, RowPrice(floor=floor)),
+            learned=self._learned,
+        )
+        self.device = SimulatedDevice(
+            self._queue,
+            session,
+            self._drafter,
+            self._step_s,
+            lambda: self._connect(site, key),
+            self._surroundings.tracer(self),
+            self._ended,
+        )
+        self.device.start()
+
+    def _length(self, typical: int) -> int:
+        """Log-normal around the typical one, drawn in the same order whatever the arm."""
+        spread = self.settings.section.workload.length_spread
+        if spread == 0.0 or typical == 0:
+            return typical
+        sigma = math.sqrt(math.log1p(spread * spread))
+        return max(1, min(round(typical * self._dice.lognormvariate(0.0, sigma)), 32_000))
+
+    def _step_s(self, kept: int, fed: int) -> float:
+        chance = self._cost_dice.random() if self._cost_dice else 0.5
+        return self.settings.step.seconds(fed, kept, chance)
+
+    def _connect(self, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+        opened = self._surroundings.connect(self, site, key)
+        if opened is not None:
+            self._streams.append(opened[0])
+        return opened
+
+    # --- the end of a request --------------------------------------------------------------
+
+    def _ended(self) -> None:
+        device, self.device = self.device, None
+        assert device is not None
+        self._record(device, complete=True)
+        workload = self.settings.section.workload
+        if workload.requests and self._asked >= workload.requests:
+            return
+        pause_s = self._dice.expovariate(1.0 / workload.think_s) if workload.think_s else 0.0
+        self._queue.after(pause_s, self._ask)
+
+    def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
+        delivery, ended, site = device.delivery, device.delivery.ended, self.site
+        source = self.settings.source
+        assert site is not None
+        assert self._request is not None
+        tokens = delivery.tokens
+        count = len(tokens)
+        if count and tokens[-1] in self.settings.eos_token_ids:
+            count -= 1
+        times_s = delivery.times_s[:count]
+        energy_j = self._energy_j(device)
+        if self.battery_j is not None:
+            self.battery_j = max(0.0, self.battery_j - energy_j)
+        self._meters.gaps_s.extend(b - a for a, b in itertools.pairwise(times_s))
+        for at_s in times_s:
+            self._meters.delivered(at_s, 1)
+        self._meters.was_active(self._started_s, self._queue.now)
+        if count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
+            self._meters.ranks.append(source.ranks(self._request, count))
+        self._last = RequestRecord(
+            group=self.settings.group,
+            device=self.name,
+            verifier=site.name,
+            started_s=self._started_s,
+            ttft_s=times_s[0] - self._started_s if times_s else None,
+            tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
+            tokens=count,
+            counters=replace(device.session.counters),
+            up_bytes=sum(stream.up_bytes for stream in self._streams),
+            down_bytes=sum(stream.down_bytes for stream in self._streams),
+            energy_j=energy_j,
+            energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
+            mismatches=self._mismatches(tokens),
+            lossy=isinstance(self.settings.source, LossySource),
+            complete=complete,
+            failed=ended.why if isinstance(ended, Fail) else "",
+        )
+        self._meters.records.append(self._last)
+
+    def _energy_j(self, device: SimulatedDevice) -> float:
+        section = self.settings.section
+        airtime_s = sum(stream.airtime_s for stream in self._streams)
+        self.drafting_s += device.drafting_s
+        self.airtime_s += airtime_s
+        drafting_j = section.draft_w * device.drafting_s
+        if self.radio is None:
+            return drafting_j + self.settings.radio_w * airtime_s
+        return drafting_j + self.radio.take(self._queue.now)
+
+    def _settle_radio(self) -> None:
+        """What the radio took since the last answer: its tail, and idling."""
+        if self.radio is None or self._last is None:
+            return
+        taken_j = self.radio.take(self._queue.now)
+        self._last.energy_j += taken_j
+        if self.battery_j is not None:
+            self.battery_j = max(0.0, self.battery_j - taken_j)
+
+    def _mismatches(self, tokens: list[int]) -> int:
+        """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
+        change makes another text, after what was delivered before them."""
+        assert self._request is not None
+        source = self.settings.source
+        if not tokens:
+            return 0
+        if isinstance(source, LossySource):
+            return source.changed(self._request, tokens)
+        expected = source.expected(self._request, len(tokens))
+        return sum(a != b for a, b in zip(tokens, expected, strict=True))
