@@ -32,8 +32,9 @@ import numpy.typing as npt
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.targets.batch_rows import BatchRows, Indices, SessionRows
+from edgespec.targets.batch_rows import BatchRows, SessionRows
 from edgespec.targets.kv_pool import NULL_SLOT, Slots
+from edgespec.targets.pass_batch import Indices
 from edgespec.targets.row_tiles import RowTiles, cut
 
 # The key axis is worked off in tiles of this many; a row's sums then associate by position alone.

@@ -54,7 +54,7 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     if not rows:
         return []
     logits = forbid(logits, [mask for block in blocks for mask in _masks(block)])
-    largest, best = logits.max(dim=-1)  # NaN wherever a row holds one
+    largest, best = _largest(logits)
     if not torch.isfinite(largest).all():
         row = int(torch.isfinite(largest).logical_not().nonzero()[0])
         raise ModelOutputError(
@@ -73,6 +73,26 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     return chosen
 
 
+def best_tokens(logits: torch.Tensor) -> list[int] | None:
+    """``choose_tokens`` where all rows are plain and unconstrained; None where it would raise."""
+    if not logits.shape[0]:
+        return []
+    largest, best = _largest(logits)
+    if not math.isfinite(float(largest.abs().max())):
+        return None
+    chosen: list[int] = best.tolist()
+    return chosen
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest value, NaN wherever the row holds one, and its first place. On the CPU
+    numpy finds it ten times faster than torch."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1)
+    best = torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    return logits.gather(-1, best[:, None])[:, 0], best
+
+
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
     return _warp(logits, blocks)[:, : logits.shape[-1]]
@@ -80,6 +100,11 @@ def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tens
 
 def _masks(block: SampleBlock) -> Sequence[bytes | None]:
     return block.masks or (None,) * len(block.positions)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the token is the largest logit, and nothing else is asked."""
+    return _plain(params) and params.constraint is None
 
 
 def _plain(params: SamplingParams) -> bool:
