@@ -111,7 +111,9 @@ class PassBatch(Sequence[PassRequest]):
             and int(self.cached.min()) >= 0
             and bool((self.cached <= cached_lengths).all())
             and all(self.feeds)
-            and (not self.has_nodes or all(self.samples))
+            and all(
+                [sample or not one for sample, one in zip(self.samples, self.nodes, strict=True)]
+            )
             # As an unsigned number a negative one is too large as well.
             and int(self.tokens.view(np.uint64).max()) < info.vocabulary_size
             and int(lengths.max()) <= info.context_length
