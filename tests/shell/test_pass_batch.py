@@ -88,7 +88,7 @@ class _Waits(TorchDispatchMode):
     """Notes every operation that would make the host wait for a GPU."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
