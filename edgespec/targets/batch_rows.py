@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from edgespec.ports import PassRequest
-from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool, Slots
-from edgespec.targets.tree_shape import TreeShape, tree_shape
-
-Indices = npt.NDArray[np.int64]
+from edgespec.targets.block_tables import KeySlots
+from edgespec.targets.kv_pool import KvPool, Slots
+from edgespec.targets.pass_batch import Indices, PassBatch
+from edgespec.targets.tree_shape import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,14 @@ class SessionRows:
         return self.request.cache_length + len(self.request.feed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchRows:
     """All sessions of a pass, laid out; arrays are int64."""
 
     pool: KvPool
-    requests: Sequence[PassRequest]
-    trees: tuple[TreeShape | None, ...]
-    """None for a request without nodes."""
-    tables: list[int]
-    """Each session's row of ``pool.tables``."""
+    requests: PassBatch
+    tables: Indices
+    """[sessions]: each session's row of ``pool.tables``."""
     counts: Indices
     """[sessions]: rows."""
     first_rows: Indices
@@ -57,57 +55,64 @@ class BatchRows:
     """[sessions]: key index of the first node, which is the length of the text with the feed."""
     lengths: Indices
     """[sessions]: keys in all."""
+    row_count: int
     own_keys: Indices
     """[rows]: key index of the row itself."""
     positions: Indices
     """[rows]."""
 
     @property
-    def row_count(self) -> int:
-        return len(self.positions)
+    def trees(self) -> tuple[TreeShape | None, ...]:
+        """[sessions]: None for a request without nodes."""
+        return self.requests.trees
 
-    def key_slots(self, sessions: list[int], count: int) -> Slots:
-        """[len(sessions), count]: slots of the first ``count`` keys; 0 behind a session's end."""
-        tables = [self.tables[session] for session in sessions]
-        blocks = self.pool.tables.rows(tables, -(-count // BLOCK_SIZE))
-        slots = blocks[:, :, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
-        keys = slots.reshape(len(sessions), -1)[:, :count]
-        keys *= np.arange(count) < self.lengths[sessions, None]
-        return keys
+    @cached_property
+    def single(self) -> bool:
+        """Whether every session has one row."""
+        return self.row_count == len(self.requests)
+
+    def key_slots(self, sessions: Indices, count: int) -> KeySlots:
+        """[len(sessions), count]: slots of the first ``count`` keys; 0 behind a session's end.
+        Asked before the next pass is laid out."""
+        return self.pool.tables.key_slots(self.tables[sessions], count)
 
     def session(self, index: int) -> SessionRows:
         """One session by itself."""
         first, length = int(self.first_rows[index]), int(self.lengths[index])
         positions = self.positions[first : first + int(self.counts[index])]
-        slots = self.key_slots([index], length)[0]
+        slots = self.pool.tables.slots_of(self.tables[index : index + 1], np.arange(length))
         return SessionRows(self.requests[index], first, positions, slots)
 
 
-def lay_out(pool: KvPool, batch: Sequence[PassRequest]) -> BatchRows:
+def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
     """All rows of reserved requests."""
-    trees = tuple([tree_shape(r.parents) if r.parents else None for r in batch])
-    cached = np.array([request.cache_length for request in batch])
-    fed = np.array([len(request.feed) for request in batch])
-    nodes = np.array([len(request.tokens) for request in batch])
-    counts = fed + nodes
-    first_rows = np.cumsum(counts) - counts
-    bases = cached + fed
-    own_keys = np.arange(int(counts.sum())) + np.repeat(cached - first_rows, counts)
+    batch = PassBatch.of(requests)
+    tables = pool.table_rows(batch)
+    pool.tables.extend(tables, batch.ends)
+    counts = batch.fed + batch.node_counts
+    ends = np.cumsum(counts)
+    first_rows = ends - counts
+    row_count = int(ends[-1])
+    bases = batch.cached + batch.fed
+    if row_count == len(counts):
+        own_keys = batch.cached
+    else:
+        own_keys = np.arange(row_count) + np.repeat(batch.cached - first_rows, counts)
     positions = own_keys
-    depths = [tree.depths for tree in trees if tree is not None]
-    if depths:
+    if batch.has_nodes:
+        depths = [tree.depths for tree in batch.trees if tree is not None]
         positions = own_keys.copy()
         is_node = own_keys >= np.repeat(bases, counts)
-        positions[is_node] = np.repeat(bases - 1, nodes) + np.concatenate(depths)
+        positions[is_node] = np.repeat(bases - 1, batch.node_counts) + np.concatenate(depths)
     return BatchRows(
         pool=pool,
         requests=batch,
-        trees=trees,
-        tables=[pool.sequence(request.key).table for request in batch],
+        tables=tables,
         counts=counts,
         first_rows=first_rows,
         bases=bases,
-        lengths=bases + nodes,
+        lengths=batch.ends,
+        row_count=row_count,
         own_keys=own_keys,
         positions=positions,
     )
@@ -115,8 +120,5 @@ def lay_out(pool: KvPool, batch: Sequence[PassRequest]) -> BatchRows:
 
 def write_slots(rows: BatchRows) -> Slots:
     """[rows]: where each row's key and value go."""
-    block_count = -(-int(rows.lengths.max()) // BLOCK_SIZE)
-    blocks = rows.pool.tables.rows(rows.tables, block_count)
-    session = np.repeat(np.arange(len(rows.counts)), rows.counts)
-    block, place = np.divmod(rows.own_keys, BLOCK_SIZE)
-    return blocks[session, block] * BLOCK_SIZE + place
+    tables = rows.tables if rows.single else np.repeat(rows.tables, rows.counts)
+    return rows.pool.tables.slots_of(tables, rows.own_keys)

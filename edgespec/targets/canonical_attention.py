@@ -24,16 +24,18 @@ elements do not fill vectors, and exp2's scalar tail is another function to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.targets.batch_rows import BatchRows, Indices, SessionRows
+from edgespec.targets.batch_rows import BatchRows, SessionRows
 from edgespec.targets.kv_pool import NULL_SLOT, Slots
+from edgespec.targets.pass_batch import Indices
 from edgespec.targets.row_tiles import RowTiles, cut
 
 # The key axis is worked off in tiles of this many; a row's sums then associate by position alone.
@@ -87,8 +89,11 @@ class CanonicalAttention:
 
     def lay_out(self, rows: BatchRows) -> CanonicalLayout:
         device = rows.pool.device
-        sessions = [rows.session(index) for index in range(len(rows.requests))]
-        groups = [g for s in sessions for g in _canonical_groups(s, self._sizes, device)]
+        paths = np.array([_one_path(parents) for parents in rows.requests.parents])
+        easy = (paths >= 0) & (rows.counts <= self._sizes[0])
+        groups = _easy_groups(rows, np.flatnonzero(easy), paths, self._sizes[0])
+        for index in np.flatnonzero(~easy).tolist():
+            groups += _canonical_groups(rows.session(index), self._sizes, device)
         return CanonicalLayout(tuple(groups), int(rows.positions.max()))
 
 
@@ -163,6 +168,65 @@ def canonical_attention(
     out /= total
     out = out.view(heads, rows, head_dim)[:, : group.count].transpose(0, 1)
     return out.to(states.query.dtype)
+
+
+@lru_cache(maxsize=2048)
+def _one_path(parents: tuple[int, ...]) -> int:
+    """The inner nodes of a tree that is one line of ancestors, if they are its first nodes, one
+    after the other: then the keys of that line lie side by side. Else -1."""
+    (path, _), *others = _lines(parents)
+    return -1 if others or path.tolist() != list(range(len(path))) else len(path)
+
+
+def _easy_groups(
+    rows: BatchRows, sessions: Indices, paths: Indices, size: int
+) -> list[CanonicalGroup]:
+    """``_canonical_groups`` of all ``sessions``, whose rows are one group of ``size`` each and
+    whose trees have ``paths`` inner nodes, on one line. Made at once."""
+    if not len(sessions):
+        return []
+    device, counts = rows.pool.device, rows.counts[sessions]
+    place = np.minimum(np.arange(size), counts[:, None] - 1)
+    picked = rows.first_rows[sessions, None] + place
+    positions = rows.positions[picked]
+    tiles = np.maximum(1, -(-positions.max(axis=1) // KEY_TILE))
+    line_ends = rows.bases[sessions] + paths[sessions]
+    found = []
+    for tile_count in np.unique(tiles).tolist():
+        which = np.flatnonzero(tiles == tile_count)
+        keys = np.full((len(which), tile_count * KEY_TILE), NULL_SLOT, dtype=np.int64)
+        slots = rows.key_slots(sessions[which], keys.shape[1])
+        in_line = np.arange(slots.shape[1]) < line_ends[which, None]
+        np.multiply(slots, in_line, out=keys[:, : slots.shape[1]])
+        own = torch.from_numpy(positions[which]).to(device)
+        starts = torch.arange(0, keys.shape[1], KEY_TILE, device=device)
+        # A row sees the keys before its position: of each tile the first 0 to KEY_TILE.
+        seen = (own[:, None, :] - starts[:, None]).clamp_(0, KEY_TILE)
+        masks = _mask_rows(device).index_select(0, seen.view(-1))
+        parts = zip(
+            torch.from_numpy(picked[which]).to(device).unbind(),
+            counts[which].tolist(),
+            _tuples(torch.from_numpy(keys).to(device).view(-1, KEY_TILE).unbind(), tile_count),
+            _tuples(masks.view(-1, size, KEY_TILE).unbind(), tile_count),
+            own.unbind(),
+            positions[which].min(axis=1).tolist(),
+            strict=True,
+        )
+        found += [CanonicalGroup(*part) for part in parts]
+    return found
+
+
+def _tuples(tensors: Sequence[torch.Tensor], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
+    """So many at a time."""
+    return zip(*[iter(tensors)] * size, strict=True)
+
+
+@lru_cache(maxsize=4)
+def _mask_rows(device: torch.device) -> torch.Tensor:
+    """float32 [KEY_TILE + 1, KEY_TILE]: row n lets the first n keys be seen."""
+    places = torch.arange(KEY_TILE, device=device)
+    hidden = places >= torch.arange(KEY_TILE + 1, device=device)[:, None]
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _canonical_groups(

@@ -15,6 +15,7 @@ repeated. Masks are made once a pass for each window among the layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ import torch
 from torch.nn import functional
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.targets.batch_rows import BatchRows, Indices
+from edgespec.targets.batch_rows import BatchRows
+from edgespec.targets.pass_batch import Indices
 
 _GROUP_BYTES = 1 << 20
 # A GPU's caches matter less than its launches.
@@ -48,8 +50,8 @@ class GroupedAttention:
         data = rows.pool.data
         limit = _GROUP_BYTES_CUDA if data.device.type == "cuda" else _GROUP_BYTES
         key_bytes = data.shape[-1] * data.element_size()
-        groups = [_group(rows, members) for members in _members(rows, limit // key_bytes)]
-        largest = max(0 if group.key_slots is None else len(group.key_slots) for group in groups)
+        groups = _groups(rows, limit // key_bytes)
+        largest = max([0 if group.key_slots is None else len(group.key_slots) for group in groups])
         return GroupedLayout(groups, self._buffers_of(largest, data))
 
     def _buffers_of(self, slots: int, data: torch.Tensor) -> list[torch.Tensor]:
@@ -72,14 +74,14 @@ class AttentionGroup:
     shape: tuple[int, int, int]
     """Sessions, rows and keys of each."""
     key_slots: torch.Tensor | None
-    """int64 [sessions * keys]; None where the keys lie at ``first_slot`` and behind."""
+    """int32 [sessions * keys]; None where the keys lie at ``first_slot`` and behind."""
     first_slot: int
     real: torch.Tensor | None
     """int64: of the sessions' rows those that are not padding; None for all."""
     goal: torch.Tensor | None
     """int64: their packed rows."""
-    seen: npt.NDArray[np.bool_] | None
-    """[sessions, rows, keys]: True where the row sees the key; None where all see all."""
+    last: Indices
+    """[sessions, rows]: the last key of the text that the row sees; a node sees its line too."""
     batch: BatchRows
     sessions: list[int]
     """Of ``batch``, in the group's order."""
@@ -95,14 +97,31 @@ class AttentionGroup:
             self.masks[key] = self._make_mask(window, share, like)
         return self.masks[key]
 
+    def seen(self, window: int | None = None) -> npt.NDArray[np.bool_] | None:
+        """[sessions, rows, keys]: True where the row sees the key; None where all see all."""
+        keys = self.shape[2]
+        near = None if window is None else self._near(window)
+        if near is None and self.shape[1] == 1 and int(self.last.min()) == keys - 1:
+            return None
+        seen = np.arange(keys) <= self.last[:, :, None]
+        for place, session in enumerate(self.sessions if self.shape[1] > 1 else ()):
+            tree = self.batch.trees[session]
+            if tree is not None:
+                count, base = len(tree.depths), int(self.batch.bases[session])
+                first = int(self.batch.counts[session]) - count
+                seen[place, first : first + count, base : base + count] |= tree.line
+        return seen if near is None else seen & near
+
+    def _near(self, window: int) -> npt.NDArray[np.bool_] | None:
+        """[sessions, rows, keys]: True where the key lies within the window; None for all."""
+        own = self.batch.positions[self.packed]
+        if int(own.max()) < window:
+            return None
+        near = own[:, :, None] - _key_positions(self.batch, self.sessions, self.shape[2])[:, None]
+        return near < window
+
     def _make_mask(self, window: int | None, share: int, like: torch.Tensor) -> torch.Tensor | None:
-        seen = self.seen
-        if window is not None:
-            own = self.batch.positions[self.packed]
-            places = _key_positions(self.batch, self.sessions, self.shape[2])
-            reach = own[:, :, None] - places[:, None] < window
-            if not reach.all():
-                seen = reach if seen is None else seen & reach
+        seen = self.seen(window)
         if seen is None:
             return None
         hidden = torch.from_numpy(~seen).to(like.device)
@@ -199,82 +218,113 @@ def _attention(
     return (weights @ v.float() / total).to(q.dtype)
 
 
-def _members(rows: BatchRows, key_limit: int) -> list[list[int]]:
-    """Which sessions go side by side: like row counts (same power of two), and keys that with
-    their padding are at most ``key_limit`` in all. A session with more is alone."""
-    counts, lengths = rows.counts.tolist(), rows.lengths.tolist()
-    if len(counts) == 1:
-        return [[0]]
-    order = sorted(
-        range(len(counts)), key=lambda session: (counts[session].bit_length(), lengths[session])
-    )
-    groups: list[list[int]] = []
-    kind = used = longest = 0
-    for session in order:
-        longest = lengths[session]  # ascending within a kind
-        used += longest
-        fits = groups and counts[session].bit_length() == kind
-        if fits:
-            padded = longest * (len(groups[-1]) + 1)
-            fits = padded <= key_limit and padded - used <= _PADDING_MAX * padded
-        if fits:
-            groups[-1].append(session)
-        else:
-            groups.append([session])
-            kind, used = counts[session].bit_length(), longest
-    return [sorted(group) for group in groups]
+def _cut(lengths: list[int], key_limit: int) -> list[tuple[int, int]]:
+    """Where groups of sessions begin and end whose ``lengths`` ascend: with their padding they have
+    at most ``key_limit`` keys, and little padding. A session with more is alone."""
+    sums = [0, *accumulate(lengths)]
+    groups, first = [], 0
+    while first < len(lengths):
+        end = min(len(lengths), first + max(1, key_limit // lengths[first]))
+        while end > first + 1:
+            padded = lengths[end - 1] * (end - first)
+            if padded > key_limit:
+                end = max(first + 1, min(end - 1, first + key_limit // lengths[end - 1]))
+            elif padded - (sums[end] - sums[first]) > _PADDING_MAX * padded:
+                end -= (end - first) // 2
+            else:
+                break
+        groups.append((first, end))
+        first = end
+    return groups
 
 
-def _group(rows: BatchRows, sessions: list[int]) -> AttentionGroup:
-    device = rows.pool.device
-    counts, bases = rows.counts[sessions], rows.bases[sessions]
-    lengths, first_rows = rows.lengths[sessions], rows.first_rows[sessions]
-    row_limit, key_limit = int(counts.max()), int(lengths.max())
-    place = np.arange(row_limit)
-    real = place < counts[:, None]
-    packed = first_rows[:, None] + np.where(real, place, 0)
-    all_real = bool(real.all())
-    in_order = all_real and sessions[-1] - sessions[0] == len(sessions) - 1
-    slots = rows.key_slots(sessions, key_limit)
-    in_place = len(sessions) == 1 and bool((np.diff(slots[0]) == 1).all())
-    return AttentionGroup(
-        rows=slice(int(packed[0, 0]), int(packed[-1, -1]) + 1)
-        if in_order
-        else torch.from_numpy(packed.ravel()).to(device),
-        shape=(len(sessions), row_limit, key_limit),
-        key_slots=None if in_place else torch.from_numpy(slots.ravel()).to(device),
-        first_slot=int(slots[0, 0]),
-        real=None if all_real else torch.from_numpy(np.flatnonzero(real)).to(device),
-        goal=None if in_order else torch.from_numpy(packed[real]).to(device),
-        seen=_seen(rows, sessions, packed, real, bases, key_limit),
-        batch=rows,
-        sessions=sessions,
-        packed=packed,
-    )
+def _groups(rows: BatchRows, key_limit: int) -> list[AttentionGroup]:
+    """Sessions with like row counts (same power of two) go side by side."""
+    if rows.single:
+        return _side_by_side(rows, np.argsort(rows.lengths, kind="stable"), key_limit)
+    _, kinds = np.frexp(rows.counts)  # bits
+    order = np.lexsort((rows.lengths, kinds))
+    starts = np.flatnonzero(np.diff(kinds[order], prepend=-1)).tolist()
+    parts = (order[start:stop] for start, stop in pairwise([*starts, len(order)]))
+    return [group for part in parts for group in _side_by_side(rows, part, key_limit)]
 
 
-def _seen(
-    rows: BatchRows,
-    sessions: list[int],
-    packed: Indices,
-    real: npt.NDArray[np.bool_],
-    bases: Indices,
-    key_limit: int,
-) -> npt.NDArray[np.bool_] | None:
-    """[sessions, rows, keys]; None where every row sees every key."""
+def _side_by_side(rows: BatchRows, order: Indices, key_limit: int) -> list[AttentionGroup]:
+    """Groups of the sessions in ``order``, whose lengths ascend; what can be is made for all groups
+    at once."""
+    lengths = rows.lengths[order].tolist()
+    cuts = _cut(lengths, key_limit)
+    if len(cuts) == 1:
+        order = np.sort(order)  # then their rows may lie one after the other
+    counts, first_rows = rows.counts[order], rows.first_rows[order, None]
+    sessions, row_counts = order.tolist(), counts.tolist()
+    place, real = np.arange(max(row_counts)), None
+    if min(row_counts) < len(place):
+        real = place < counts[:, None]
+        place = np.where(real, place, 0)
+    packed = first_rows + place
     # A fed row sees the text up to itself; a node all of the text, and then its line.
-    last = np.minimum(rows.own_keys[packed], bases[:, None] - 1)
-    last[~real] = 0  # a row that sees nothing would be NaN
-    if packed.shape[1] == 1 and bool((last == key_limit - 1).all()):
-        return None
-    seen = np.arange(key_limit) <= last[:, :, None]
-    for place, session in enumerate(sessions):
-        tree = rows.trees[session]
-        if tree is not None:
-            count, base = len(tree.depths), int(bases[place])
-            first = int(rows.counts[session]) - count
-            seen[place, first : first + count, base : base + count] |= tree.line
-    return seen
+    last = np.minimum(rows.own_keys[packed], rows.bases[order, None] - 1)
+    if real is not None:
+        last[~real] = 0  # a row that sees nothing would be NaN
+    groups = []
+    for first, end in cuts:
+        members, key_count = slice(first, end), lengths[end - 1]
+        row_limit = max(row_counts[members])
+        own = packed[members, :row_limit]
+        picked = (
+            _picked(own, sessions[members], rows.pool.device)
+            if min(row_counts[members]) == row_limit
+            else _picked_of(own, np.arange(row_limit) < counts[members, None], rows.pool.device)
+        )
+        key_slots, first_slot = _key_slots(rows, order[members], key_count)
+        groups.append(
+            AttentionGroup(
+                rows=picked[0],
+                shape=(end - first, row_limit, key_count),
+                key_slots=key_slots,
+                first_slot=first_slot,
+                real=picked[1],
+                goal=picked[2],
+                last=last[members, :row_limit],
+                batch=rows,
+                sessions=sessions[members],
+                packed=own,
+            )
+        )
+    return groups
+
+
+_Picked = tuple[torch.Tensor | slice, torch.Tensor | None, torch.Tensor | None]
+"""``rows``, ``real`` and ``goal`` of a group."""
+
+
+def _picked(packed: Indices, sessions: list[int], device: torch.device) -> _Picked:
+    """Where no row is padding."""
+    first = sessions[0]
+    if sessions == list(range(first, first + len(sessions))):
+        return slice(int(packed[0, 0]), int(packed[-1, -1]) + 1), None, None
+    rows = torch.from_numpy(packed.ravel()).to(device)
+    return rows, None, rows
+
+
+def _picked_of(packed: Indices, real: npt.NDArray[np.bool_], device: torch.device) -> _Picked:
+    """Where the rows that are not ``real`` are padding."""
+    places = torch.from_numpy(np.flatnonzero(real)).to(device)
+    goal = torch.from_numpy(packed[real]).to(device)
+    return torch.from_numpy(packed.ravel()).to(device), places, goal
+
+
+def _key_slots(
+    rows: BatchRows, sessions: Indices, key_limit: int
+) -> tuple[torch.Tensor | None, int]:
+    """``key_slots`` and ``first_slot`` of a group."""
+    slots = rows.key_slots(sessions, key_limit)
+    if len(sessions) == 1:
+        first = int(slots[0, 0])
+        if bool((slots[0] == np.arange(first, first + key_limit)).all()):
+            return None, first
+    return torch.from_numpy(slots.ravel()).to(rows.pool.device), 0
 
 
 def _key_positions(rows: BatchRows, sessions: list[int], key_limit: int) -> Indices:

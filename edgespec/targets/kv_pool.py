@@ -6,9 +6,10 @@ with the requests of each pass: the engine's ledger decides who holds which bloc
 (``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
 lie behind the fed tokens, in the order of the request; ``keep`` copies the kept ones to their
 positions and forgets the rest. Nothing else moves, so truncation is a number. The copies of all
-sessions are made at once, when ``data`` is next looked at: no pass runs in between, so whoever
-gets a block meanwhile has written nothing to it. Block 0 belongs to nobody and stays zero: masked
-keys point at it, and zero times zero weight is zero, whereas stale memory may hold NaN.
+sessions are made at once, when ``data`` is next looked at or a table changes: no pass runs in
+between, so whoever gets a block meanwhile has written nothing to it. Block 0 belongs to nobody and
+stays zero: masked keys point at it, and zero times zero weight is zero, whereas stale memory may
+hold NaN.
 
 Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
 keeps a ledger of its own for them.
@@ -32,9 +33,12 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.ports import CapacityError, PassRequest
+from edgespec.targets import block_tables
 from edgespec.targets.block_tables import BlockTables
+from edgespec.targets.pass_batch import Indices, PassBatch
+from edgespec.targets.sampler import is_plain
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = block_tables.BLOCK_SIZE
 NULL_SLOT = 0
 Slots = npt.NDArray[np.int64]
 
@@ -49,6 +53,8 @@ class CachedSequence:
     """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
     """Its table in the last pass."""
+    bare: bool = False
+    """Whether that came from the pool's own ledger."""
     text: Sequence[int] = ()
     """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
     tokens: list[int] = field(default_factory=list)
@@ -66,11 +72,6 @@ class CachedSequence:
             self.text = tuple(self.tokens)
         del self.tokens[length:]
         self.tokens += self.text[self.length : length]
-
-    def slot(self, position: int) -> int:
-        """Where the key of ``position`` lies."""
-        block, place = divmod(position, BLOCK_SIZE)
-        return self.blocks[block] * BLOCK_SIZE + place
 
     def slots(self, stop: int) -> Slots:
         """Slots of positions 0 .. ``stop - 1``, int64."""
@@ -99,11 +100,13 @@ class KvPool:
         slot_count = (self.block_count + 1) * BLOCK_SIZE
         shape = (2, layer_count, slot_count, row_width)
         self._data = torch.zeros(shape, dtype=dtype, device=device)
-        self._moves: list[tuple[int, int]] = []
-        """Slots to copy from and to."""
+        self._moves: list[tuple[int, int, int]] = []
+        """Keys to copy: row of ``tables``, from which place and to which."""
         self.tables = BlockTables(device)
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self._sequences: dict[str, CachedSequence] = {}
+        self.special: set[str] = set()
+        """Sequences whose tokens are not just the largest logits."""
 
     @property
     def device(self) -> torch.device:
@@ -113,9 +116,7 @@ class KvPool:
     def data(self) -> torch.Tensor:
         """Keys and values, with every kept node at its position."""
         if self._moves:
-            source, goal = torch.tensor(self._moves, dtype=torch.int64).T.to(self.device)
-            self._data.index_copy_(2, goal, self._data.index_select(2, source))
-            self._moves.clear()
+            self._move()
         return self._data
 
     @property
@@ -142,12 +143,15 @@ class KvPool:
             raise ValueError(f"sequence {key!r} is already open")
         table = self.tables.take()
         self._sequences[key] = CachedSequence(prompt_length, sampling, table, text=text)
+        if not is_plain(sampling):
+            self.special.add(key)
 
     def close(self, key: str) -> None:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.tables.give_back(sequence.table)
             self._own.release(key)
+            self.special.discard(key)
 
     def sequence(self, key: str) -> CachedSequence:
         """Raises ``ValueError`` for a key that is not open."""
@@ -180,26 +184,49 @@ class KvPool:
         short or names a block that is not there, ``CapacityError`` when requests without tables
         find no room.
         """
-        bare = [request for request in batch if not self._check_table(request)]
+        batch = PassBatch.of(batch)
+        sequences = [self.sequence(key) for key in batch.keys]
+        held = [sequence.blocks for sequence in sequences]
+        # The usual pass: every table is as it was. Lists compare in C.
+        changed = (
+            []
+            if all(batch.tables) and held == list(batch.tables)
+            else [i for i, new in enumerate(batch.tables) if not new or new != held[i]]
+        )
+        room = np.fromiter(map(len, batch.tables), np.int64, len(batch)) * BLOCK_SIZE
+        short = np.flatnonzero(room < batch.ends).tolist()
+        bare = [batch[i] for i in {*changed, *short} if not self._check_table(batch[i])]
         missing = self.missing_tokens(bare)
         if missing:
             raise CapacityError(
                 f"the pass needs {missing} more cached tokens than the {self.free_tokens} free of "
                 f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
             )
-        for request in batch:
-            sequence = self._sequences[request.key]
-            if request.cache_length != len(sequence.tokens):
-                sequence.cut(request.cache_length)
-            sequence.nodes = sequence.parents = ()
-            sequence.blocks = request.blocks or self._own_table(request)
+        if changed and self._moves:
+            self._move()
+        for sequence, cached in zip(sequences, batch.cached.tolist(), strict=True):
+            if len(sequence.tokens) != cached:
+                sequence.cut(cached)
+            if sequence.nodes:
+                sequence.nodes = sequence.parents = ()
+        for i in changed:
+            sequence, given = sequences[i], batch.tables[i]
+            sequence.blocks, sequence.bare = given or self._own_table(batch[i]), not given
             self.tables.write(sequence.table, sequence.blocks)
 
     def commit(self, request: PassRequest) -> None:
+        """``commit_all`` of one request."""
+        self.commit_all(PassBatch.of([request]))
+
+    def commit_all(self, batch: PassBatch) -> None:
         """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
-        sequence = self.sequence(request.key)
-        sequence.tokens.extend(request.feed)
-        sequence.nodes, sequence.parents = request.tokens, request.parents
+        for key, feed in zip(batch.keys, batch.feeds, strict=True):
+            self._sequences[key].tokens += feed
+        if batch.has_nodes:
+            for request in batch:
+                if request.tokens:
+                    sequence = self._sequences[request.key]
+                    sequence.nodes, sequence.parents = request.tokens, request.parents
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """Commit ``nodes`` (a path from the root) of the last pass and free the others.
@@ -207,18 +234,42 @@ class KvPool:
         Raises ``ValueError`` when they are not such a path.
         """
         sequence = self.sequence(key)
-        parent = -1
+        drawn, parents, parent = sequence.nodes, sequence.parents, -1
         for node in nodes:
-            if not 0 <= node < len(sequence.nodes) or sequence.parents[node] != parent:
+            if not 0 <= node < len(drawn) or parents[node] != parent:
                 raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
             parent = node
-        first = len(sequence.tokens)
-        for place, node in enumerate(nodes):
-            if node != place:
-                self._moves.append((sequence.slot(first + node), sequence.slot(first + place)))
-        sequence.tokens.extend(sequence.nodes[node] for node in nodes)
-        sequence.nodes = sequence.parents = ()
-        self._own.trim(key, sequence.length)
+        if parent >= 0:
+            tokens, first = sequence.tokens, len(sequence.tokens)
+            for place, node in enumerate(nodes):
+                if node != place:
+                    self._moves.append((sequence.table, first + node, first + place))
+            tokens += [drawn[node] for node in nodes]
+        if drawn:
+            sequence.nodes = sequence.parents = ()
+        if sequence.bare:
+            self._own.trim(key, len(sequence.tokens))
+
+    def table_rows(self, batch: PassBatch) -> Indices:
+        """[sessions]: each session's row of ``tables``."""
+        sequences = self._sequences
+        return np.array([sequences[key].table for key in batch.keys])
+
+    def cached_lengths(self, batch: PassBatch) -> Indices:
+        """[sessions]: tokens that the passes of each session have cached. Raises as ``sequence``
+        does."""
+        try:
+            found = [len(self._sequences[key].tokens) for key in batch.keys]
+        except KeyError as error:
+            raise ValueError(f"sequence {error.args[0]!r} is not open") from None
+        return np.array(found)
+
+    def _move(self) -> None:
+        rows, sources, goals = np.array(self._moves).T
+        moved = np.stack([self.tables.slots_of(rows, keys) for keys in (sources, goals)])
+        source, goal = torch.from_numpy(moved).to(self.device)
+        self._data.index_copy_(2, goal, self._data.index_select(2, source))
+        self._moves.clear()
 
     def _check_table(self, request: PassRequest) -> bool:
         """Whether the request brings a table; raises ``ValueError`` for one that is wrong."""

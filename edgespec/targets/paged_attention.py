@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.targets.batch_rows import BatchRows, Indices
+from edgespec.targets.batch_rows import BatchRows
 from edgespec.targets.kv_pool import BLOCK_SIZE
+from edgespec.targets.pass_batch import Indices
 
 # Matrix units want 16 rows at least; more than 64 would not fit beside the keys.
 _TILE_ROWS_MIN, _TILE_ROWS_MAX = 16, 64

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
 from edgespec.ports import PassRequest
 from edgespec.targets.attention_backend import AttentionBackend, AttentionLayout
-from edgespec.targets.batch_rows import BatchRows, Indices, lay_out, write_slots
+from edgespec.targets.batch_rows import BatchRows, lay_out, write_slots
 from edgespec.targets.kv_pool import KvPool
+from edgespec.targets.pass_batch import Indices
 from edgespec.targets.row_tiles import RowTiles
 
 
@@ -48,34 +48,37 @@ def plan_pass(
     """Lay out a pass over ``batch``, whose blocks are reserved; with ``tiles`` in canonical mode,
     whose padding and way of attending they prescribe."""
     rows = lay_out(pool, batch)
-    tokens = np.fromiter(
-        chain.from_iterable([part for r in batch for part in (r.feed, r.tokens)]), dtype=np.int64
-    )
-    positions, sampled = rows.positions, _sampled(rows)
-    sampled_count = len(sampled)
+    count, sampled = rows.row_count, _sampled(rows)
+    padded, sampled_padded = count, len(sampled)
     if tiles is not None:
-        padding = -rows.row_count % tiles.row_multiple
-        tokens = np.pad(tokens, (0, padding))
-        positions = np.pad(positions, (0, padding))
-        if sampled_count:
-            sampled = np.pad(sampled, (0, -sampled_count % tiles.row_multiple), mode="edge")
-    one_copy = torch.from_numpy(np.concatenate([tokens, positions, write_slots(rows), sampled]))
-    parts = one_copy.to(pool.device).split(
-        [len(tokens), len(positions), rows.row_count, len(sampled)]
-    )
+        padded += -count % tiles.row_multiple
+        sampled_padded += -sampled_padded % tiles.row_multiple
+    # Tokens, positions, slots to write, sampled rows: one copy to the device.
+    buffer = np.zeros(2 * padded + count + sampled_padded, dtype=np.int64)
+    buffer[:count] = rows.requests.tokens
+    buffer[padded : padded + count] = rows.positions
+    buffer[2 * padded : 2 * padded + count] = write_slots(rows)
+    if sampled_padded:
+        first = 2 * padded + count
+        buffer[first : first + len(sampled)] = sampled
+        buffer[first + len(sampled) :] = sampled[-1]
+    moved = torch.from_numpy(buffer).to(pool.device)
+    tokens, positions, slots, sampled_rows = moved.split([padded, padded, count, sampled_padded])
     return PassPlan(
         pool=pool,
-        row_count=rows.row_count,
-        tokens=parts[0][None],
-        positions=parts[1][None],
-        write_slots=parts[2],
-        sampled_rows=parts[3],
-        sampled_count=sampled_count,
+        row_count=count,
+        tokens=tokens[None],
+        positions=positions[None],
+        write_slots=slots,
+        sampled_rows=sampled_rows,
+        sampled_count=len(sampled),
         attention=backend.lay_out(rows),
     )
 
 
 def _sampled(rows: BatchRows) -> Indices:
     """Of every request that samples the last fed row and its nodes."""
-    first = np.where([request.sample for request in rows.requests], rows.bases - 1, rows.lengths)
+    if rows.single:
+        return np.flatnonzero(rows.requests.samples)
+    first = np.where(rows.requests.samples, rows.bases - 1, rows.lengths)
     return np.flatnonzero(rows.own_keys >= np.repeat(first, rows.counts))

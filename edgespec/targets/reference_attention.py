@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.targets.batch_rows import BatchRows, Indices
+from edgespec.targets.batch_rows import BatchRows
+from edgespec.targets.pass_batch import Indices
 
 
 class ReferenceAttention:

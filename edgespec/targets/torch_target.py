@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.targets.attention_backend import AttentionBackend
@@ -29,6 +30,7 @@ from edgespec.targets.constrained_rows import ConstrainedRows
 from edgespec.targets.families import UnsupportedModelError
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.loading import LoadedModel, load_model
+from edgespec.targets.pass_batch import PassBatch
 from edgespec.targets.pass_plan import PassPlan, plan_pass
 from edgespec.targets.pool_size import (
     PoolBudget,
@@ -41,7 +43,7 @@ from edgespec.targets.pool_size import (
 )
 from edgespec.targets.request_checks import check_batch
 from edgespec.targets.row_tiles import RowTiles
-from edgespec.targets.sampler import SampleBlock, choose_tokens
+from edgespec.targets.sampler import SampleBlock, best_tokens, choose_tokens
 from edgespec.targets.scores import score_passes
 from edgespec.targets.self_test import SelfTest, finite_logits, run_self_test
 from edgespec.targets.tensor_parallel_model import Share
@@ -197,26 +199,21 @@ class TorchTarget:
         latter names, can go on with another batch from the same ``cache_length``."""
         if not batch:
             return []
+        batch = self._checked(batch)
         logits = self.run_pass(batch)
-        blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
-            tokens = choose_tokens(logits, blocks)
+            tokens = self._choose(logits, batch)
             scores = score_passes(logits, batch, tokens)
-        results, first = [], 0
-        for request in batch:
-            last = first + 1 + len(request.tokens) if request.sample else first
-            chosen = tuple(tokens[first:last])
-            results.append(PassResult(request.key, chosen, scores.get(request.key, ())))
-            first = last
-        return results
+        if scores or batch.has_nodes or not all(batch.samples):
+            return _results(batch, tokens, scores)
+        return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
 
     def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """``forward`` before it samples: logits [sampled rows, vocabulary]."""
-        check_batch(batch, self._pool.cached_length, self._info)
+        batch = self._checked(batch)
         self._pool.reserve(batch)
         logits = self._run(batch)
-        for request in batch:
-            self._pool.commit(request)
+        self._pool.commit_all(batch)
         return logits
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
@@ -290,6 +287,28 @@ class TorchTarget:
             plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
+    def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
+        """The batch by columns. Raises as ``check_batch`` does."""
+        if isinstance(batch, PassBatch):
+            return batch
+        try:
+            found = PassBatch.of(batch)
+        except (ValueError, OverflowError):
+            check_batch(batch, self._pool.cached_length, self._info)
+            raise
+        if not found.surely_right(self._pool.cached_lengths(found), self._info):
+            check_batch(batch, self._pool.cached_length, self._info)
+        return found
+
+    def _choose(self, logits: torch.Tensor, batch: PassBatch) -> list[int]:
+        """The token of every sampled row."""
+        if self._pool.special.isdisjoint(batch.keys):
+            best = best_tokens(logits)
+            if best is not None:
+                return best
+        blocks = [block for block in map(self._sample_block, batch) if block.positions]
+        return choose_tokens(logits, blocks)
+
     def _sample_block(self, request: PassRequest) -> SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
         sequence = self._pool.sequence(request.key)
@@ -316,6 +335,18 @@ def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:
     return KvPool(
         loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
     )
+
+
+def _results(
+    batch: PassBatch, tokens: list[int], scores: dict[str, tuple[TokenScore, ...]]
+) -> list[PassResult]:
+    """Each session's share of the sampled rows' ``tokens``."""
+    results, first = [], 0
+    for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
+        last = first + 1 + len(nodes) if sample else first
+        results.append(PassResult(key, tuple(tokens[first:last]), scores.get(key, ())))
+        first = last
+    return results
 
 
 def _call_model(model: Any, plan: PassPlan, vocabulary_size: int) -> torch.Tensor:

@@ -24,10 +24,13 @@ class TreeShape:
     """[nodes]: 1 for a node that hangs on the last token."""
     line: npt.NDArray[np.bool_]
     """[nodes, nodes]: True where the second is the first itself or an ancestor of it."""
+    depth: int
+    """The largest of ``depths``."""
 
 
 def tree_shape(parents: tuple[int, ...]) -> TreeShape:
-    """The shape of a tree whose parents come before their nodes."""
+    """The shape of a tree. Raises ``ValueError`` for a parent that does not come before its
+    node."""
     return _kept(parents) if len(parents) <= _KEPT_NODES_MAX else _shape(parents)
 
 
@@ -39,6 +42,9 @@ def _kept(parents: tuple[int, ...]) -> TreeShape:
 def _shape(parents: tuple[int, ...]) -> TreeShape:
     line = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} hangs on {parent}, but must on -1 to {node - 1}")
         if parent >= 0:
             line[node] |= line[parent]
-    return TreeShape(np.array(node_depths(parents), dtype=np.int64), line)
+    depths = node_depths(parents)
+    return TreeShape(np.array(depths, dtype=np.int64), line, max(depths, default=0))

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 
+from edgespec.targets import canonical_attention
 from edgespec.targets.attention_backend import AttentionBackend, AttentionLayout, LayerAttention
 from edgespec.targets.backend_self_test import HeadShape, disagreement, random_passes, random_sinks
 from edgespec.targets.batch_rows import BatchRows
@@ -99,6 +100,34 @@ def test_the_reference_computes_the_definition(layer: LayerAttention) -> None:
             weights /= sums
             out = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(2, dim=1))
             torch.testing.assert_close(found[rows], out, rtol=0, atol=1e-5)
+
+
+def test_groups_made_at_once_are_those_made_one_by_one() -> None:
+    """Oracle: the layout that takes any tree, of each session by itself."""
+    at_once = 0
+    for seed in range(12):
+        rows = next(random_passes(SHAPES[0], torch.float32, CPU, seed)).rows
+        sizes = RowTiles().attention_sizes
+        sessions = [rows.session(index) for index in range(len(rows.requests))]
+        one_by_one = [
+            g for s in sessions for g in canonical_attention._canonical_groups(s, sizes, CPU)
+        ]
+        found = CanonicalAttention(RowTiles()).lay_out(rows).groups
+        assert len(found) == len(one_by_one)
+        for ours, wanted in zip(
+            sorted(found, key=lambda group: group.rows.tolist()),
+            sorted(one_by_one, key=lambda group: group.rows.tolist()),
+            strict=True,
+        ):
+            assert (ours.count, ours.least_position) == (wanted.count, wanted.least_position)
+            assert torch.equal(ours.rows, wanted.rows)
+            assert ours.positions is not None
+            assert wanted.positions is not None
+            assert torch.equal(ours.positions, wanted.positions)
+            assert torch.equal(torch.cat(ours.key_slots), torch.cat(wanted.key_slots))
+            assert torch.equal(torch.cat(ours.masks), torch.cat(wanted.masks))
+        at_once += sum(canonical_attention._one_path(p) >= 0 for p in rows.requests.parents)
+    assert at_once > 12
 
 
 def test_serving_gives_the_logits_of_the_reference(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
@@ -195,8 +196,9 @@ def test_a_plain_row_sees_its_ancestors_and_itself() -> None:
     layout = _cached(canonical=False).attention
     assert isinstance(layout, GroupedLayout)
     [group] = layout.groups
-    assert group.seen is not None
-    mask = group.seen[0]
+    seen = group.seen()
+    assert seen is not None
+    mask = seen[0]
     assert mask[0].nonzero()[0].tolist() == [0, 1, 2, 3]
     assert mask[10].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 6, 12, 13]
     assert mask[8].nonzero()[0].tolist() == [0, 1, 2, 3, 4, 5, 7, 11]
@@ -207,7 +209,8 @@ def test_block_tables_grow_and_rows_are_given_out_again() -> None:
     rows = [tables.take() for _ in range(20)]
     for row in rows:
         tables.write(row, tuple(range(row, row + 40)))
-    assert tables.rows(rows, 40).tolist() == [list(range(row, row + 40)) for row in rows]
+    starts = tables.slots_of(np.array(rows), np.array([16 * 39] * 20))
+    assert starts.tolist() == [16 * (row + 39) for row in rows]
     before = tables.on_device()
     tables.write(3, tables.table(3))
     assert tables.on_device() is before  # nothing has changed
@@ -216,3 +219,32 @@ def test_block_tables_grow_and_rows_are_given_out_again() -> None:
     tables.write(3, (7, 9))
     assert tables.on_device()[3, :2].tolist() == [7, 9]
     assert tables.on_device()[19, :40].tolist() == list(range(19, 59))
+
+
+def test_key_slots_follow_tables_that_grow_shrink_and_change() -> None:
+    """Oracle: the slots made of the table itself, and 0 behind the last key."""
+    rng = random.Random(4)
+    tables = BlockTables(torch.device("cpu"))
+    held: dict[int, tuple[int, ...]] = {}
+    for _ in range(300):
+        if len(held) < 12 and rng.random() < 0.3:
+            held[tables.take()] = ()
+        if held and rng.random() < 0.1:
+            row = rng.choice(list(held))
+            tables.give_back(row)
+            del held[row]
+        for row in rng.sample(list(held), rng.randrange(len(held) + 1)):
+            blocks = held[row][: rng.randrange(30)] if rng.random() < 0.3 else held[row]
+            held[row] = blocks + tuple(rng.choices(range(1, 99), k=rng.randrange(1, 4)))
+            tables.write(row, held[row])
+        rows = [row for row in held if held[row] and rng.random() < 0.7]
+        if not rows:
+            continue
+        ends = [rng.randrange(1, BLOCK_SIZE * len(held[row]) + 1) for row in rows]
+        tables.extend(np.array(rows), np.array(ends))
+        found = tables.key_slots(np.array(rows), max(ends)).tolist()
+        for row, end, slots in zip(rows, ends, found, strict=True):
+            wanted = [
+                held[row][key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE for key in range(end)
+            ]
+            assert slots == wanted + [0] * (max(ends) - end)
