@@ -17,11 +17,15 @@ from edgespec.core.association.policies import (
     ListedOrder,
     association_policy,
 )
+from edgespec.core.association.rendezvous import RendezvousHash
 from edgespec.ports import Transport
 from edgespec.transport.directory import MakeTransport, VerifierDirectory, is_name
 
 # Of a device that was not told how fast it drafts; no simple policy looks at it.
 _USUAL_STEP_S = 0.01
+# The conversation says where to go, the load only where not to: that may be told a little late, and
+# a first token waits for no question.
+_LOADS_EVERY_S = 10.0
 
 
 def verifiers_of(
@@ -40,7 +44,8 @@ def verifiers_of(
         policy,
         device_view(config),
         secrets.randbits(32),
-        ask_first=policy.name != ListedOrder.name,
+        ask_first=policy.name not in (ListedOrder.name, RendezvousHash.name),
+        ask_again_s=_LOADS_EVERY_S if policy.name == RendezvousHash.name else None,
     )
     return VerifierPool(VerifierDirectory(addresses, dial), failover)
 

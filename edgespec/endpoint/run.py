@@ -41,6 +41,7 @@ class Job:
     logprobs: int = 0
     must_call: bool = False
     """Its constraint is that of a call."""
+    conversation: str = ""
     stats: GenerationStats | None = field(default=None, init=False)
 
 
@@ -121,6 +122,7 @@ class Run:
                 job.prompt,
                 job.sampling,
                 logprobs=job.logprobs,
+                conversation=job.conversation,
                 started=partial(setattr, job, "stats"),
             )
             async with aclosing(generation) as events:

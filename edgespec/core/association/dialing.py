@@ -15,13 +15,22 @@ from edgespec.core.protocol.printable import one_line
 Actions = list[ev.FailoverAction]
 _ROUND_TRIPS = 4.0
 _HEDGE_LONGEST_S = 2.0
+# At once, of a large pool.
+_MOST_ASKED = 16
 
 
 class Dialing:
     """For all generations of one device."""
 
-    def __init__(self, policy: FailoverPolicy, candidates: Candidates, ask_first: bool) -> None:
-        self._policy, self._candidates, self._ask_first = policy, candidates, ask_first
+    def __init__(
+        self,
+        policy: FailoverPolicy,
+        candidates: Candidates,
+        ask_first: bool,
+        ask_again_s: float | None = None,
+    ) -> None:
+        self._policy, self._candidates = policy, candidates
+        self._ask_first, self._ask_again_s = ask_first, ask_again_s
 
     def wanted(self, number: int, route: Route, now: float) -> Actions:
         route.wanted, route.using = True, None
@@ -32,12 +41,13 @@ class Dialing:
             if len(asked) > 1:
                 route.asking_until = now + self._policy.ask_s
                 return [probe(one) for one in asked if not one.probing]
-        return self.next(number, route, now)
+        asking = self._ask_again(now) if route.last is None else []
+        return [*self.next(number, route, now), *asking]
 
     def next(self, number: int, route: Route, now: float) -> Actions:
         route.hedge_at = route.asking_until = None
         avoid = {*route.tried, *route.unfit, *route.dialing}
-        address = self._candidates.choose(now, avoid, route.last, route.began)
+        address = self._candidates.choose(now, avoid, route)
         if address is None:
             return [] if route.dialing else [self.none_left(number, route, now)]
         route.dialing.append(address)
@@ -79,6 +89,22 @@ class Dialing:
         return ev.Leave(number, self.reasons(route), again_s, retryable)
 
     # --- parts -----------------------------------------------------------------------------
+
+    def _ask_again(self, now: float) -> Actions:
+        """Ask those of whom little is known, the longest ago first, for the texts to come."""
+        listed = self._candidates.listed.values()
+        if self._ask_again_s is None or len(listed) < 2:
+            return []
+        before = now - self._ask_again_s
+        old = [
+            one
+            for one in listed
+            if one.breaker.state is CLOSED
+            and not (one.probing or one.breaker.held(now))
+            and (one.told_at is None or one.told_at <= before)
+        ]
+        old.sort(key=lambda one: one.told_at or 0.0)
+        return [probe(one) for one in old[:_MOST_ASKED]]
 
     def reasons(self, route: Route) -> str:
         """Each address with what it failed with last."""
