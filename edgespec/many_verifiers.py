@@ -23,9 +23,6 @@ from edgespec.transport.directory import MakeTransport, VerifierDirectory, is_na
 
 # Of a device that was not told how fast it drafts; no simple policy looks at it.
 _USUAL_STEP_S = 0.01
-# The conversation says where to go, the load only where not to: that may be told a little late, and
-# a first token waits for no question.
-_LOADS_EVERY_S = 10.0
 
 
 def verifiers_of(
@@ -45,7 +42,6 @@ def verifiers_of(
         device_view(config),
         secrets.randbits(32),
         ask_first=policy.name not in (ListedOrder.name, RendezvousHash.name),
-        ask_again_s=_LOADS_EVERY_S if policy.name == RendezvousHash.name else None,
     )
     return VerifierPool(VerifierDirectory(addresses, dial), failover)
 

@@ -15,22 +15,13 @@ from edgespec.core.protocol.printable import one_line
 Actions = list[ev.FailoverAction]
 _ROUND_TRIPS = 4.0
 _HEDGE_LONGEST_S = 2.0
-# At once, of a large pool.
-_MOST_ASKED = 16
 
 
 class Dialing:
     """For all generations of one device."""
 
-    def __init__(
-        self,
-        policy: FailoverPolicy,
-        candidates: Candidates,
-        ask_first: bool,
-        ask_again_s: float | None = None,
-    ) -> None:
-        self._policy, self._candidates = policy, candidates
-        self._ask_first, self._ask_again_s = ask_first, ask_again_s
+    def __init__(self, policy: FailoverPolicy, candidates: Candidates, ask_first: bool) -> None:
+        self._policy, self._candidates, self._ask_first = policy, candidates, ask_first
 
     def wanted(self, number: int, route: Route, now: float) -> Actions:
         route.wanted, route.using = True, None
@@ -41,8 +32,7 @@ class Dialing:
             if len(asked) > 1:
                 route.asking_until = now + self._policy.ask_s
                 return [probe(one) for one in asked if not one.probing]
-        asking = self._ask_again(now) if route.last is None else []
-        return [*self.next(number, route, now), *asking]
+        return self.next(number, route, now)
 
     def next(self, number: int, route: Route, now: float) -> Actions:
         route.hedge_at = route.asking_until = None
@@ -89,22 +79,6 @@ class Dialing:
         return ev.Leave(number, self.reasons(route), again_s, retryable)
 
     # --- parts -----------------------------------------------------------------------------
-
-    def _ask_again(self, now: float) -> Actions:
-        """Ask those of whom little is known, the longest ago first, for the texts to come."""
-        listed = self._candidates.listed.values()
-        if self._ask_again_s is None or len(listed) < 2:
-            return []
-        before = now - self._ask_again_s
-        old = [
-            one
-            for one in listed
-            if one.breaker.state is CLOSED
-            and not (one.probing or one.breaker.held(now))
-            and (one.told_at is None or one.told_at <= before)
-        ]
-        old.sort(key=lambda one: one.told_at or 0.0)
-        return [probe(one) for one in old[:_MOST_ASKED]]
 
     def reasons(self, route: Route) -> str:
         """Each address with what it failed with last."""

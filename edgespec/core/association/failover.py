@@ -37,8 +37,7 @@ _SOON_S = 0.5
 
 class Failover:
     """All generations of one device. ``seed`` makes its jitter its own. ``ask_first``: before the
-    first stream all are asked, because the association wants to know of them. ``ask_again_s``: with
-    a first stream those are asked whose answer is older than that, and nobody waits for them."""
+    first stream all are asked, because the association wants to know of them."""
 
     def __init__(
         self,
@@ -48,11 +47,10 @@ class Failover:
         seed: int = 0,
         *,
         ask_first: bool = True,
-        ask_again_s: float | None = None,
     ) -> None:
         self.policy = policy
         self.candidates = Candidates(association, device, policy.breaker, seed)
-        self._dialing = Dialing(policy, self.candidates, ask_first, ask_again_s)
+        self._dialing = Dialing(policy, self.candidates, ask_first)
         self.routes: dict[int, Route] = {}
 
     @property

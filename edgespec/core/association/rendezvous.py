@@ -8,10 +8,13 @@ of the turns before. When a replica goes, its conversations go each to the next 
 spread over all others, and no other conversation moves; when one is added it takes its share, and
 nothing else moves.
 
-Hashing spreads conversations, not sessions. So a replica that has more sessions than ``balance``
-times the mean, this one included, is passed over for the next in order (consistent hashing with
-bounded loads: Mirrokni, Thorup, Zadimoghaddam, SODA 2018). Below ``CALM_SESSIONS`` none counts as
-crowded: a pass over a handful of sessions takes hardly longer than over one.
+Hashing spreads conversations, not sessions. Who knows the loads of the moment can bound them: a
+replica that has more sessions than ``balance`` times the mean, this one included, is passed over
+for the next in order (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam, SODA
+2018). Below ``CALM_SESSIONS`` none counts as crowded: a pass over a handful of sessions takes
+hardly longer than over one. A device knows loads of seconds ago at best, and those drove
+conversations from warm caches without sparing anybody time (docs/measurements.md); so by default
+nothing is bounded, and a replica that has no room says so itself.
 
 Invariants: a pure function of names, conversation and sessions told; where the loads are not told
 (all 0) the order alone decides; a full replica is named only when all are.
@@ -25,17 +28,16 @@ from collections.abc import Sequence
 
 from edgespec.core.association.views import DeviceView, Links, VerifierView, one_by_one
 
-BALANCE = 1.25
 CALM_SESSIONS = 8
 
 
 class RendezvousHash:
     """An ``AssociationPolicy``. A device's conversation is the one it tells, else its name.
-    ``balance`` is above 1; infinite bounds no load."""
+    ``balance`` is above 1, such as 1.25; infinite bounds no load."""
 
     name = "rendezvous"
 
-    def __init__(self, balance: float = BALANCE, calm_sessions: int = CALM_SESSIONS) -> None:
+    def __init__(self, balance: float = math.inf, calm_sessions: int = CALM_SESSIONS) -> None:
         if not balance > 1.0:
             raise ValueError(f"balance is {balance}, but must be above 1")
         self._balance, self._calm_sessions = balance, calm_sessions
