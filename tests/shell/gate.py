@@ -83,12 +83,13 @@ class Gate:
         """Carry until both sides have ended; whatever fails or is cancelled is reset."""
         await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", port))
         async with asyncio.TaskGroup() as both:
-            both.create_task(self._carry(near, far))
-            both.create_task(self._carry(far, near))
+            both.create_task(self._carry(near, far, upwards=True))
+            both.create_task(self._carry(far, near, upwards=False))
         for end in (near, far):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FLUSH_ON_CLOSE)
 
-    async def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _carry(self, source: socket.socket, sink: socket.socket, *, upwards: bool) -> None:
+        """One way, until ``source`` has ended; ``upwards``: to the verifier."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(source, 1 << 16):
             await self._flows.wait()
