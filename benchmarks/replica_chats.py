@@ -25,7 +25,6 @@ from load_processes import START_WITHIN_S, ready_verifier
 from edgespec.agent.agent import Agent, AgentOptions, GenerationError
 from edgespec.agent.verifier_pool import VerifierPool
 from edgespec.compose import connect
-from edgespec.core.association.conversation import conversation_named
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import AssociationPolicy, DeviceView, Links, VerifierView
 from edgespec.core.association.route import FailoverPolicy
@@ -140,7 +139,7 @@ def make_chat(name: str, options: argparse.Namespace) -> Chat:
         asked = Request(text, sampling)
         turns.append(Request(text, sampling, toy_text(asked)))
         text += turns[-1].expected
-    return Chat(conversation_named(name), tuple(turns))
+    return Chat(name, tuple(turns))
 
 
 # --- what is noticed ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool, link_for
-from edgespec.core.association.conversation import conversation_of
+from edgespec.core.association.conversation import conversation_named, conversation_of
 from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.draft_ladder import LadderPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
@@ -180,9 +180,9 @@ class Agent:
 
         With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
         ones; the text is the same. ``started`` is told the numbers of this very generation, which
-        grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (its
-        hash: ``conversation_named``) go to the same replica where replicas are chosen by it; empty:
-        those whose prompts begin alike.
+        grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
+        name; its hash alone leaves the device) go to the same replica where replicas are chosen by
+        it; empty: those whose prompts begin alike.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
@@ -219,9 +219,8 @@ class Agent:
         drafter = self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
-        conversation = conversation or conversation_of(tokens)
-        needed_length = len(tokens) + sampling.max_tokens
-        link, route = link_for(self._transport, conversation, needed_length)
+        belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
+        link, route = link_for(self._transport, belongs, len(tokens) + sampling.max_tokens)
         session = self._session(tokens, sampling, drafter, logprobs)
         notes = self.activity.began(session.session, route, self._tracer)
         seat = None if drafter is None else self._sharing(drafter)

@@ -42,6 +42,7 @@ class Job:
     must_call: bool = False
     """Its constraint is that of a call."""
     conversation: str = ""
+    """Its name; empty: it has none."""
     stats: GenerationStats | None = field(default=None, init=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgespec.core.association.conversation import conversation_named
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, over_script
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -51,7 +50,6 @@ async def test_a_key_names_it_and_texts_of_one_request_share_it() -> None:
     assert named[0] == named[1] == named[2] != named[3]
     assert await handed(COMPLETION, {"prompt": "abc", "prompt_cache_key": "mine"}) == named[:1]
     assert "mine" not in named[0]
-    assert named[0] != conversation_named("mine")  # a chat's file may have that name
 
 
 async def test_of_a_completion_the_agent_tells_it_by_its_beginning() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from edgespec.agent.agent import Agent, GenerationStats
+from edgespec.agent.agent import Agent, GenerationError, GenerationStats
 from edgespec.agent.verifier_pool import VerifierPool
 from edgespec.compose import connect
 from edgespec.config import LimitsSection, VerifierConfig
@@ -30,7 +30,7 @@ from tests.shell.gate import Gate
 from tests.shell.live_verifier import serving, toy_text
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
-CHATS = [conversation_named(f"chat {number}") for number in range(9)]
+CHATS = [f"chat {number}" for number in range(9)]
 # Nobody is left for being slow: what moves here moves for the reason that the test gives.
 CALM = FailoverPolicy(hedge_s=WITHIN_S, quiet_s=WITHIN_S, probe_s=WITHIN_S)
 ONE_SESSION = replace(PACED, limits=LimitsSection(max_sessions=1, peer_share=1.0))
@@ -54,7 +54,11 @@ def device(addresses: Sequence[str]) -> Agent:
     return agent(*addresses, draft="none", association="rendezvous", failover=CALM)
 
 
-def order(conversation: str, names: Sequence[str]) -> list[str]:
+def order(chat: str, names: Sequence[str]) -> list[str]:
+    return by_hash(conversation_named(chat), names)
+
+
+def by_hash(conversation: str, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: weight(conversation, name), reverse=True)
 
 
@@ -95,7 +99,7 @@ async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() ->
 async def test_of_a_bare_prompt_the_beginning_counts() -> None:
     prompt = list(range(1, 60))
     async with replicas() as found, device(tuple(found)) as one:
-        home = order(conversation_of(prompt), tuple(found))[0]
+        home = by_hash(conversation_of(prompt), tuple(found))[0]
         assert await served(one, prompt) == (home,)
 
 
@@ -184,11 +188,13 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
     try:
         for addresses in ((address,), (address, address.replace("127.0.0.1", "localhost"))):
             async with device(addresses) as one:
-                for prompt in ([1, 2, 3], [1, 2, 3]):
-                    with contextlib.suppress(Exception):
-                        await served(one, prompt)
-            assert {found[CONVERSATION_HEADER] for found in seen} == {conversation_of([1, 2, 3])}
-            assert len(seen) >= 2
+                for chat in ("", "", "any name: ü\n", "any name: ü\n"):
+                    with contextlib.suppress(GenerationError):
+                        await served(one, [1, 2, 3], chat)
+            named = conversation_named("any name: ü\n")
+            told = {found[CONVERSATION_HEADER] for found in seen}
+            assert told == {conversation_of([1, 2, 3]), named}
+            assert len(seen) >= 4
             seen.clear()
         transport = connect(address)
         with contextlib.suppress(LinkError):

@@ -34,7 +34,6 @@ from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
 from edgespec.cli.talk.status_line import status_line
 from edgespec.compose import PromptTokenizer, SetupError
 from edgespec.config import AgentConfig
-from edgespec.core.association.conversation import conversation_named
 from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.printable import one_line
 from edgespec.ports import ModelInfo
@@ -212,7 +211,7 @@ class Conversation:
                 self.config.sampling,
                 shown,
                 progress,
-                conversation=conversation_named(self.path.stem if self.path else self._name),
+                conversation=self.path.stem if self.path else self._name,
             )
         finally:
             ticking.cancel()
