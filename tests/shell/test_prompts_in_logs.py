@@ -85,7 +85,8 @@ async def test_no_request_leaves_its_words_in_a_log(log: Log) -> None:
             path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
             statuses.add((await ask(live, path, asked)).status)
         failing.failing = True
-        await ask(live, "/v1/completions", ASKED[0])
+        while failing.failing or 200 not in statuses:  # it has met a pass, however busy this is
+            statuses.add((await ask(live, "/v1/completions", ASKED[0])).status)
         logging.getLogger("edgespec").info("the last line")
     assert {200, 400} <= statuses
     text = "\n".join(log.lines)
