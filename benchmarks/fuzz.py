@@ -29,7 +29,6 @@ import grpc
 import grpc.aio
 import psutil
 from fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
-from relay import Relay
 
 from edgespec.agent.agent import Agent
 from edgespec.benchmark.report import machine, versions
@@ -40,6 +39,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.codec import encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.wire_limits import WireLimits
+from tests.shell.gate import Gate
 
 CONTEXT_LENGTH, LEASE_S = 256, 1.0
 PEERS, STREAMS_AT_ONCE = 8, 32
@@ -239,7 +239,7 @@ async def fuzz_socket(verifier: Verifier, options: argparse.Namespace, tally: Ta
         expected = [await text_of(agent, params) for params in HONEST]
         honest = asyncio.create_task(honest_device(agent, expected, tally))
         async with AsyncExitStack() as stack:
-            ways = [Relay(verifier.port, f"127.0.1.{i + 1}") for i in range(PEERS)]
+            ways = [Gate(verifier.port, f"127.0.1.{i + 1}") for i in range(PEERS)]
             addresses = [(await stack.enter_async_context(way)).address for way in ways]
             resident = await hostile_streams(
                 addresses, options.streams, options.seed, tally, verifier

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relay import Relay
-
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.compose import TOY_MODEL, build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
+from tests.shell.gate import Gate
 
 # A verifier that is overrun may keep a newcomer waiting; nobody should be lost for that.
 PATIENT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=60.0)
@@ -190,12 +189,12 @@ async def crowd(options: argparse.Namespace) -> Tally:
 
     loop.add_reader(sys.stdin.fileno(), hear)
     async with AsyncExitStack() as stack:
-        relays: list[Relay] = []
+        relays: list[Gate] = []
         tasks: list[asyncio.Task[Any]] = []
         for number in range(options.devices):
             address = f"127.0.0.1:{options.port}"
             if number % 10 == 9:
-                relays.append(await stack.enter_async_context(Relay(options.port)))
+                relays.append(await stack.enter_async_context(Gate(options.port)))
                 address = relays[-1].address
             drafting = bool(options.drafting) and number % options.drafting == 0
             key = key_file(options.keys, number)

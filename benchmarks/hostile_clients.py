@@ -28,7 +28,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from fuzz_messages import hostile_uplink
-from relay import Relay
 
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.prefix import CommittedPrefix
@@ -36,6 +35,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.codec import decode_downlink, encode_uplink
 from edgespec.transport.door import HEADER, SCHEME
 from edgespec.transport.wire_limits import WireLimits
+from tests.shell.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"
 WIDE = WireLimits.for_context(1 << 20)
@@ -121,7 +121,7 @@ class Stream:
 class Client:
     """What one hostile client has: a way to the verifier, dice, and a tally."""
 
-    relay: Relay
+    relay: Gate
     channel: grpc.aio.Channel
     dice: random.Random
     tally: Counter[str]
@@ -242,7 +242,7 @@ async def no_reading(client: Client) -> None:
 
 async def black_hole(client: Client) -> None:
     """The network of a device that streams swallows everything from some moment on."""
-    async with Relay(client.relay._port, client.relay._source) as way:
+    async with Gate(client.relay.port, client.relay.source) as way:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(way.address, options=options) as channel:
             mine = replace(client, relay=way, channel=channel, streams=[])
@@ -250,7 +250,7 @@ async def black_hole(client: Client) -> None:
             await stream.open(20)
             for _ in range(client.dice.randrange(1, 30)):
                 await stream.read()
-            way.stop_carrying()
+            way.swallow()
             await asyncio.sleep(5.0)
             stream.leave()
 
@@ -274,7 +274,7 @@ async def malformed(client: Client) -> None:
 
 async def killed(client: Client) -> None:
     """A device whose process or link dies in the middle of a text."""
-    async with Relay(client.relay._port, client.relay._source) as way:
+    async with Gate(client.relay.port, client.relay.source) as way:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(way.address, options=options) as channel:
             mine = replace(client, relay=way, channel=channel, streams=[])
@@ -348,7 +348,7 @@ async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
         for name in options.kinds:
             place = list(KINDS).index(name)
             source = f"127.0.1.{1 + place % options.addresses}"
-            relay = await stack.enter_async_context(Relay(options.port, source))
+            relay = await stack.enter_async_context(Gate(options.port, source))
             channel = grpc.aio.insecure_channel(
                 relay.address, options=[("grpc.use_local_subchannel_pool", 1)]
             )

@@ -169,12 +169,15 @@ class SyncAgent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        conversation: str = "",
     ) -> Iterator[Chunk]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
-        with closing(self.follow(prompt, sampling, logprobs=logprobs)) as events:
+        with closing(
+            self.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        ) as events:
             for event in events:
                 if isinstance(event, Chunk):
                     yield event
@@ -185,9 +188,10 @@ class SyncAgent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        conversation: str = "",
     ) -> Generator[ReplyEvent, None, None]:
         """``generate``, and what the draft writes offline; as ``Agent.follow``."""
-        events = self._agent.follow(prompt, sampling, logprobs=logprobs)
+        events = self._agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
         try:
             while (event := self._call(_next(events))) is not None:
                 yield event

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgespec.access import DeviceAccess, ServerAccess, device_access
 from edgespec.agent.agent import Agent, AgentOptions
+from edgespec.agent.conversation import current_conversation
 from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection, VerifierConfig
@@ -214,6 +215,7 @@ def connect(
         server_name=access.server_name or server_name,
         api_key=access.key_for(with_port(address)),
         trace_parent=current_trace_parent,
+        conversation=current_conversation,
     )
     if link is None or not link.shaped:
         return transport

@@ -17,6 +17,7 @@ from edgespec.core.association.policies import (
     ListedOrder,
     association_policy,
 )
+from edgespec.core.association.rendezvous import RendezvousHash
 from edgespec.ports import Transport
 from edgespec.transport.directory import MakeTransport, VerifierDirectory, is_name
 
@@ -40,7 +41,7 @@ def verifiers_of(
         policy,
         device_view(config),
         secrets.randbits(32),
-        ask_first=policy.name != ListedOrder.name,
+        ask_first=policy.name not in (ListedOrder.name, RendezvousHash.name),
     )
     return VerifierPool(VerifierDirectory(addresses, dial), failover)
 

@@ -26,7 +26,8 @@ from edgespec.agent.reply import ReplyEvent, ReplyReader
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
-from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool
+from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool, link_for
+from edgespec.core.association.conversation import conversation_named, conversation_of
 from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.draft_ladder import LadderPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
@@ -172,20 +173,25 @@ class Agent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        conversation: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
         ones; the text is the same. ``started`` is told the numbers of this very generation, which
-        grow as it goes: ``stats`` are of the one started last.
+        grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
+        name; its hash alone leaves the device) go to the same replica where replicas are chosen by
+        it; empty: those whose prompts begin alike.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
         ``GenerationError`` when the verifier refuses or cannot be reached any more.
         """
         async with aclosing(
-            self.follow(prompt, sampling, logprobs=logprobs, started=started)
+            self.follow(
+                prompt, sampling, logprobs=logprobs, conversation=conversation, started=started
+            )
         ) as events:
             async for event in events:
                 if isinstance(event, Chunk):
@@ -197,6 +203,7 @@ class Agent:
         sampling: SamplingParams | None = None,
         *,
         logprobs: int = 0,
+        conversation: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         """``generate``, and what the draft writes while no verifier can be reached.
@@ -212,9 +219,8 @@ class Agent:
         drafter = self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
-        route, link = None, self._transport
-        if isinstance(link, VerifierPool):
-            link = route = link.route(len(tokens) + sampling.max_tokens)
+        belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
+        link, route = link_for(self._transport, belongs, len(tokens) + sampling.max_tokens)
         session = self._session(tokens, sampling, drafter, logprobs)
         notes = self.activity.began(session.session, route, self._tracer)
         seat = None if drafter is None else self._sharing(drafter)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, assert_never
 
+from edgespec.agent.conversation import ConversationTransport, dial_for
 from edgespec.agent.link import link_down
 from edgespec.agent.pooled_stream import PooledStream
 from edgespec.core.association import failover_events as ev
@@ -71,9 +72,10 @@ class VerifierPool:
     def quiet_s(self) -> float:
         return self.failover.policy.quiet_s
 
-    def route(self, needed_length: int = 0) -> RoutedTransport:
-        """For one generation, whose prompt and longest output are so many tokens."""
-        return RoutedTransport(self, next(self._numbers), needed_length)
+    def route(self, needed_length: int = 0, conversation: str = "") -> RoutedTransport:
+        """For one generation of that conversation, whose prompt and longest output are so many
+        tokens."""
+        return RoutedTransport(self, ev.Wanted(next(self._numbers), needed_length, conversation))
 
     async def known(self) -> Mapping[str, Transport]:
         """The verifiers, to ask them how they are. Raises ``LinkError``."""
@@ -94,13 +96,14 @@ class VerifierPool:
 
     # --- for one generation ----------------------------------------------------------------
 
-    async def stream(self, number: int, needed_length: int) -> PooledStream:
+    async def stream(self, wanted: ev.Wanted) -> PooledStream:
         """Raises ``LinkError`` naming every address and what it failed with."""
+        number = wanted.route
         self._transports = await self._directory.find(fresh=self._none_found)
         self.handle(ev.Known(tuple(self._transports)))
         future: asyncio.Future[PooledStream] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self.handle(ev.Wanted(number, needed_length))
+        self.handle(wanted)
         try:
             return await future
         except asyncio.CancelledError:
@@ -199,6 +202,8 @@ class VerifierPool:
 
     async def _dial(self, number: int, address: str) -> None:
         key, me = (number, address), asyncio.current_task()
+        if (route := self.failover.routes.get(number)) is not None:
+            dial_for(route.conversation)
         try:
             transport = self._transports.get(address)
             if transport is None:
@@ -269,11 +274,22 @@ class VerifierPool:
         self.handle(ev.Tick())
 
 
+def link_for(
+    transport: Transport | VerifierPool, conversation: str, needed_length: int
+) -> tuple[Transport, RoutedTransport | None]:
+    """What a generation of that conversation connects by, and its route if there are several
+    verifiers. Prompt and longest output are ``needed_length`` tokens."""
+    if not isinstance(transport, VerifierPool):
+        return ConversationTransport(transport, conversation), None
+    route = transport.route(needed_length, conversation)
+    return route, route
+
+
 class RoutedTransport:
     """``ports.Transport`` for one generation; ``close`` ends the generation, not the verifiers."""
 
-    def __init__(self, pool: VerifierPool, number: int, needed_length: int) -> None:
-        self._pool, self._number, self._needed_length = pool, number, needed_length
+    def __init__(self, pool: VerifierPool, wanted: ev.Wanted) -> None:
+        self._pool, self._wanted = pool, wanted
         self._route = Route()
 
     @property
@@ -297,8 +313,8 @@ class RoutedTransport:
         return self._route.failovers
 
     async def connect(self) -> DeviceStream:
-        stream = await self._pool.stream(self._number, self._needed_length)
-        self._route = self._pool.failover.routes.get(self._number, self._route)
+        stream = await self._pool.stream(self._wanted)
+        self._route = self._pool.failover.routes.get(self._wanted.route, self._route)
         return stream
 
     async def info(self) -> VerifierInfo:
@@ -306,4 +322,4 @@ class RoutedTransport:
 
     async def close(self) -> None:
         with contextlib.suppress(LinkError):
-            self._pool.over(self._number)
+            self._pool.over(self._wanted.route)

@@ -132,7 +132,7 @@ def _chat(
     signal.signal(signal.SIGTERM, _leave)
     colored = use_color(color)
     drawn = markdown and colored and is_drawable()
-    with asyncio.Runner() as runner, trace_to(settings.trace) as tracer:
+    with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         hello = greet_if_there if settings.offline is Offline.DRAFT else greet
         settings, info = runner.run(hello(settings))
         found, path = _record(info, resume=resume, history=keeps)

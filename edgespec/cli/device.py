@@ -25,6 +25,7 @@ from edgespec.compose import (
 )
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.core.association.policies import ListedOrder
+from edgespec.core.association.rendezvous import RendezvousHash
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.many_verifiers import association, device_view
 from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
@@ -91,11 +92,14 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     chosen = found.chosen
     info = chosen.info
     passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
+    ranked = (chosen.address, *found.others)
+    if policy.name == RendezvousHash.name:
+        say(f"using {len(ranked)} replicas ({policy.name}): each conversation has one of its own")
+        return replace(config, verifier=ranked), info.model
     say(
         f"using {chosen.address} ({policy.name}): round trip {chosen.rtt_s * 1e3:.1f} ms{passes},"
         f" {info.sessions} of {info.max_sessions} sessions"
     )
-    ranked = (chosen.address, *found.others)
     return replace(config, verifier=ranked, association=ListedOrder.name), info.model
 
 
@@ -145,12 +149,14 @@ async def stream(
     progress: Progress | None = None,
     *,
     logprobs: int = 0,
+    conversation: str = "",
 ) -> Progress:
     """Run one generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        async with aclosing(agent.follow(prompt, sampling, logprobs=logprobs)) as events:
+        events_of = agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        async with aclosing(events_of) as events:
             async for event in events:
                 if isinstance(event, Chunk):
                     progress.add(event)

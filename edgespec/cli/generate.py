@@ -137,7 +137,7 @@ async def _generate(
     tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
     if info is not None:
         check_prompt(tokens, info)
-    with trace_to(config.trace) as tracer:
+    with trace_to(config.trace, config.trace_tokens) as tracer:
         async with build_agent(config, tracer=tracer, say=say) as agent:
             progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)
             if stats:

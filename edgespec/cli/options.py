@@ -79,7 +79,8 @@ Association = Annotated[
         "--association",
         metavar="NAME",
         help="How to choose among several: lowest-delay (default), most-compute, "
-        "strongest-signal, random, listed (the first that answers), learned:FILE",
+        "strongest-signal, random, listed (the first that answers), rendezvous (replicas: each "
+        "conversation keeps to one), learned:FILE",
         rich_help_panel=_WHERE,
     ),
 ]

@@ -21,6 +21,8 @@ import typer
 from edgespec.agent.agent import GenerationError
 from edgespec.compose import SetupError
 from edgespec.config import ConfigError
+from edgespec.config.common import HASHED, PLAIN
+from edgespec.telemetry.hidden_tokens import HiddenTokens
 from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
 
@@ -131,10 +133,12 @@ def set_up_logging(level: str, log_format: str = TEXT) -> None:
 
 
 @contextmanager
-def trace_to(path: str) -> Iterator[Tracer]:
-    """A tracer that writes to ``path``; empty: none. Raises ``OSError``."""
+def trace_to(path: str, tokens: str = HASHED) -> Iterator[Tracer]:
+    """A tracer that writes to ``path``; empty: none. ``tokens`` says how it shows them. Raises
+    ``OSError``."""
     if not path:
         yield NoTrace()
         return
-    with TraceFile(Path(path)) as tracer:
+    hidden = None if tokens == PLAIN else HiddenTokens()
+    with TraceFile(Path(path), hidden) as tracer:
         yield tracer

@@ -185,5 +185,5 @@ def serve(
         if install:
             install_service(settings, sys.argv[1:])
             return
-        with trace_to(settings.trace) as tracer:
+        with trace_to(settings.trace, settings.trace_tokens) as tracer:
             asyncio.run(serve_until_stopped(settings, tracer))

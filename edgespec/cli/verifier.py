@@ -202,7 +202,7 @@ def verifier(
     with reported():
         settings = options.configured(VerifierConfig, context, KEYS)
         set_up_logging(settings.log_level, settings.log_format)
-        with trace_to(settings.trace) as tracer:
+        with trace_to(settings.trace, settings.trace_tokens) as tracer:
             failure = asyncio.run(serve(settings, tracer, with_parent))
         _leave(failure)
 

@@ -10,6 +10,8 @@ DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+HASHED, PLAIN = "hashed", "plain"
+TRACE_TOKENS = (HASHED, PLAIN)
 MINUTE_MS = 60_000.0
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from edgespec.config.common import (
     DEFAULT_ADDRESS,
+    HASHED,
     LOG_FORMATS,
     LOG_LEVELS,
     MINUTE_MS,
+    TRACE_TOKENS,
     not_empty,
     one_of,
 )
@@ -184,6 +186,8 @@ class AgentConfig:
     """Of ``edgespec serve``."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
+    trace_tokens: str = HASHED
+    """``hashed``: the trace shows which tokens are equal, but not which they are; ``plain``."""
     log_level: str = "warning"
     log_format: str = "text"
     """``text``, or ``json``: one object a line."""
@@ -202,6 +206,7 @@ class AgentConfig:
             one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
+        one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)
 
     @property
     def offline_policy(self) -> OfflinePolicy:

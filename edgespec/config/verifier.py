@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from edgespec.config.common import (
     DEFAULT_HOST,
     DEFAULT_PORT,
+    HASHED,
     LOG_FORMATS,
     LOG_LEVELS,
     MINUTE_MS,
+    TRACE_TOKENS,
     not_empty,
     one_of,
 )
@@ -149,6 +151,8 @@ class VerifierConfig:
     """How long running streams may go on after a request to stop."""
     trace: str = ""
     """Write a trace (JSON lines) to this file."""
+    trace_tokens: str = HASHED
+    """``hashed``: the trace shows which tokens are equal, but not which they are; ``plain``."""
     log_level: str = "warning"
     log_format: str = "text"
     """``text``, or ``json``: one object a line."""
@@ -168,6 +172,7 @@ class VerifierConfig:
         self._check_engine()
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
+        one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)
         bounded("drain_s", self.drain_s, 0.0, 86_400.0)
         if not (self.tls.used or self.insecure or is_loopback(self.host)):
             raise ValueError(

@@ -14,7 +14,7 @@ from edgespec.endpoint.fields import shown
 
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
-    " frequency_penalty presence_penalty response_format grammar regex"
+    " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
     # Not OpenAI's: those of the servers that people have at home.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos".split()
 )
@@ -24,7 +24,7 @@ CHAT: Final = COMMON | frozenset(
 )
 COMPLETION: Final = COMMON | {"prompt"}
 IGNORED: Final = frozenset(
-    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention"
+    "user store metadata service_tier safety_identifier prompt_cache_retention"
     " prediction cache_prompt request_id priority".split()
 )
 """They say who asks, where to file it or how to be quick; the text is the same."""

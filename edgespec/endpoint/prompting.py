@@ -99,6 +99,7 @@ def choices_of(
             own = replace(sampling, seed=seed_of(sampling.seed, k))
             job = Job(len(found), tokens, own, logprobs)
             job.must_call = request is not None and request.must_call
+            job.conversation = asked.conversation
             tools = None if request is None else _tool_use(request, tokenizer)
             found.append(
                 Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)

@@ -12,6 +12,7 @@ from edgespec.core.protocol.sampling import MAX_STOP_IDS, MAX_STOP_STRINGS, MAX_
 from edgespec.core.protocol.sampling import SamplingParams as SamplingParams
 from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.endpoint.chat_messages import messages_of, tools_of
+from edgespec.endpoint.conversations import chat_conversation, named_conversation
 from edgespec.endpoint.errors import invalid
 from edgespec.endpoint.fields import Fields, shown, texts
 from edgespec.endpoint.parameters import CHAT, COMPLETION, check_names
@@ -41,6 +42,8 @@ class Asked:
     """Whether log-probabilities were asked for."""
     top_logprobs: int
     """How many of the likeliest tokens to tell with each."""
+    conversation: str
+    """Its hash; empty: the request does not tell which one it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,10 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
     callable_tools, must_call = _tool_choice(fields, tools)
     variables = fields.section("chat_template_kwargs")
     parallel = fields.raw("parallel_tool_calls")
+    asked, messages = _asked(fields, defaults, most, scored, top or 0, longest), messages_of(fields)
     return ChatRequest(
-        _asked(fields, defaults, most, scored, top or 0, longest),
-        messages_of(fields),
+        replace(asked, conversation=asked.conversation or chat_conversation(messages)),
+        messages,
         callable_tools,
         (must_call and len(callable_tools) < len(tools))
         or (parallel is not None and not fields.flag("parallel_tool_calls")),
@@ -140,6 +144,7 @@ def _asked(
         options is not None and options.flag("include_usage"),
         scored,
         top,
+        named_conversation(fields),
     )
 
 

@@ -41,6 +41,8 @@ class Job:
     logprobs: int = 0
     must_call: bool = False
     """Its constraint is that of a call."""
+    conversation: str = ""
+    """Its name; empty: it has none."""
     stats: GenerationStats | None = field(default=None, init=False)
 
 
@@ -121,6 +123,7 @@ class Run:
                 job.prompt,
                 job.sampling,
                 logprobs=job.logprobs,
+                conversation=job.conversation,
                 started=partial(setattr, job, "stats"),
             )
             async with aclosing(generation) as events:

@@ -3,7 +3,8 @@
 Metrics, timelines, replay and golden tests read it. A line holds ``at_s`` (the side's monotonic
 clock), ``side`` ("device" or "verifier"), ``session`` (a key or stream number), ``kind`` ("event"
 or "action"), ``name`` (the class) and the fields of the class, except those that it does not show
-itself (``repr=False``: secrets). Tokens are ids, never text.
+itself (``repr=False``: secrets). Tokens are ids, never text; where ``HiddenTokens`` are given they
+are not even those.
 
 A trace is best effort: a full disk ends the trace, with one warning, and never the run.
 """
@@ -18,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
+
+from edgespec.telemetry.hidden_tokens import HiddenTokens
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +42,13 @@ class NoTrace:
 class TraceFile:
     """Writes the trace to ``path``, replacing it. A context manager; buffered until ``close``.
 
-    Only opening raises ``OSError``. When a write fails, or a line cannot be made, the trace ends
-    there: the file keeps what was written until then.
+    ``hidden`` says what stands for tokens; None: they do. Only opening raises ``OSError``. When a
+    write fails, or a line cannot be made, the trace ends there: the file keeps what was written
+    until then.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, hidden: HiddenTokens | None = None) -> None:
+        self._path, self._hidden = path, hidden
         self._file: TextIO | None = path.open("w", encoding="utf-8")
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
@@ -57,7 +61,7 @@ class TraceFile:
                 "session": session,
                 "kind": kind,
                 "name": type(item).__name__,
-                **_plain_fields(item),
+                **_plain_fields(item, self._hidden),
             }
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, TypeError, ValueError) as error:  # also what no line can be made of
@@ -96,20 +100,23 @@ class TraceFile:
         self.close()
 
 
-def _plain_fields(item: object) -> dict[str, Any]:
+def _plain_fields(item: object, hidden: HiddenTokens | None) -> dict[str, Any]:
     if not is_dataclass(item):
         return {"value": str(item)}
     # What a class keeps out of its repr (a session's secret) stays out of the trace as well.
-    return {field.name: _plain(getattr(item, field.name)) for field in fields(item) if field.repr}
+    told = {field.name: getattr(item, field.name) for field in fields(item) if field.repr}
+    if hidden is not None:
+        told = {name: hidden.hide(name, value) for name, value in told.items()}
+    return {name: _plain(value, hidden) for name, value in told.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, hidden: HiddenTokens | None) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {"name": type(value).__name__, **_plain_fields(value)}
+        return {"name": type(value).__name__, **_plain_fields(value, hidden)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_plain(item, hidden) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, hidden) for key, item in value.items()}
     return value if isinstance(value, int | float | str | bool | None) else str(value)

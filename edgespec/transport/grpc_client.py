@@ -38,6 +38,8 @@ _FINAL: Final = frozenset(
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
+CONVERSATION_HEADER: Final = "edgespec-conversation"
+"""Sixteen hexadecimal digits (``core/association/conversation.py``)."""
 _TOO_LARGE: Final = "message larger than max"
 
 # What the library raises when the call is gone; the exact one varies with the moment.
@@ -53,7 +55,7 @@ class GrpcTransport:
     ``shows_certificate``. ``server_name`` is what the verifier's certificate has to name, if not
     the host. Whether ``api_key`` may go there is for the caller to know. ``connect_timeout_s``
     bounds connect and info, each. ``trace_parent`` is asked at each connect for the caller's span,
-    empty for none.
+    ``conversation`` for the hash that a proxy may choose a replica by; empty for none.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class GrpcTransport:
         meter: ByteMeter | None = None,
         connect_timeout_s: float = 5.0,
         trace_parent: Callable[[], str] = lambda: "",
+        conversation: Callable[[], str] = lambda: "",
     ) -> None:
         if not address:
             raise ValueError("address is empty, but must be host:port or unix:path")
@@ -82,7 +85,7 @@ class GrpcTransport:
         self._metadata = ((HEADER, f"{SCHEME} {api_key}"),) if api_key else None
         self._meter = meter
         self._connect_timeout_s = connect_timeout_s
-        self._trace_parent = trace_parent
+        self._trace_parent, self._conversation = trace_parent, conversation
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
@@ -95,8 +98,8 @@ class GrpcTransport:
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
-        span = self._trace_parent()
-        metadata = (*(self._metadata or ()), *(((SPAN_HEADER, span),) if span else ()))
+        asked = ((SPAN_HEADER, self._trace_parent()), (CONVERSATION_HEADER, self._conversation()))
+        metadata = (*(self._metadata or ()), *((name, value) for name, value in asked if value))
         call = method(metadata=metadata or None)
         try:
             await asyncio.wait_for(call.wait_for_connection(), self._connect_timeout_s)

@@ -19,7 +19,8 @@ from edgespec.core.protocol.messages import Fault, FaultCode, Open
 
 _THREADS: Final = 4
 _MOST_WAITING: Final = 32
-_WITHIN_S: Final = 40.0
+WITHIN_S: Final = 40.0
+"""A grammar that is not read by then is refused."""
 ReadConstraint = Callable[[Constraint], Constraint]
 """Gives the constraint its matcher. Raises ``ConstraintError``."""
 
@@ -51,13 +52,13 @@ class ConstraintDesk:
         turn = self._turns.setdefault(peer, _Turn())
         turn.users, self._waiting = turn.users + 1, self._waiting + 1
         try:
-            async with asyncio.timeout(_WITHIN_S), turn.lock:
+            async with asyncio.timeout(WITHIN_S), turn.lock:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._ready, request, self._read)
         except ConstraintError as error:
             return Fault(FaultCode.INVALID, str(error))
         except TimeoutError:
-            why = f"the grammar was not read within {_WITHIN_S:.0f} s"
+            why = f"the grammar was not read within {WITHIN_S:.0f} s"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         finally:
             turn.users, self._waiting = turn.users - 1, self._waiting - 1

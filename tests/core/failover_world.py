@@ -84,9 +84,9 @@ class World:
         self.dice = random.Random(seed)
         names = [f"v{number}" for number in range(count)]
         self.verifiers = {name: self._verifier(name, index) for index, name in enumerate(names)}
-        association = self.dice.choice(("lowest-delay", "random", "listed", "most-compute"))
-        policy = FailoverPolicy()
-        self.machine = Failover(policy, association_policy(association, seed), DEVICE, seed)
+        names_of = ("lowest-delay", "random", "listed", "most-compute", "rendezvous")
+        association = association_policy(self.dice.choice(names_of), seed)
+        self.machine = Failover(FailoverPolicy(), association, DEVICE, seed)
         self.now, self._ids = 0.0, itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tick_at: float | None = None
@@ -205,7 +205,7 @@ class World:
     def want(self, session: Session) -> None:
         if session.failed is None:
             session.waiting, session.asked_at = True, self.now
-            self.handle(ev.Wanted(session.route, 200))
+            self.handle(ev.Wanted(session.route, 200, f"text {session.route}"))
 
     def _leave(self, session: Session, leave: ev.Leave) -> None:
         self._answered(session)

@@ -24,6 +24,7 @@ from edgespec.core.device.events import (
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -35,10 +36,12 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.verifier.constraint_desk import WITHIN_S
 from tests.core.draft_scripts import (
     DECODED,
     GREETING,
     PROMPT,
+    RECONNECT,
     REQUEST,
     guess,
     messages,
@@ -77,6 +80,34 @@ def test_no_answer_in_time_is_a_broken_link(event: DraftEvent) -> None:
     actions = session.handle(Tick(), 10.0)
     assert Disconnect() in actions
     assert session.state is not LinkState.STREAMING
+
+
+def test_a_verifier_with_a_grammar_to_read_has_longer_to_greet() -> None:
+    """It may try the grammar for longer than it takes to greet: as long as its desk lets it."""
+    grammar = Constraint(ConstraintKind.GRAMMAR, 'start: "a"')
+    session = new_session(request=replace(REQUEST, sampling=SamplingParams(constraint=grammar)))
+    session.handle(Start(), 0.0)
+    assert session.deadline == 10.0  # nobody needs longer for a connection
+    session.handle(Connected(), 1.0)
+    assert session.handle(Tick(), 10.0) == ()
+    ends_s = session.deadline
+    assert ends_s is not None
+    assert ends_s == 10.0 + RECONNECT.grammar_s > 10.0 + WITHIN_S
+    assert session.handle(Tick(), ends_s - 0.1) == ()
+    assert Disconnect() in session.handle(Tick(), ends_s)
+    assert session.state is LinkState.BACKING_OFF
+
+
+def test_a_grammar_that_was_waited_for_leaves_the_next_stream_its_own_time() -> None:
+    grammar = Constraint(ConstraintKind.GRAMMAR, 'start: "a"')
+    session = new_session(request=replace(REQUEST, sampling=SamplingParams(constraint=grammar)))
+    session.handle(Start(), 0.0)
+    session.handle(Connected(), 0.0)
+    session.handle(LinkDown("gone"), 50.0)
+    again_s = session.deadline
+    assert again_s is not None
+    session.handle(Tick(), again_s)
+    assert session.deadline == again_s + 10.0
 
 
 def test_it_comes_back_with_what_it_holds() -> None:

@@ -131,6 +131,7 @@ class ScriptedAgent:
     between: Callable[[int], Any] | None = None
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     samplings: list[SamplingParams] = field(default_factory=list)
+    conversations: list[str] = field(default_factory=list)
     offline: Sequence[UnverifiedChunk | Correction] = ()
     """Said before the first piece; positions from the end of the prompt."""
     closed: int = 0
@@ -142,9 +143,11 @@ class ScriptedAgent:
         sampling: SamplingParams,
         *,
         logprobs: int = 0,
+        conversation: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         self.prompts.append(tuple(prompt))
+        self.conversations.append(conversation)
         self.samplings.append(sampling)
         try:
             for event in self.offline:

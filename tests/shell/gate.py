@@ -1,4 +1,5 @@
-"""A TCP gate before a verifier: whoever is behind it can be killed and replaced in no time.
+"""A TCP gate before a verifier: whoever is behind it can be killed and replaced in no time. Peers
+are told apart by their address, so clients of one machine need gates to be several.
 
 It owns every socket and task that it makes. ``asyncio.Server`` of CPython 3.11 does not: what it
 has accepted in the turn in which it is closed is left to the garbage collector, with a warning in
@@ -18,13 +19,14 @@ _FLUSH_ON_CLOSE = struct.pack("ii", 0, 0)
 
 
 class Gate:
-    """Carries connections to 127.0.0.1:``port``; None: nobody is there, they are reset.
+    """Carries connections to 127.0.0.1:``port``, there seen as coming from ``source``; None: nobody
+    is there, they are reset.
 
     Use as an async context manager; ``address`` is where it listens. No socket outlives it.
     """
 
-    def __init__(self, port: int | None) -> None:
-        self.address, self.port = "", port
+    def __init__(self, port: int | None, source: str = "127.0.0.1") -> None:
+        self.address, self.port, self.source = "", port, source
         self._flows = asyncio.Event()
         self._flows.set()
         self._listener: socket.socket | None = None
@@ -48,6 +50,10 @@ class Gate:
         """As the death of a process: connections are reset, and nobody is there until ``port`` is
         set again."""
         self.port = None
+        self.cut()
+
+    def cut(self) -> None:
+        """Reset all connections; new ones come about."""
         for task in tuple(self._connections):
             task.cancel()
 
@@ -81,14 +87,16 @@ class Gate:
 
     async def _connection(self, near: socket.socket, far: socket.socket, port: int) -> None:
         """Carry until both sides have ended; whatever fails or is cancelled is reset."""
+        far.bind((self.source, 0))
         await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", port))
         async with asyncio.TaskGroup() as both:
-            both.create_task(self._carry(near, far))
-            both.create_task(self._carry(far, near))
+            both.create_task(self._carry(near, far, upwards=True))
+            both.create_task(self._carry(far, near, upwards=False))
         for end in (near, far):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _FLUSH_ON_CLOSE)
 
-    async def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _carry(self, source: socket.socket, sink: socket.socket, *, upwards: bool) -> None:
+        """One way, until ``source`` has ended; ``upwards``: to the verifier."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(source, 1 << 16):
             await self._flows.wait()

@@ -28,7 +28,8 @@ from tests.shell.live_verifier import daemon, ready, serving, start, toy_text
 TEXT = ToyTokenizer()
 LENGTH, MUCH = 40, 8
 PROMPTS = [TEXT.encode(f"{word} day in may") for word in "abcdefghijklmnopqrst"]
-QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=30.0, give_up_s=30.0)
+WITHIN_S = 200.0  # nobody gives up for being on a busy machine
+QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=WITHIN_S, give_up_s=WITHIN_S)
 SAMPLED = SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=3)
 
 
@@ -94,7 +95,7 @@ async def first_of(job: asyncio.Task[None], event: asyncio.Event) -> None:
 
 
 async def test_twenty_answers_begun_with_the_link_down_are_the_targets_own() -> None:
-    async with asyncio.timeout(55), Gate(None) as gate, serving() as (address, _):
+    async with asyncio.timeout(WITHIN_S), Gate(None) as gate, serving() as (address, _):
         async with offline_agent(gate.address) as agent:
             readers = [Followed() for _ in PROMPTS]
             jobs = [
@@ -117,7 +118,7 @@ async def test_twenty_answers_begun_with_the_link_down_are_the_targets_own() -> 
 
 async def test_a_link_that_drops_again_and_again_leaves_the_text_as_it_is() -> None:
     params = SamplingParams(max_tokens=120, ignore_eos=True)
-    async with asyncio.timeout(55), Gate(None) as gate, serving() as (address, _):
+    async with asyncio.timeout(WITHIN_S), Gate(None) as gate, serving() as (address, _):
         port = int(address.rpartition(":")[2])
         async with offline_agent(gate.address) as agent:
             reader = Followed()
@@ -142,7 +143,7 @@ async def test_a_stop_string_found_offline_pauses_and_the_target_decides(noise: 
     whole = whole_text(toy_text(PROMPTS[1], plain))
     stop = whole[12:14]
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop=(stop, "zzz"))
-    async with asyncio.timeout(55), Gate(None) as gate, serving() as (address, _):
+    async with asyncio.timeout(WITHIN_S), Gate(None) as gate, serving() as (address, _):
         async with offline_agent(gate.address, noise) as agent:
             reader = Followed()
             job = asyncio.create_task(reader.follow(agent, PROMPTS[1], params))
@@ -157,7 +158,7 @@ async def test_a_stop_string_found_offline_pauses_and_the_target_decides(noise: 
 
 
 async def test_generate_never_gives_what_is_not_verified() -> None:
-    async with asyncio.timeout(55), Gate(None) as gate, serving() as (address, _):
+    async with asyncio.timeout(WITHIN_S), Gate(None) as gate, serving() as (address, _):
         async with offline_agent(gate.address, noise=9.0) as agent:
 
             async def generated() -> list[int]:
@@ -175,7 +176,7 @@ async def test_generate_never_gives_what_is_not_verified() -> None:
 
 async def test_when_nobody_comes_back_the_unverified_text_is_taken_back() -> None:
     hasty = ReconnectPolicy(first_s=0.05, longest_s=0.1, give_up_first_s=0.3, give_up_s=0.3)
-    async with asyncio.timeout(55), Gate(None) as gate:
+    async with asyncio.timeout(WITHIN_S), Gate(None) as gate:
         async with offline_agent(gate.address, reconnect=hasty) as agent:
             reader = Followed()
             with pytest.raises(GenerationError, match="gave up on the verifier"):

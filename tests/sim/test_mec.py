@@ -259,6 +259,11 @@ def test_policies_differ_and_see_what_they_need() -> None:
     assert len({frozenset(names) for names in used.values()}) > 1
 
 
+def test_by_rendezvous_each_device_keeps_to_its_own() -> None:
+    records = run(replace(MEC, association="rendezvous"), Arm.TARGET_ONLY).meters.records
+    assert len({(one.device, one.verifier) for one in records}) == len({d.device for d in records})
+
+
 def test_devices_choose_anew_as_they_move() -> None:
     fast = replace(RADIO, speed_m_per_s=40.0, area_m=900.0)
     scenario = replace(MEC, radio=fast, association="strongest-signal", duration_s=12.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ class Conversation:
     color: bool = False
     markdown: bool = False
     last: Progress | None = None
+    _name: str = field(default_factory=partial(secrets.token_hex, 8))
+    """Of a conversation that is not kept; one that is has its file's name."""
     _legend_shown: bool = False
     _warned: bool = field(default=False)
 
@@ -119,7 +123,7 @@ class Conversation:
 
     def _begin_anew(self, found: records.Record) -> None:
         """Go on with ``found``; the conversation before stays in its own file."""
-        self.record = found
+        self.record, self._name = found, secrets.token_hex(8)
         if self.path is not None:
             self.path = records.new_path()
 
@@ -201,7 +205,14 @@ class Conversation:
         ticking = asyncio.create_task(_tick(view.view))
         shown = OfflineView(view) if self._goes_on_offline else view
         try:
-            await stream(self.agent, prompt, self.config.sampling, shown, progress)
+            await stream(
+                self.agent,
+                prompt,
+                self.config.sampling,
+                shown,
+                progress,
+                conversation=self.path.stem if self.path else self._name,
+            )
         finally:
             ticking.cancel()
 

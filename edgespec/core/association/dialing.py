@@ -37,7 +37,7 @@ class Dialing:
     def next(self, number: int, route: Route, now: float) -> Actions:
         route.hedge_at = route.asking_until = None
         avoid = {*route.tried, *route.unfit, *route.dialing}
-        address = self._candidates.choose(now, avoid, route.last, route.began)
+        address = self._candidates.choose(now, avoid, route)
         if address is None:
             return [] if route.dialing else [self.none_left(number, route, now)]
         route.dialing.append(address)

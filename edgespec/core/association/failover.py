@@ -72,8 +72,8 @@ class Failover:
                 return tuple(self._on_probe(event, now))
             case ev.Tick():
                 return tuple(self._on_tick(now))
-            case ev.Wanted(number, needed_length):
-                route = self.routes.setdefault(number, Route(needed_length))
+            case ev.Wanted(number, needed_length, conversation):
+                route = self.routes.setdefault(number, Route(needed_length, conversation))
                 return tuple(self._dialing.wanted(number, route, now))
         route_or_none = self.routes.get(event.route)
         if route_or_none is None:
@@ -174,7 +174,7 @@ class Failover:
         that is not known to be of no use."""
         left, route.using = route.using, None
         avoid = {*route.tried, *route.unfit}
-        found = self.candidates.choose(now, avoid, route.last, route.began, closed_only=True)
+        found = self.candidates.choose(now, avoid, route, closed_only=True)
         again = found == left and route.moved_at is not None and now - route.moved_at < _SOON_S
         if found is None or again:
             none = self._dialing.none_left(number, route, now)
@@ -203,6 +203,7 @@ class Failover:
         candidate.probing = False
         if isinstance(event, ev.ProbeAnswered):
             candidate.info, candidate.rtt_s = event.info, event.rtt_s
+            candidate.told_at = now
             candidate.breaker.answered()
         elif not (event.alive and candidate.breaker.state is CLOSED):
             candidate.error = one_line(event.why)
@@ -233,7 +234,7 @@ class Failover:
         """Whether it is worth while to give up a stream that may only be slow. What was tried
         before counts again: finding out took longer than any pause."""
         avoid = {*route.unfit, str(route.using)}
-        found = self.candidates.choose(now, avoid, None, route.began, closed_only=True)
+        found = self.candidates.choose(now, avoid, route, closed_only=True)
         return found is not None
 
     def _of(self, route: Route) -> Candidate | None:

@@ -23,10 +23,11 @@ class Known:
 @statically_frozen
 class Wanted:
     """A generation wants a stream. ``needed_length`` is how much context its whole text takes, in
-    tokens; 0: not known."""
+    tokens; 0: not known. ``conversation`` is what it belongs to (``conversation.py``)."""
 
     route: int
     needed_length: int = 0
+    conversation: str = ""
 
 
 @statically_frozen

@@ -11,6 +11,7 @@ the simulator is the very object that an agent runs.
     most-compute       the shortest pass, counting who is there already (max-compute)
     lowest-delay       the shortest expected time per round: link, queue and pass
     listed             the first one of the list
+    rendezvous         the one that a hash of the conversation ranks first (``rendezvous.py``)
 """
 
 from __future__ import annotations
@@ -18,55 +19,20 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from edgespec.core.association.rendezvous import RendezvousHash
+from edgespec.core.association.views import DeviceView as DeviceView
+from edgespec.core.association.views import Links as Links
+from edgespec.core.association.views import LinkView as LinkView
+from edgespec.core.association.views import VerifierView as VerifierView
+from edgespec.core.association.views import has_room, one_by_one
 from edgespec.core.protocol.noise import noise_bits
 
 # A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
 _MESSAGE_BITS = 8 * 120.0
 # Rounding must not make two devices change places for ever.
 _LEAST_GAIN_S = 1e-9
-
-_Score = Callable[[int, int, int], float | tuple[float, float]]
-"""Of (device, verifier, devices placed there so far); the lowest wins."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceView:
-    name: str
-    step_s: float
-    """One draft step."""
-    acceptance: float = 0.7
-    """Share of positions at which its first guess is the target's token."""
-    battery_share: float = 1.0
-    """Charge left, 0 to 1; 1 on mains."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierView:
-    name: str
-    pass_s: float
-    """One pass of a lone session."""
-    sessions: int
-    max_sessions: int
-    session_s: float = 0.0
-    """How much longer a pass takes with every further session in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkView:
-    """Between one device and one verifier."""
-
-    rtt_s: float
-    up_bits_per_s: float = math.inf
-    down_bits_per_s: float = math.inf
-    snr_db: float | None = None
-    """Signal to interference and noise; None on links that are not radio."""
-
-
-Links = Sequence[Sequence[LinkView]]
-"""``links[device][verifier]``."""
 
 
 class AssociationPolicy(Protocol):
@@ -95,7 +61,7 @@ class RandomAssociation:
             key = zlib.crc32(devices[device].name.encode()) + (device << 32)
             return noise_bits(self._seed ^ key, verifier, 0)
 
-        return _one_by_one(devices, verifiers, score)
+        return one_by_one(devices, verifiers, score)
 
 
 class StrongestSignal:
@@ -111,7 +77,7 @@ class StrongestSignal:
             link = links[device][verifier]
             return (-math.inf if link.snr_db is None else -link.snr_db, link.rtt_s)
 
-        return _one_by_one(devices, verifiers, score)
+        return one_by_one(devices, verifiers, score)
 
 
 class MostCompute:
@@ -125,7 +91,7 @@ class MostCompute:
         def score(device: int, verifier: int, placed: int) -> tuple[float, float]:
             return (_pass_s(verifiers[verifier], placed), links[device][verifier].rtt_s)
 
-        return _one_by_one(devices, verifiers, score)
+        return one_by_one(devices, verifiers, score)
 
 
 class LowestDelay:
@@ -143,7 +109,7 @@ class LowestDelay:
         def score(device: int, verifier: int, placed: int) -> float:
             return round_s(verifiers[verifier], links[device][verifier], placed)
 
-        chosen = list(_one_by_one(devices, verifiers, score))
+        chosen = list(one_by_one(devices, verifiers, score))
         if len(devices) > 1:
             placed = [chosen.count(verifier) for verifier in range(len(verifiers))]
             for _ in range(self._sweeps):
@@ -160,7 +126,7 @@ class ListedOrder:
     def assign(
         self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
     ) -> tuple[int, ...]:
-        return _one_by_one(devices, verifiers, lambda device, verifier, placed: verifier)
+        return one_by_one(devices, verifiers, lambda device, verifier, placed: verifier)
 
 
 POLICIES: Mapping[str, Callable[[int], AssociationPolicy]] = {
@@ -169,6 +135,7 @@ POLICIES: Mapping[str, Callable[[int], AssociationPolicy]] = {
     MostCompute.name: lambda seed: MostCompute(),
     LowestDelay.name: lambda seed: LowestDelay(),
     ListedOrder.name: lambda seed: ListedOrder(),
+    RendezvousHash.name: lambda seed: RendezvousHash(),
 }
 """By name; each takes a seed, which only ``random`` looks at."""
 
@@ -191,22 +158,6 @@ def _pass_s(verifier: VerifierView, placed: int) -> float:
     return verifier.pass_s + verifier.session_s * (verifier.sessions + placed)
 
 
-def _one_by_one(
-    devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], score: _Score
-) -> tuple[int, ...]:
-    """Each device in turn to the lowest score among the verifiers with room, all if none has any;
-    ties go to the first."""
-    placed = [0] * len(verifiers)
-    chosen: list[int] = []
-    for device in range(len(devices)):
-        free = [v for v, view in enumerate(verifiers) if _has_room(view, placed[v])]
-        candidates = free or range(len(verifiers))
-        best = min(candidates, key=lambda v: score(device, v, placed[v]))
-        placed[best] += 1
-        chosen.append(best)
-    return tuple(chosen)
-
-
 def _move_each_once(
     chosen: list[int], placed: list[int], verifiers: Sequence[VerifierView], links: Links
 ) -> bool:
@@ -218,7 +169,7 @@ def _move_each_once(
         relief_s = verifiers[old].session_s * (placed[old] - 1)
         best, least_s = old, own_s + relief_s - _LEAST_GAIN_S
         for new, view in enumerate(verifiers):
-            if new == old or not _has_room(view, placed[new]):
+            if new == old or not has_room(view, placed[new]):
                 continue
             cost_s = round_s(view, links[device][new], placed[new]) + view.session_s * placed[new]
             if cost_s < least_s:
@@ -229,7 +180,3 @@ def _move_each_once(
             placed[best] += 1
             moved = True
     return moved
-
-
-def _has_room(verifier: VerifierView, placed: int) -> bool:
-    return verifier.sessions + placed < verifier.max_sessions

@@ -42,6 +42,7 @@ class Route:
     """What one generation has tried, uses and has been given."""
 
     needed_length: int = 0
+    conversation: str = ""
     wanted: bool = False
     """A stream is asked for."""
     asking_until: float | None = None

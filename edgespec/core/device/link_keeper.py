@@ -1,10 +1,11 @@
 """The link's half of a ``DraftSession``: it keeps a stream to the verifier open, or gives up.
 
 Theory of operation. Four things can be wrong with a verifier, and each has its bound, in
-``ReconnectPolicy``: nobody is there (``give_up_s``), nobody greets (``answer_s``), a stream falls
-silent (``silence_s``), or it talks and brings nothing: then either a stream lasts too long without
-a token (``progress_s``), or too many end without one (``max_streams_without_token``). The first
-three end in another attempt as long as there is patience, the last two in ``Fail``.
+``ReconnectPolicy``: nobody is there (``give_up_s``), nobody greets (``answer_s``, and ``grammar_s``
+more where it has a constraint to read before), a stream falls silent (``silence_s``), or it talks
+and brings nothing: then either a stream lasts too long without a token (``progress_s``), or too
+many end without one (``max_streams_without_token``). The first three end in another attempt as long
+as there is patience, the last two in ``Fail``.
 
 Invariant: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
 for ever. What a stranger says passes ``one_line`` before it gets into a ``Fail``.
@@ -37,6 +38,8 @@ class LinkKeeper:
         """Whether the verifier has answered on this stream."""
         self._brought_token = False
         """Whether a token has come on this stream."""
+        self._answer_s = policy.answer_s
+        """How long this stream may take to greet."""
         self._waiting_since = 0.0
         """When this stream greeted or last brought a token."""
         self._waited_s = 0.0
@@ -46,12 +49,18 @@ class LinkKeeper:
 
     def connect(self, now: float) -> list[ev.DraftAction]:
         self._greeted = self._brought_token = False
+        self._answer_s = self._policy.answer_s
         self._move(ev.CONNECTING, now + self._policy.answer_s)
         return [ev.Connect()]
 
-    def connected(self) -> None:
-        """The stream is there; the verifier still has to greet, by the same deadline."""
-        self._move(ev.STREAMING, self.deadline)
+    def connected(self, request: Open) -> None:
+        """The stream is there; the verifier still has to greet, by the same deadline, or later if
+        it has a constraint to read first."""
+        deadline = self.deadline
+        if deadline is not None and request.sampling.constraint is not None:
+            deadline += self._policy.grammar_s
+            self._answer_s += self._policy.grammar_s
+        self._move(ev.STREAMING, deadline)
 
     def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
         """The verifier greets. One that does not keep the constraint which was sent would answer
@@ -89,7 +98,7 @@ class LinkKeeper:
             return self.connect(now)
         policy = self._policy
         if not self._greeted:
-            why = f"no answer from the verifier within {policy.answer_s:g} s"
+            why = f"no answer from the verifier within {self._answer_s:g} s"
         elif now >= self._token_is_owed_at:
             return self.end(ev.Fail(f"no new token from the verifier for {policy.progress_s:g} s"))
         else:

@@ -42,6 +42,9 @@ class ReconnectPolicy:
     """How long to try for the next one after a stream broke."""
     answer_s: float = 10.0
     """How long a connection may take to come up and the verifier to greet."""
+    grammar_s: float = 60.0
+    """How much longer it may take to greet a text with a constraint: a grammar that it has not seen
+    is tried before, beside whatever keeps the machine busy."""
     silence_s: float = 30.0
     """A verifier that has greeted and then says nothing for so long counts as a broken link. An
     empty ``Commit`` is a sign of life."""

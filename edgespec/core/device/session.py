@@ -133,7 +133,7 @@ class DraftSession:
     # --- what the verifier says ------------------------------------------------------------
 
     def _on_connected(self) -> list[ev.DraftAction]:
-        self.link.connected()
+        self.link.connected(self.request)
         self._outbox.new_stream()
         self._reader.new_stream()
         self._busy_since = None
