@@ -88,6 +88,7 @@ def build_verifier(
     """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
     reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
     with needs("grpc", "edgespec"):
+        from edgespec.transport.front_group import FrontProcesses
         from edgespec.transport.grpc_server import GrpcServer
         from edgespec.transport.wire_limits import WireLimits
     access = access or ServerAccess(config)
@@ -120,6 +121,17 @@ def build_verifier(
         target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
     )
     wire = WireLimits.for_context(limits.context_length)
+    fronts = None
+    if config.front_processes:
+        fronts = FrontProcesses(
+            config.front_processes,
+            config.host,
+            config.port,
+            limits=wire,
+            identity=access.identity,
+            lost=verifier.fail,
+        )
+        access.on_identity = fronts.present
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
         config.address,
@@ -137,6 +149,7 @@ def build_verifier(
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
+        listener=fronts,
     )
     return verifier, server
 

@@ -38,8 +38,9 @@ from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.call_end import GONE
 from edgespec.transport.codec import decode_uplink, encode_downlink
+from edgespec.transport.message_writer import writer_of
 from edgespec.transport.peer_address import peer_address
-from edgespec.transport.shielded_call import InterruptedOperation, ShieldedCall
+from edgespec.transport.shielded_call import InterruptedOperation
 from edgespec.transport.trace_parent import trace_parent_in
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
@@ -93,7 +94,7 @@ class GrpcVerifierStream:
         self._half_closed = False
         self._failure: Exception | None = None
         """A bug in reading, for the receiver."""
-        self._writing: ShieldedCall[None] = ShieldedCall()
+        self._writing = writer_of(context)
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._watch: asyncio.TimerHandle | None = None
@@ -231,7 +232,7 @@ class GrpcVerifierStream:
                 if fault is None:
                     return
                 payload = encode_downlink(fault, self._limits)
-                await self._writing.take(lambda: self._context.write(payload))
+                await self._writing.write(payload)
         except (TimeoutError, *GONE):
             return
         if self._meter is not None:
@@ -297,7 +298,7 @@ class GrpcVerifierStream:
     def _write(self, payload: bytes) -> None:
         """Begin to write; no other write may be under way."""
         self._write_began = self._loop.time()
-        self._writing.begin(self._context.write(payload), self._on_written)
+        self._writing.begin(payload, self._on_written)
         if self._watch is None:
             self._watch = self._loop.call_later(self._stalled_s, self._look_for_stall)
 
