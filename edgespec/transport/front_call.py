@@ -91,6 +91,11 @@ class FrontCall:
         for error in failures:
             raise error
 
+    def reply(self, payload: bytes) -> None:
+        """Answer a unary call; ``end`` sends it."""
+        if self._over is None:
+            self._send(WRITE, self._number, payload)
+
     async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> NoReturn:
         """End the call with this status; raises ``AbortError``, as gRPC's own does."""
         if self._over is not None:

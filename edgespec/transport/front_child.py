@@ -201,8 +201,7 @@ class FrontChild:
         """One call, to its end; whatever goes wrong ends this one only."""
         try:
             if unary:
-                reply = await self._info(b"", call)
-                await call.write(reply)
+                call.reply(await self._info(b"", call))
             else:
                 await self._speculate(None, call)
             call.end()
