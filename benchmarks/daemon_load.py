@@ -65,9 +65,7 @@ class Point:
     ended: int
 
 
-async def measure(
-    sessions: int, messages: int, fronts: int, options: argparse.Namespace
-) -> Point:
+async def measure(sessions: int, messages: int, fronts: int, options: argparse.Namespace) -> Point:
     """One verifier and its devices, from their start to their end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -102,9 +100,7 @@ async def measure(
     return point((sessions, messages, fronts), before, after, options.pass_ms)
 
 
-def verifier_options(
-    sessions: int, fronts: int, options: argparse.Namespace
-) -> argparse.Namespace:
+def verifier_options(sessions: int, fronts: int, options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
         fronts=fronts,
         server_drafts=False,  # what is measured is what devices send

@@ -177,11 +177,13 @@ class FrontProcesses:
     async def _until_ended(self, front: FrontChild) -> None:
         await asyncio.wait((front.ended,))
         self._fronts.discard(front)
-        count, why = front.call_count, await front.last_words()
-        _LOG.error(
-            "front process %d is gone: %s; %d calls ended with it", front.process.pid, why, count
-        )
-        await front.close()
+        try:
+            count, why = front.call_count, await front.last_words()
+            _LOG.error(
+                "front process %d is gone: %s; it had %d calls", front.process.pid, why, count
+            )
+        finally:
+            await front.close()
         self._look_for_any()
 
     def _look_for_any(self) -> None:

@@ -138,6 +138,11 @@ class GrpcServer:
         self._listening = True
 
     @property
+    def listener(self) -> Listener:
+        """Where the calls come from."""
+        return self._listener
+
+    @property
     def stream_count(self) -> int:
         """Streams that are being served."""
         return len(self._streams)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, NoReturn
 
 from grpc.aio import EOF
@@ -38,6 +39,7 @@ from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.call_end import GONE
 from edgespec.transport.codec import decode_uplink, encode_downlink
+from edgespec.transport.front_call import FrontCall
 from edgespec.transport.message_writer import writer_of
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.shielded_call import InterruptedOperation
@@ -92,6 +94,8 @@ class GrpcVerifierStream:
         self._take: Callable[[Uplink], None] | None = None
         """Who is fed."""
         self._half_closed = False
+        self._held_until = 0.0
+        """Until then no message must be read."""
         self._failure: Exception | None = None
         """A bug in reading, for the receiver."""
         self._writing = writer_of(context)
@@ -172,6 +176,9 @@ class GrpcVerifierStream:
             take(await self.receive())
         self._raise_if_over()
         self._take = take
+        if isinstance(self._context, FrontCall):
+            context = copy_context()  # under which the log knows whose message it is
+            self._context.pass_on(lambda payload: context.run(self._take_at_once, payload))
         try:
             while True:
                 await self._until_news()
@@ -249,9 +256,14 @@ class GrpcVerifierStream:
                     self._half_closed = True
                     break
                 now = self._loop.time()
-                wait_s = self._take_in(payload, now)
-                if wait_s > 0.0:
-                    await self._until(now + wait_s)
+                if self._held_until > now:  # by a message that came without this task
+                    await self._until(self._held_until)
+                    if self._verdict.done():
+                        break
+                    now = self._loop.time()
+                self._take_in(payload, now)
+                if self._held_until > now:
+                    await self._until(self._held_until)
                 while len(self._arrived) > _READ_AHEAD and not self._verdict.done():
                     self._room = self._loop.create_future()
                     await self._room
@@ -259,23 +271,42 @@ class GrpcVerifierStream:
             self.lost()
             raise
         except ProtocolViolation as violation:
-            self._retryable = False
-            self.hang_up(Fault(violation.code, str(violation)))
+            self._broke_protocol(violation)
         except GONE as error:
             self._end(None, f"the device at {self.address} is gone: {error}")
         except Exception as error:
             self._failure = error
         _wake(self._receiver)
 
-    def _take_in(self, payload: bytes, now: float) -> float:
-        """Hand a message to its receiver; for how many seconds no other must be read."""
+    def _take_at_once(self, payload: bytes) -> bool:
+        """Take a message in without the reading task; False: it has to do it, in its time."""
+        now = self._loop.time()
+        if self._take is None or self._arrived or self._verdict.done() or self._failure:
+            return False
+        if self._held_until > now:
+            return False
+        try:
+            self._take_in(payload, now)
+        except ProtocolViolation as violation:
+            self._broke_protocol(violation)
+        except Exception as error:
+            self._failure = error
+            _wake(self._receiver)
+        return True
+
+    def _broke_protocol(self, violation: ProtocolViolation) -> None:
+        self._retryable = False
+        self.hang_up(Fault(violation.code, str(violation)))
+
+    def _take_in(self, payload: bytes, now: float) -> None:
+        """Hand a message to its receiver, and reckon until when no other must be read."""
         try:
             message = decode_uplink(payload, self._limits)
         except ProtocolViolation:
             self._budget.spend(0, now, len(payload))
             raise
         nodes = len(message.tokens) if isinstance(message, Draft) else 0
-        wait_s = self._budget.spend(nodes, now, len(payload))
+        self._held_until = now + self._budget.spend(nodes, now, len(payload))
         if isinstance(message, Open):
             self._on_open(self)
         if self._meter is not None:
@@ -285,7 +316,6 @@ class GrpcVerifierStream:
         else:
             self._arrived.append(message)
             _wake(self._receiver)
-        return wait_s
 
     async def _until(self, moment: float) -> None:
         """Wait for that moment of the loop's clock, or the end of the stream."""
