@@ -11,17 +11,23 @@ from typing import Any, NoReturn
 import grpc
 from grpc.aio import EOF, AbortError
 
-from edgespec.transport.front_frames import END, GREET, READ, UNREAD, WRITE, FrameError
+from edgespec.transport.front_frames import (
+    END,
+    GREET,
+    UNREAD,
+    UNWRITTEN,
+    WRITE,
+    FrameError,
+    FramePipe,
+)
 from edgespec.transport.shielded_call import InterruptedOperation
-
-Send = Callable[[int, int, bytes], None]
 
 
 class FrontCall:
     """What the service uses of ``grpc.aio.ServicerContext``, and the ``MessageWriter`` of a stream.
 
-    One reader and one write at a time. What is asked of a call that is over raises
-    ``ConnectionError``.
+    One reader at a time, and ``UNWRITTEN`` writes under way. What is asked of a call that is over
+    raises ``ConnectionError``.
     """
 
     __slots__ = (
@@ -33,26 +39,28 @@ class FrontCall:
         "_over",
         "_pass_on",
         "_peer",
+        "_pipe",
         "_reader",
         "_send",
         "_settled",
-        "_written",
+        "_unwritten",
     )
 
     def __init__(
-        self, number: int, peer: str, metadata: Sequence[tuple[str, str]], send: Send
+        self, number: int, peer: str, metadata: Sequence[tuple[str, str]], pipe: FramePipe
     ) -> None:
-        self._number, self._peer, self._metadata, self._send = number, peer, metadata, send
+        self._number, self._peer, self._metadata, self._pipe = number, peer, metadata, pipe
+        self._send = pipe.send
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[bytes] = deque()
         self._half_closed = False
         self._over: str | None = None
         self._reader: asyncio.Future[None] | None = None
         self._pass_on: Callable[[bytes], bool] | None = None
-        self._written: Callable[[BaseException | None], None] | None = None
-        """Hears of the end of the write under way."""
+        self._unwritten: deque[Callable[[BaseException | None], None]] = deque()
+        """Who hears of the ends of the writes under way."""
         self._settled: asyncio.Future[None] | None = None
-        """Somebody waits for it."""
+        """Somebody waits for all of them."""
 
     # --- for the service -------------------------------------------------------------------
 
@@ -81,7 +89,7 @@ class FrontCall:
             finally:
                 self._reader = None
         if self._over is None:
-            self._send(READ, self._number, b"")
+            self._pipe.note(self._number)
         return self._inbox.popleft()
 
     def pass_on(self, take: Callable[[bytes], bool]) -> None:
@@ -126,25 +134,29 @@ class FrontCall:
 
     @property
     def busy(self) -> bool:
-        """Whether a write is under way."""
-        return self._written is not None
+        """Whether no write may be begun."""
+        return len(self._unwritten) >= UNWRITTEN
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a write has not ended."""
+        return bool(self._unwritten)
 
     def begin(self, payload: bytes, ended: Callable[[BaseException | None], None]) -> None:
-        """Begin to write; ``ended`` hears what went wrong, None for a good end. No write may be
-        under way."""
-        assert self._written is None
-        self._written = ended
+        """Begin to write; ``ended`` hears what went wrong, None for a good end. Not when it is
+        ``busy``."""
+        self._unwritten.append(ended)
         if self._over is None:
             self._send(WRITE, self._number, payload)
         else:
-            self._loop.call_soon(self.wrote, ConnectionResetError(self._over))
+            self._loop.call_soon(self._write_no_more, ConnectionResetError(self._over))
 
     async def settle(
         self, unless: asyncio.Future[Any] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Wait for the write under way, if any. Raises ``InterruptedOperation`` when ``unless``
+        """Wait for the writes under way, if any. Raises ``InterruptedOperation`` when ``unless``
         comes first, ``TimeoutError`` after that time."""
-        if self._written is None:
+        if not self._unwritten:
             return
         if self._settled is None:
             self._settled = self._loop.create_future()
@@ -167,7 +179,7 @@ class FrontCall:
         reader = self._reader
         if self._pass_on is not None and reader is not None and not reader.done():
             if self._pass_on(payload):
-                self._send(READ, self._number, b"")
+                self._pipe.note(self._number)
                 return
         self._inbox.append(payload)
         self._wake_reader()
@@ -178,13 +190,17 @@ class FrontCall:
         self._wake_reader()
 
     def wrote(self, error: BaseException | None = None) -> None:
-        """The write under way has ended."""
-        ended, self._written = self._written, None
-        settled, self._settled = self._settled, None
-        if ended is not None:
-            ended(error)
-        if settled is not None and not settled.done():
-            settled.set_result(None)
+        """The oldest write under way has ended."""
+        if self._unwritten:
+            self._unwritten.popleft()(error)
+        if self._settled is not None and not self._unwritten:
+            settled, self._settled = self._settled, None
+            if not settled.done():
+                settled.set_result(None)
+
+    def _write_no_more(self, error: BaseException) -> None:
+        while self._unwritten:
+            self.wrote(error)
 
     def gone(self, why: str) -> None:
         """The call is over, from either side."""
@@ -192,8 +208,8 @@ class FrontCall:
             return
         self._over = why
         self._wake_reader()
-        if self._written is not None:
-            self._loop.call_soon(self.wrote, ConnectionResetError(why))
+        if self._unwritten:
+            self._loop.call_soon(self._write_no_more, ConnectionResetError(why))
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -67,13 +67,12 @@ class FrontChild:
             frames.REFUSED: self._on_refused,
         }
         self._end, self._life, self.process = _started()
-        self._pipe = FramePipe(self._hear, self._lost)
+        self._pipe = FramePipe(self._hear, self._lost, frames.READ)
 
     async def talk(self) -> None:
         """Connect to the process and give it its orders."""
         await self._loop.create_connection(lambda: self._pipe, sock=self._end)
         self._pipe.send(frames.LISTEN, 0, self._orders.encode())
-        self._tick()
 
     @property
     def identity(self) -> ServerIdentity | None:
@@ -137,9 +136,10 @@ class FrontChild:
         if (found := self._calls.get(number)) is not None:
             found[0].deliver(body)
 
-    def _on_wrote(self, number: int, _body: bytes) -> None:
-        if (found := self._calls.get(number)) is not None:
-            found[0].wrote()
+    def _on_wrote(self, _number: int, body: bytes) -> None:
+        for number in frames.numbers_in(body):
+            if (found := self._calls.get(number)) is not None:
+                found[0].wrote()
 
     def _on_half_closed(self, number: int, _body: bytes) -> None:
         if (found := self._calls.get(number)) is not None:
@@ -150,7 +150,7 @@ class FrontChild:
             raise FrameError(f"call {number} was opened twice")
         unary, peer, metadata = json.loads(body)
         shown = [(str(name), str(value)) for name, value in metadata]
-        call = FrontCall(number, str(peer), shown, self._pipe.send)
+        call = FrontCall(number, str(peer), shown, self._pipe)
         task = self._loop.create_task(self._run(number, call, unary=bool(unary)))
         self._calls[number] = call, task
 
@@ -170,6 +170,7 @@ class FrontChild:
     def _on_listening(self, _number: int, _body: bytes) -> None:
         if not self.listening.done():
             self.listening.set_result(None)
+            self._tick()
 
     def _on_refused(self, _number: int, body: bytes) -> None:
         if not self.listening.done():

@@ -4,15 +4,17 @@ Theory of operation. A frame is a kind, the number of a call (0: none) and bytes
 length. Frames that are sent within one turn of an event loop leave in one write, and what has
 gathered in the socket is read at once: so where a loop is busy, the cost of a system call is shared
 by the messages of all sessions. How much may be under way is bounded call by call: a front process
-has handed over at most ``UNREAD`` messages of a call that nobody has read, and the verifier has one
-write of a call under way.
+has handed over at most ``UNREAD`` messages of a call that nobody has read, and the verifier has at
+most ``UNWRITTEN`` writes of a call under way. That one was read or written is said for all calls
+together, once in a turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 # From the verifier to a front process.
@@ -30,7 +32,7 @@ GREET: Final = 6
 WRITE: Final = 7
 """A message for the device; of ``Info``, the reply."""
 READ: Final = 8
-"""A message was read: one more may come."""
+"""Numbers of calls, of each of which a message was read: one more may come."""
 END: Final = 9
 """End the call: JSON of its status (number, details, metadata)."""
 # From a front process to the verifier.
@@ -47,17 +49,24 @@ MESSAGE: Final = 15
 HALF_CLOSED: Final = 16
 """The device sends no more."""
 WROTE: Final = 17
-"""A WRITE has left."""
+"""Numbers of calls, of each of which the oldest WRITE has left."""
 GONE: Final = 18
 """The call is over and nobody hears of it any more; why."""
 
 UNREAD: Final = 2
+UNWRITTEN: Final = 4
 MAX_BODY_BYTES: Final = 1 << 23
 """More than any message, status or pair of certificates has."""
 _HEADER: Final = struct.Struct("<IBI")
+_NUMBERS: Final = "I"
 
 Hear = Callable[[int, int, bytes], None]
 """Takes the kind, the call's number and the body of a frame."""
+
+
+def numbers_in(body: bytes) -> Iterable[int]:
+    """The numbers of calls in a READ or WROTE. Raises ``TypeError`` for half a number."""
+    return memoryview(body).cast(_NUMBERS)
 
 
 class FrameError(ValueError):
@@ -66,10 +75,11 @@ class FrameError(ValueError):
 
 class FramePipe(asyncio.Protocol):
     """One end of the pipe, for a socket in an event loop. ``lost`` hears once why it has ended:
-    the other end is gone, or ``hear`` raised."""
+    the other end is gone, or ``hear`` raised. ``note`` sends frames of the kind ``notes``."""
 
-    def __init__(self, hear: Hear, lost: Callable[[str], None]) -> None:
-        self._hear, self._lost = hear, lost
+    def __init__(self, hear: Hear, lost: Callable[[str], None], notes: int) -> None:
+        self._hear, self._lost, self._notes = hear, lost, notes
+        self._noted = array(_NUMBERS)
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._rest = b""
@@ -78,11 +88,17 @@ class FramePipe(asyncio.Protocol):
 
     def send(self, kind: int, number: int = 0, body: bytes = b"") -> None:
         """Send a frame, at the end of this turn of the loop; nothing happens after the end."""
-        if not self._unsent:
+        if not self._unsent and not self._noted:
             self._loop.call_soon(self._flush)
         self._unsent.append(_HEADER.pack(len(body), kind, number))
         if body:
             self._unsent.append(body)
+
+    def note(self, number: int) -> None:
+        """Send the number of a call, in one frame with all others of this turn of the loop."""
+        if not self._unsent and not self._noted:
+            self._loop.call_soon(self._flush)
+        self._noted.append(number)
 
     def close(self, why: str) -> None:
         """End the pipe from this side; ``lost`` hears ``why``."""
@@ -109,6 +125,7 @@ class FramePipe(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio's word for the end."""
         self._unsent.clear()
+        del self._noted[:]
         self._transport = None
         self._lost(self._why or str(error or "it closed the pipe"))
 
@@ -130,5 +147,8 @@ class FramePipe(asyncio.Protocol):
 
     def _flush(self) -> None:
         frames, self._unsent = self._unsent, []
+        if self._noted:
+            numbers, self._noted = self._noted.tobytes(), array(_NUMBERS)
+            frames += _HEADER.pack(len(numbers), self._notes, 0), numbers
         if self._transport is not None:
             self._transport.write(b"".join(frames))

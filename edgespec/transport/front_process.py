@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,15 +49,14 @@ _HEADERS = (door.HEADER, trace_parent.HEADER)
 _MAX_LINE = 4_000
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
-Send = Callable[..., None]
-
 
 class _Call:
     """One call of a device, from this side of the pipe."""
 
-    def __init__(self, number: int, context: Any, send: Send, *, unary: bool) -> None:
+    def __init__(self, number: int, context: Any, pipe: FramePipe, *, unary: bool) -> None:
         self._number, self._context, self._unary = number, context, unary
-        self._send = partial(send, number=number)
+        self._send = partial(pipe.send, number=number)
+        self._wrote = partial(pipe.note, number)
         self._loop = asyncio.get_running_loop()
         self._may_read = frames.UNREAD
         self._room: asyncio.Future[None] | None = None
@@ -150,7 +148,7 @@ class _Call:
                     await self._context.send_initial_metadata(())
                 else:
                     await self._context.write(payload)
-                    self._send(frames.WROTE)
+                    self._wrote()
         except GONE as error:
             self._lost(error)
         except Exception as error:
@@ -179,7 +177,7 @@ class Front:
         """Until the verifier says so, or is gone."""
         loop = asyncio.get_running_loop()
         _, self._pipe = await loop.create_connection(
-            lambda: FramePipe(self._hear, self._lost), sock=self._end
+            lambda: FramePipe(self._hear, self._lost, frames.WROTE), sock=self._end
         )
         logging.root.addHandler(_ToVerifier(loop, self._pipe))
         await self._over.wait()
@@ -187,7 +185,7 @@ class Front:
     async def _take(self, context: Any, *, unary: bool) -> bytes:
         self._count += 1
         number = self._count
-        call = self._calls[number] = _Call(number, context, self._pipe.send, unary=unary)
+        call = self._calls[number] = _Call(number, context, self._pipe, unary=unary)
         try:
             return await call.run()
         finally:
@@ -206,14 +204,16 @@ class Front:
                 return
             if kind == frames.WRITE:
                 call.write(body)
-            elif kind == frames.READ:
-                call.read_more()
             elif kind == frames.GREET:
                 call.write(None)
             elif kind == frames.END:
                 call.end(body)
             else:
                 raise FrameError(f"frame {kind} came for a call")
+        elif kind == frames.READ:
+            for read in frames.numbers_in(body):
+                if (reader := self._calls.get(read)) is not None:
+                    reader.read_more()
         elif kind == frames.PING:
             self._pipe.send(frames.PONG)
         elif kind == frames.LISTEN:

@@ -359,7 +359,7 @@ class GrpcVerifierStream:
     def _look_for_stall(self) -> None:
         """The one timer of the stream: it looks whether a write takes too long."""
         self._watch = None
-        if self._verdict.done() or not self._writing.busy:
+        if self._verdict.done() or not self._writing.under_way:
             return
         left_s = self._write_began + self._stalled_s - self._loop.time()
         if left_s > 0.0:

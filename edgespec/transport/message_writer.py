@@ -1,4 +1,4 @@
-"""How a stream writes: one message at a time, which nobody waits for."""
+"""How a stream writes: messages that nobody waits for, and few of them under way."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ class MessageWriter(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a write is under way."""
+        """Whether no write may be begun: as many as there may be have not ended."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a write has not ended."""
 
     def begin(self, payload: bytes, ended: Callable[[BaseException | None], None]) -> None:
-        """Begin to write; ``ended`` hears what went wrong, None for a good end. No write may be
-        under way."""
+        """Begin to write; ``ended`` hears what went wrong, None for a good end. Not when it is
+        ``busy``."""
 
     async def settle(
         self, unless: asyncio.Future[Any] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Wait for the write under way, if any. Raises ``InterruptedOperation`` when ``unless``
+        """Wait for the writes under way, if any. Raises ``InterruptedOperation`` when ``unless``
         comes first, ``TimeoutError`` after that time."""
 
     async def write(self, payload: bytes) -> None:
@@ -32,7 +36,7 @@ class MessageWriter(Protocol):
 
 
 class CallWriter:
-    """The writer of a gRPC call of this process."""
+    """The writer of a gRPC call of this process: one write at a time."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -41,6 +45,10 @@ class CallWriter:
     @property
     def busy(self) -> bool:
         """As ``MessageWriter`` says, and so do the others."""
+        return self._call.busy
+
+    @property
+    def under_way(self) -> bool:
         return self._call.busy
 
     def begin(self, payload: bytes, ended: Callable[[BaseException | None], None]) -> None:
