@@ -30,10 +30,6 @@ from edgespec.transport.tls import ServerIdentity
 _LOG = logging.getLogger(__name__)
 MODULE: Final = "edgespec.transport.front_process"
 _SOCKET_BYTES: Final = 1 << 20
-# A process that answers nothing for so many pings hangs. Counted and not timed, so that nobody is
-# blamed for the time in which all of this machine, or this process, stood still.
-PING_EVERY_S: Final = 2.0
-_MOST_PINGS: Final = 6
 _ENDS_WITHIN_S: Final = 3.0
 _NOT_SERVED: Final = grpc.StatusCode.INTERNAL
 
@@ -188,13 +184,14 @@ class FrontChild:
             task.cancel()
 
     def _tick(self) -> None:
-        if self._unanswered >= _MOST_PINGS:
+        # Counted and not timed, so that nobody is blamed for the time in which this machine stood.
+        if self._unanswered >= frames.MOST_PINGS:
             self._pipe.close(f"it did not answer {self._unanswered} pings")
             self.process.kill()
             return
         self._unanswered += 1
         self._pipe.send(frames.PING)
-        self._ticking = self._loop.call_later(PING_EVERY_S, self._tick)
+        self._ticking = self._loop.call_later(self._orders.ping_every_s, self._tick)
 
     # --- calls -----------------------------------------------------------------------------
 

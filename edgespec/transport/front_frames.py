@@ -53,6 +53,9 @@ WROTE: Final = 17
 GONE: Final = 18
 """The call is over and nobody hears of it any more; why."""
 
+PING_EVERY_S: Final = 2.0
+MOST_PINGS: Final = 6
+"""Pings without an answer, or intervals without a ping, after which the other end hangs."""
 UNREAD: Final = 2
 UNWRITTEN: Final = 4
 MAX_BODY_BYTES: Final = 1 << 23

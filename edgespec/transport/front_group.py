@@ -25,6 +25,7 @@ from typing import Final
 from edgespec.core.verifier.call_budget import INFO_LIMITS, CallLimits
 from edgespec.transport.call_line import CallLine
 from edgespec.transport.front_child import FrontChild
+from edgespec.transport.front_frames import PING_EVERY_S
 from edgespec.transport.front_orders import Orders
 from edgespec.transport.grpc_listener import ServeCall
 from edgespec.transport.grpc_options import Keepalive
@@ -58,6 +59,7 @@ class FrontProcesses:
         keepalive: Keepalive | None = None,
         identity: ServerIdentity | None = None,
         side_calls: CallLimits = INFO_LIMITS,
+        ping_every_s: float = PING_EVERY_S,
         lost: Callable[[str], None] = lambda why: None,
     ) -> None:
         if not 1 <= count <= MAX_FRONTS:
@@ -70,7 +72,9 @@ class FrontProcesses:
         )
         level = logging.getLogger().getEffectiveLevel()
         size = (limits or WireLimits()).max_message_bytes
-        self._orders = Orders("", size, keepalive or Keepalive(), each, level, identity)
+        self._orders = Orders(
+            "", size, keepalive or Keepalive(), each, level, identity, ping_every_s
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fronts: set[FrontChild] = set()
         """Those that listen."""

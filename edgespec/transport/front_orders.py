@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from edgespec.core.verifier.call_budget import CallLimits
+from edgespec.transport.front_frames import PING_EVERY_S
 from edgespec.transport.grpc_options import Keepalive
 from edgespec.transport.tls import ServerIdentity
 
@@ -23,11 +24,12 @@ class Orders:
     log_level: int
     identity: ServerIdentity | None
     """None: plaintext."""
+    ping_every_s: float = PING_EVERY_S
 
     def encode(self) -> bytes:
         """Bytes for ``decode``."""
         plain = {name: getattr(self, name) for name in ("address", "max_message_bytes")}
-        plain["log_level"] = self.log_level
+        plain |= {"log_level": self.log_level, "ping_every_s": self.ping_every_s}
         plain["keepalive"], plain["side_calls"] = asdict(self.keepalive), asdict(self.side_calls)
         plain["identity"] = None if self.identity is None else _plain(self.identity)
         return json.dumps(plain).encode()

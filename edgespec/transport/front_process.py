@@ -172,6 +172,8 @@ class Front:
         self._tls: ServerTls | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent = 0
+        """Intervals of pings without one."""
 
     async def run(self) -> None:
         """Until the verifier says so, or is gone."""
@@ -215,6 +217,7 @@ class Front:
                 if (reader := self._calls.get(read)) is not None:
                     reader.read_more()
         elif kind == frames.PING:
+            self._silent = 0
             self._pipe.send(frames.PONG)
         elif kind == frames.LISTEN:
             self._begin(self._listen(Orders.decode(body)))
@@ -251,6 +254,19 @@ class Front:
         gc.freeze()  # as the verifier's own process does, and for its reasons
         gc.set_threshold(20_000, 20, 50)
         self._pipe.send(frames.LISTENING)
+        await self._watch(self._listener, orders.ping_every_s)
+
+    async def _watch(self, listener: GrpcListener, every_s: float) -> None:
+        """Have the health tell of a verifier that hangs: it cannot do that itself. Counted and not
+        timed, as ``front_child.py`` does."""
+        serving = True
+        while True:
+            await asyncio.sleep(every_s)
+            self._silent += 1
+            if serving != (self._silent < frames.MOST_PINGS):
+                serving = not serving
+                _LOG.warning("the verifier %s", "answers again" if serving else "does not answer")
+                await listener.report(serving=serving)
 
     async def _stop(self, grace_s: float) -> None:
         if self._listener is not None:

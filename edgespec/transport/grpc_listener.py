@@ -56,7 +56,7 @@ class GrpcListener:
 
     async def start(self, speculate: ServeCall, info: ServeCall, line: CallLine) -> int:
         """As ``Listener`` says; 0 for a unix socket."""
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_health.v1 import health, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
         server = grpc.aio.server(options=self._options, interceptors=(SideServices(SERVICE, line),))
@@ -75,9 +75,16 @@ class GrpcListener:
         port = self._bind(server)
         await server.start()
         self._server = server
-        for service in ("", SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self.report(serving=True)
         return port
+
+    async def report(self, *, serving: bool) -> None:
+        """What health says from now on; after ``drain`` nothing changes it."""
+        from grpc_health.v1 import health_pb2
+
+        status = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE):
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def drain(self) -> None:
         """Report NOT_SERVING; calls go on."""

@@ -15,9 +15,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edgespec.access import ServerAccess, device_access
 from edgespec.agent.agent import Chunk, GenerationError
@@ -28,7 +32,7 @@ from edgespec.core.protocol.messages import Cancel, Draft
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import DeviceStream, LinkError, UntrustedPeerError
-from edgespec.transport import front_child
+from edgespec.transport import front_frames
 from edgespec.transport.front_group import FrontProcesses
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
@@ -60,9 +64,9 @@ def alive(process: int) -> bool:
 
 @asynccontextmanager
 async def echoing(
-    port: int = 0, count: int = 1
+    ping_every_s: float = 2.0,
 ) -> AsyncIterator[tuple[GrpcServer, FrontProcesses, GrpcTransport]]:
-    fronts = FrontProcesses(count, "127.0.0.1", port)
+    fronts = FrontProcesses(1, "127.0.0.1", 0, ping_every_s=ping_every_s)
     server = GrpcServer("", echo, lambda: INFO, listener=fronts)
     await server.start()
     transport = GrpcTransport(f"127.0.0.1:{server.port}")
@@ -96,11 +100,8 @@ async def test_streams_and_info_pass_and_a_port_has_one_verifier() -> None:
     assert not alive(process)
 
 
-async def test_who_is_killed_or_hangs_breaks_its_streams_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(front_child, "PING_EVERY_S", 0.5)
-    async with echoing() as (server, fronts, transport):
+async def test_who_is_killed_or_hangs_breaks_its_streams_and_is_replaced() -> None:
+    async with echoing(ping_every_s=0.5) as (server, fronts, transport):
         for number in (signal.SIGKILL, signal.SIGSTOP):
             await until(lambda: bool(fronts.processes))
             (process,) = fronts.processes
@@ -127,6 +128,24 @@ async def _opened_in_the_end(transport: GrpcTransport) -> DeviceStream:
                 return await opened(transport)
             except LinkError:
                 await asyncio.sleep(0)
+
+
+async def test_health_tells_of_a_verifier_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here alone: the verifier is patient, so that only the front process judges.
+    monkeypatch.setattr(front_frames, "MOST_PINGS", 1_000_000)
+    async with echoing(ping_every_s=0.3) as (_, fronts, transport):
+        channel = grpc.aio.insecure_channel(transport.address)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        statuses = health_pb2.HealthCheckResponse
+        assert (await watch.read()).status == statuses.SERVING
+        (front,) = fronts._fronts
+        answered, front._tick = front._tick, lambda: None  # type: ignore[method-assign]
+        assert (await watch.read()).status == statuses.NOT_SERVING
+        answered()
+        assert (await watch.read()).status == statuses.SERVING
+        watch.cancel()
+        await channel.close(None)
 
 
 @pytest.mark.slow
