@@ -8,8 +8,8 @@ table) and so many emulated devices in a process of their own (``emulated_device
 run in, and measures for ``--seconds``. Of each point: the period from the start of a pass to the
 start of the next; the CPU time of the event loop's thread, of the whole process (gRPC's threads and
 the target's with it), of its front processes and of the load generator, a session and pass;
-messages and bytes a session and pass. All kinds of points take turns within a repeat. Every token is compared with the target's
-own text: the exit status is 1 when one differs.
+messages and bytes a session and pass. All kinds of points take turns within a repeat. Every token
+is compared with the target's own text: the exit status is 1 when one differs.
 """
 
 from __future__ import annotations

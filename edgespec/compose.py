@@ -53,7 +53,9 @@ from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
+    from edgespec.transport.front_group import FrontProcesses
     from edgespec.transport.grpc_server import GrpcServer
+    from edgespec.transport.wire_limits import WireLimits
 
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # Right in about four of five contexts, as a good draft is.
@@ -88,7 +90,6 @@ def build_verifier(
     """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
     reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
     with needs("grpc", "edgespec"):
-        from edgespec.transport.front_group import FrontProcesses
         from edgespec.transport.grpc_server import GrpcServer
         from edgespec.transport.wire_limits import WireLimits
     access = access or ServerAccess(config)
@@ -121,17 +122,6 @@ def build_verifier(
         target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
     )
     wire = WireLimits.for_context(limits.context_length)
-    fronts = None
-    if config.front_processes:
-        fronts = FrontProcesses(
-            config.front_processes,
-            config.host,
-            config.port,
-            limits=wire,
-            identity=access.identity,
-            lost=verifier.fail,
-        )
-        access.on_identity = fronts.present
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
         config.address,
@@ -149,9 +139,29 @@ def build_verifier(
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
-        listener=fronts,
+        listener=_front_processes(config, wire, access, verifier),
     )
     return verifier, server
+
+
+def _front_processes(
+    config: VerifierConfig, wire: WireLimits, access: ServerAccess, verifier: Verifier
+) -> FrontProcesses | None:
+    """The front processes of ``verifier``; None: gRPC is in this process."""
+    if not config.front_processes:
+        return None
+    from edgespec.transport.front_group import FrontProcesses
+
+    fronts = FrontProcesses(
+        config.front_processes,
+        config.host,
+        config.port,
+        limits=wire,
+        identity=access.identity,
+        lost=verifier.fail,
+    )
+    access.on_identity = fronts.present
+    return fronts
 
 
 # --- the device -----------------------------------------------------------------------------
