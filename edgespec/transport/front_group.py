@@ -96,13 +96,16 @@ class FrontProcesses:
         port: int = self._held.getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._orders = replace(self._orders, address=f"{host}:{port}")
-        started = await asyncio.gather(
-            *(self._listening() for _ in range(self._count)), return_exceptions=True
-        )
-        failures = [one for one in started if isinstance(one, BaseException)]
-        if failures:
+        try:
+            started = await asyncio.gather(
+                *(self._listening() for _ in range(self._count)), return_exceptions=True
+            )
+            for one in started:
+                if isinstance(one, BaseException):
+                    raise one
+        except BaseException:
             await self.stop(0.0)
-            raise failures[0]
+            raise
         for front in list(self._fronts):
             self._keepers.append(self._loop.create_task(self._keep(front)))
         return port
