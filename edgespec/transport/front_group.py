@@ -112,7 +112,9 @@ class FrontProcesses:
 
     def present(self, identity: ServerIdentity) -> None:
         """From now on this is shown to whoever connects; from any thread."""
-        if self._loop is not None:
+        if self._loop is None:
+            self._present(identity)
+        else:
             self._loop.call_soon_threadsafe(self._present, identity)
 
     def _present(self, identity: ServerIdentity) -> None:
