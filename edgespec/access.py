@@ -12,7 +12,7 @@ where the user says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from edgespec.setup_error import needs
 if TYPE_CHECKING:
     import grpc
 
-    from edgespec.transport.tls import ServerIdentity
+    from edgespec.transport.tls import ServerIdentity, ServerTls
 
 API_KEY_VARIABLE = "EDGESPEC_API_KEY"
 ENDPOINT_KEY_VARIABLE = "EDGESPEC_ENDPOINT_KEY"
@@ -65,12 +65,19 @@ class ServerAccess:
         self._ring = self._read_ring()
         self.credentials: grpc.ServerCredentials | None = None
         """For a server; None: plaintext."""
-        self._server_tls = None
+        self._server_tls: ServerTls | None = None
+        self.on_identity: Callable[[ServerIdentity], None] = lambda identity: None
+        """Hears of another certificate, from the thread that reads the files."""
         if (identity := self._read_identity()) is not None:
             from edgespec.transport.tls import ServerTls
 
             self._server_tls = ServerTls(identity)
             self.credentials = self._server_tls.credentials
+
+    @property
+    def identity(self) -> ServerIdentity | None:
+        """What is shown in a handshake; None: plaintext."""
+        return None if self._server_tls is None else self._server_tls.identity
 
     @property
     def asks_for_keys(self) -> bool:
@@ -102,6 +109,7 @@ class ServerAccess:
         if identity is not None and self._server_tls is not None:
             replaced = identity != self._server_tls.identity
             self._server_tls.replace(identity)
+            self.on_identity(identity)
         return Reloaded(changes, replaced, self.warnings)
 
     def _read_ring(self) -> KeyRing | None:

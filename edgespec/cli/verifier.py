@@ -26,6 +26,7 @@ KEYS = {
     "quantize": "quantize",
     "canonical": "canonical",
     "tensor_parallel_size": "tensor_parallel.size",
+    "front_processes": "front_processes",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
     "kv_budget": "limits.kv_budget",
@@ -102,6 +103,14 @@ TensorParallelSize = Annotated[
         help="Share the model among N processes of this host, a GPU each (default: 1)",
     ),
 ]
+FrontProcesses = Annotated[
+    int | None,
+    typer.Option(
+        "--front-processes",
+        metavar="N",
+        help="Take the devices' calls in N processes of their own (default: 0)",
+    ),
+]
 MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
 MaxModelLen = Annotated[
     int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
@@ -163,6 +172,7 @@ def verifier(
     device: Device = None,
     quantize: Quantize = None,
     canonical: Canonical = None,
+    front_processes: FrontProcesses = None,
     max_sessions: MaxSessions = None,
     max_model_len: MaxModelLen = None,
     kv_budget: KvBudget = None,

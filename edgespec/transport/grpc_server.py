@@ -3,8 +3,8 @@
 Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
 ``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
 whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
-that stream; all others go on. Beside the service stand gRPC's own health (per service, NOT_SERVING
-while draining) and reflection.
+that stream; all others go on. Where the calls come from is the listener's business: gRPC in this
+process (``grpc_listener.py``) or in processes of its own (``front_group.py``).
 
 What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
 often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -28,9 +27,10 @@ from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBud
 from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
 from edgespec.ports import Authenticate, ByteMeter, LinkError, ServeStream
 from edgespec.transport.call_end import abort_call
-from edgespec.transport.call_line import CallLine, SideServices, caller, payer, retry_metadata
-from edgespec.transport.codec import SERVICE, encode_downlink
+from edgespec.transport.call_line import CallLine, caller, payer, retry_metadata
+from edgespec.transport.codec import encode_downlink
 from edgespec.transport.door import WRONG_KEY, Door, shown_key
+from edgespec.transport.grpc_listener import LAST_WORDS_S, GrpcListener, Listener
 from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.transport.info_answers import InfoAnswers
@@ -42,8 +42,6 @@ from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 _LOG = logging.getLogger(__name__)
 # A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
 _MAX_DETAILS = 512
-# For the last faults to leave before the connections are cut.
-_LAST_WORDS_S = 0.5
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
 _MOST_RETRY_S = 10.0
@@ -68,7 +66,8 @@ _SHUTTING_DOWN = Fault(
 
 
 class GrpcServer:
-    """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path").
+    """Serves the calls that come to ``address`` ("host:port", port 0 for a free one, or
+    "unix:path"), or those of ``listener``, if one is given.
 
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
@@ -96,13 +95,14 @@ class GrpcServer:
         stalled_s: float = STALLED_S,
         refused: Callable[[FaultCode], None] | None = None,
         waits: Callable[[Wait, float], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        self._address = address
         self._serve = serve
         self._info = info
         self._limits = limits or WireLimits()
-        self._keepalive = keepalive or Keepalive()
-        self._credentials = credentials
+        self._listener = listener or GrpcListener(
+            address, server_options(self._limits, keepalive or Keepalive()), credentials
+        )
         self._door = Door(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
@@ -116,9 +116,7 @@ class GrpcServer:
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
         self._refusals = Refusals()
-        self._draining = False
-        self._server: grpc.aio.Server | None = None
-        self._health: Any = None
+        self._draining = self._listening = False
         self._port = 0
 
     @property
@@ -128,9 +126,6 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-        from grpc_reflection.v1alpha import reflection
-
         clock = asyncio.get_running_loop().time
         uplink = self._uplink_limits or UplinkLimits()
         if not self._door.asks_for_keys:
@@ -139,22 +134,13 @@ class GrpcServer:
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
         self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
-        server = grpc.aio.server(
-            options=server_options(self._limits, self._keepalive),
-            interceptors=(SideServices(SERVICE, questions),),
-        )
-        server.add_generic_rpc_handlers((self._handlers(),))
-        health_aio: Any = health.aio
-        self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-        self._port = self._bind(server)
-        await server.start()
-        self._server = server
-        for service in ("", SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._port = await self._listener.start(self._speculate, self._infos.answer, questions)
+        self._listening = True
+
+    @property
+    def listener(self) -> Listener:
+        """Where the calls come from."""
+        return self._listener
 
     @property
     def stream_count(self) -> int:
@@ -163,13 +149,10 @@ class GrpcServer:
 
     async def drain(self) -> None:
         """Report NOT_SERVING and refuse new streams, those in line too; the others go on."""
-        if self._server is None or self._draining:
+        if not self._listening or self._draining:
             return
         self._draining = True
-        # One that watches the health and does not read would hold this up for ever.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._health.enter_graceful_shutdown()
+        await self._listener.drain()
         for stream in tuple(self._in_line):
             stream.hang_up(_SHUTTING_DOWN)
 
@@ -182,41 +165,18 @@ class GrpcServer:
         """``drain``, give the running streams ``grace_s`` seconds, then end them with
         Fault(SHUTTING_DOWN)."""
         await self.drain()
-        if self._server is None:
+        if not self._listening:
             return
-        server, self._server = self._server, None
+        self._listening = False
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
-        await server.stop(_LAST_WORDS_S)
+        await self._listener.stop(LAST_WORDS_S)
         left = tuple(self._streams.values())
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        reason = "no reason given"
-        try:
-            if self._credentials is None:
-                port = server.add_insecure_port(self._address)
-            else:
-                port = server.add_secure_port(self._address, self._credentials)
-        except RuntimeError as error:
-            port, reason = 0, str(error)
-        if port == 0:
-            raise OSError(f"cannot listen on {self._address} (is it in use?): {reason}")
-        return 0 if self._address.startswith("unix:") else port
-
-    def _handlers(self) -> Any:
-        # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
-                "Info": grpc.unary_unary_rpc_method_handler(self._infos.answer),
-            },
-        )
 
     async def _speculate(self, _requests: Any, context: Any) -> None:
         """One stream, from its headers to its status."""

@@ -16,7 +16,16 @@ from edgespec.core.protocol.messages import Cancel, Commit
 from edgespec.ports import LinkError
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, PATIENCE_S, STOPPING, echo, opened, served, works
+from tests.shell.echo_verifier import (
+    INFO,
+    PATIENCE_S,
+    STOPPING,
+    echo,
+    listening,
+    opened,
+    served,
+    works,
+)
 
 
 async def test_a_port_in_use_is_an_error_that_names_it() -> None:
@@ -55,8 +64,9 @@ async def test_another_service_on_the_port_is_not_worth_a_retry() -> None:
     await server.stop(None)
 
 
-async def test_health_is_reported_and_ends_before_the_service() -> None:
-    async with served() as (server, transport):
+@pytest.mark.parametrize("fronts", [0, 1])
+async def test_health_is_reported_and_ends_before_the_service(fronts: int) -> None:
+    async with served(**listening(fronts)) as (server, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "edgespec.v1.Verifier"):
@@ -78,8 +88,9 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
         await asyncio.wait_for(stopping, PATIENCE_S)
 
 
-async def test_a_stop_without_grace_tells_the_devices_why() -> None:
-    async with served() as (server, transport):
+@pytest.mark.parametrize("fronts", [0, 1])
+async def test_a_stop_without_grace_tells_the_devices_why(fronts: int) -> None:
+    async with served(**listening(fronts)) as (server, transport):
         stream = await opened(transport)
         stopping = asyncio.ensure_future(server.stop())
         assert await stream.receive() == STOPPING
