@@ -250,7 +250,7 @@ def _unless_lost(build: Callable[[], _Result], group: RankGroup) -> _Result:
         raise errors[0]
     # An exchange that breaks is seen here sooner than why it broke.
     if (why := group.lost_within(_WHY_WITHIN_S)) is not None:
-        raise TargetLostError(why)
+        raise TargetLostError(why) from (errors[0] if errors else None)
     raise errors[0]
 
 
