@@ -35,7 +35,6 @@ from tests.shell.staged_in_turn import StagedInTurn
 from tests.shell.target_schedules import compare
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
 
-
 QUICK = ("gemma2", "granite", "gpt_oss")
 """Windows and soft caps; a scale of its own on the embedding; experts, windows and sinks."""
 
