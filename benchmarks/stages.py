@@ -6,10 +6,12 @@
 Real: ``edgespec verifier --pipeline-stages N --stage-delay-ms T`` on this machine, the bundled
 pair, one device that drafts k tokens and waits (k = 0: plain decoding), gRPC. For each N verifiers
 with every T, and one without delay, run side by side and are asked in turn, text by text, so that
-what else the machine does falls on all. What a link costs a token is the time a token less the same
-without delay; saved is what k drafts take off that. Beside it (N-1) t1 (K-1)/K (arXiv 2511.11733),
-with the K tokens a pass of the same texts, and the simulator, which plays the recorded tape of the
-same texts with costs fitted to the runs without delay, and has seen none with.
+what else the machine does falls on all. A round is the time from one commit to the next, and what
+is shown of it is the lower decile: other work on the machine can only add to it. What the links
+cost a token is the round less the same without delay, over the tokens of a round; saved is what k
+drafts take off that. Beside it (N-1) t1 (K-1)/K (arXiv 2511.11733), with the K tokens a round of
+the same texts, and the simulator, which plays the recorded tape of the same texts with costs fitted
+to the runs without delay, and has seen none with.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import median, quantiles
 
 import numpy as np
 
@@ -62,15 +65,20 @@ STARTS_WITHIN_S = 600.0
 
 @dataclass(slots=True)
 class Runs:
-    """All texts under one (stages, link, drafts), in the order of texts and repeats."""
+    """All texts under one setting, a list for each repeat."""
 
-    tpots_s: list[float] = field(default_factory=list)
-    passes: int = 0
+    rounds_s: list[list[float]] = field(default_factory=list)
     tokens: int = 0
+    """Behind the first of each text."""
 
     @property
-    def tokens_per_pass(self) -> float:
-        return self.tokens / self.passes
+    def tokens_per_round(self) -> float:
+        return self.tokens / sum(map(len, self.rounds_s))
+
+    def round_ms(self, repeat: int | None = None) -> float:
+        """The lower decile; of one repeat, or of all."""
+        chosen = self.rounds_s if repeat is None else [self.rounds_s[repeat]]
+        return 1e3 * quantiles((one for rounds_s in chosen for one in rounds_s), n=10)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,6 @@ class Costs:
     """Of a pass and a draft step, in ms."""
 
     pass_ms: float
-    row_ms: float
     step_ms: float
 
 
@@ -113,7 +120,7 @@ class Texts:
 
 
 async def real_side(
-    stages: int, links_ms: Sequence[float], texts: Texts, repeats: int
+    stages: int, delays_ms: Sequence[float], texts: Texts, repeats: int
 ) -> dict[Setting, Runs]:
     config = AgentConfig()
     drafter, tokenizer = load_drafter(config), load_tokenizer(tokenizer_reference(config))
@@ -121,7 +128,7 @@ async def real_side(
     found: dict[Setting, Runs] = {}
     async with contextlib.AsyncExitStack() as stack:
         agents: dict[Setting, Agent] = {}
-        for link_ms in links_ms:
+        for link_ms in delays_ms:
             options = [child.PLAIN_STREAMING, "--pipeline-stages", f"{stages}"]
             options += ["--stage-delay-ms", f"{link_ms:g}"]
             address, words = await stack.enter_async_context(child.verifier_process(options))
@@ -139,11 +146,15 @@ async def real_side(
                 agents[setting] = await stack.enter_async_context(agent)
         for agent in agents.values():  # connects, and warms up
             await measure(agent, texts.prompts[0], SamplingParams(max_tokens=8), ())
+        in_turn = sorted(agents, key=lambda setting: setting.drafts)
         for repeat in range(repeats):
             for number, prompt in enumerate(texts.prompts):
                 say(f"{stages} stages, repeat {repeat}, text {number}")
-                for setting, agent in agents.items():
-                    await _one(agent, prompt, texts, found.setdefault(setting, Runs()))
+                for setting in in_turn:
+                    runs = found.setdefault(setting, Runs())
+                    if number == 0:
+                        runs.rounds_s.append([])
+                    await _one(agents[setting], prompt, texts, runs)
     return found
 
 
@@ -152,27 +163,19 @@ async def _one(agent: Agent, prompt: tuple[int, ...], texts: Texts, runs: Runs) 
     done = await measure(agent, prompt, SamplingParams(max_tokens=len(expected)), ())
     if done.tokens != expected:
         raise SystemExit(f"another text than the tape's: {done.tokens} instead of {expected}")
-    assert done.tpot_s is not None
-    runs.tpots_s.append(done.tpot_s)
-    runs.passes += done.counters.passes
-    runs.tokens += done.counters.committed
+    runs.rounds_s[-1] += [gap_s for gap_s in done.gaps_s if gap_s > 0.0]
+    runs.tokens += len(expected) - 1
 
 
 # --- the simulated side ---------------------------------------------------------------------
 
 
 def fitted(runs: dict[Setting, Runs], stages: int) -> Costs:
-    """Costs that explain the runs without delay: passes of k + 1 rows, and k steps for each."""
-    rows, times_ms = [], []
-    for drafts in DRAFTS:
-        one = runs[Setting(stages, 0.0, drafts)]
-        passes = 1.0 / one.tokens_per_pass
-        rows.append([passes, passes * drafts, passes * drafts])
-        times_ms.append(1e3 * median(one.tpots_s))
-    # A row and a step cannot be told apart by stop-and-wait: all of it is booked as the step.
-    matrix = np.array(rows)[:, :2]
-    (pass_ms, step_ms), *_ = np.linalg.lstsq(matrix, np.array(times_ms), rcond=None)
-    return Costs(float(pass_ms), 0.0, max(0.0, float(step_ms)))
+    """Costs that explain the rounds without delay. A step and a row cannot be told apart in them:
+    both are booked as the step."""
+    rounds_ms = [runs[Setting(stages, 0.0, drafts)].round_ms() for drafts in DRAFTS]
+    step_ms, pass_ms = np.polyfit(DRAFTS, rounds_ms, 1)
+    return Costs(float(pass_ms), max(0.0, float(step_ms)))
 
 
 def simulated(setting: Setting, texts: Texts, costs: Costs) -> Runs:
@@ -198,51 +201,48 @@ def simulated(setting: Setting, texts: Texts, costs: Costs) -> Runs:
             )
         },
         verifiers={
-            "verifier": VerifierSection(
-                pass_time=CostSection(ms=costs.pass_ms, row_ms=costs.row_ms), stages=stages
-            )
+            "verifier": VerifierSection(pass_time=CostSection(ms=costs.pass_ms), stages=stages)
         },
         message_ms=0.0,
     )
     surrounding = Surrounding(TapeSource(texts.tape), association_policy("lowest-delay"), Path())
-    runs = Runs()
+    runs = Runs([[]])
     for record in World(scenario, arm, "1", surrounding).run().meters.records:
         assert record.tpot_s is not None
-        runs.tpots_s.append(record.tpot_s)
-        runs.passes += record.counters.passes
-        runs.tokens += record.counters.committed
+        behind_first = record.tokens - 1
+        rounds = record.counters.passes - 1
+        runs.rounds_s[0] += [record.tpot_s * behind_first / rounds] * rounds
+        runs.tokens += behind_first
     return runs
 
 
 # --- both -----------------------------------------------------------------------------------
 
 
-def saved_ms(runs: dict[Setting, Runs], setting: Setting) -> list[float]:
-    """Text by text: what drafts take off the links' part of a token."""
-
-    def links_ms(drafts: int) -> list[float]:
-        far = runs[Setting(setting.stages, setting.link_ms, drafts)].tpots_s
-        near = runs[Setting(setting.stages, 0.0, drafts)].tpots_s
-        return [1e3 * (one - other) for one, other in zip(far, near, strict=True)]
-
-    return [one - other for one, other in zip(links_ms(0), links_ms(setting.drafts), strict=True)]
+def links_ms(runs: dict[Setting, Runs], setting: Setting, repeat: int | None = None) -> float:
+    """What the links cost a token."""
+    near = Setting(setting.stages, 0.0, setting.drafts)
+    added_ms = runs[setting].round_ms(repeat) - runs[near].round_ms(repeat)
+    return added_ms / runs[setting].tokens_per_round
 
 
-def compare(
-    real: dict[Setting, Runs], texts: Texts, stages: int, links_ms: Sequence[float]
-) -> list[dict[str, float]]:
+def saved_ms(runs: dict[Setting, Runs], setting: Setting, repeat: int | None = None) -> float:
+    """What drafts take off that."""
+    plain = Setting(setting.stages, setting.link_ms, 0)
+    return links_ms(runs, plain, repeat) - links_ms(runs, setting, repeat)
+
+
+def compare(real: dict[Setting, Runs], texts: Texts, stages: int) -> list[dict[str, float]]:
     costs = fitted(real, stages)
     say(f"{stages} stages, fitted without delay: {costs}")
     virtual = {setting: simulated(setting, texts, costs) for setting in real}
-    print(
-        f"{'N':>2} {'t1':>3} {'k':>2} {'tok/pass':>8} {'real ms':>8} {'speed':>6} {'r/sim':>6}"
-        "  links ms/token: plain  now  saved  formula  sim   saved/formula (quartiles)  saved/sim"
-    )
-    rows = []
-    for setting in real:
-        if setting.link_ms > 0.0 and setting.stages == stages:
-            rows.append(_row(real, virtual, setting))
-            print(_line(rows[-1]), flush=True)
+    print("                        round, ms             links, ms a token   saved, ms a token")
+    print(" N  t1  k tokens    near    far  /sim  speed    plain    now    real formula  /formula"
+          " (of repeats)          /sim")  # fmt: skip
+    rows = [_row(real, virtual, setting) for setting in real if setting.link_ms > 0.0]
+    rows.sort(key=lambda row: (row["link_ms"], row["drafts"]))
+    for row in rows:
+        print(_line(row), flush=True)
     return rows
 
 
@@ -250,44 +250,45 @@ def _row(
     real: dict[Setting, Runs], virtual: dict[Setting, Runs], setting: Setting
 ) -> dict[str, float]:
     plain = Setting(setting.stages, setting.link_ms, 0)
-    one, sim = real[setting], virtual[setting]
-    per_pass = one.tokens_per_pass
-    formula = (setting.stages - 1) * setting.link_ms * (per_pass - 1.0) / per_pass
-    saved, predicted = saved_ms(real, setting), fmean(saved_ms(virtual, setting))
-    near = Setting(setting.stages, 0.0, 0)
-    plain_links = 1e3 * (fmean(real[plain].tpots_s) - fmean(real[near].tpots_s))
-    share = [value / formula for value in saved] if formula else [float("nan")] * len(saved)
-    low, middle, high = quantiles(share, n=4)
+    near = Setting(setting.stages, 0.0, setting.drafts)
+    one, per_round = real[setting], real[setting].tokens_per_round
+    formula = (setting.stages - 1) * setting.link_ms * (per_round - 1.0) / per_round
+    shares = [
+        saved_ms(real, setting, repeat) / formula if formula else math.nan
+        for repeat in range(len(one.rounds_s))
+    ]
+    predicted = saved_ms(virtual, setting)
     return {
         "stages": setting.stages,
         "link_ms": setting.link_ms,
         "drafts": setting.drafts,
-        "tokens_per_pass": per_pass,
-        "simulated_tokens_per_pass": sim.tokens_per_pass,
-        "tpot_ms": 1e3 * fmean(one.tpots_s),
-        "speed_up": fmean(real[plain].tpots_s) / fmean(one.tpots_s),
-        "tpot_over_simulated": fmean(one.tpots_s) / fmean(sim.tpots_s),
-        "plain_links_ms": plain_links,
-        "links_ms": plain_links - fmean(saved),
-        "saved_ms": fmean(saved),
+        "tokens_per_round": per_round,
+        "simulated_tokens_per_round": virtual[setting].tokens_per_round,
+        "near_round_ms": real[near].round_ms(),
+        "round_ms": one.round_ms(),
+        "median_round_ms": 1e3 * median(two for rounds_s in one.rounds_s for two in rounds_s),
+        "round_over_simulated": one.round_ms() / virtual[setting].round_ms(),
+        "speed_up": real[plain].round_ms() / one.round_ms() * per_round,
+        "plain_links_ms": links_ms(real, plain),
+        "links_ms": links_ms(real, setting),
+        "saved_ms": saved_ms(real, setting),
         "formula_ms": formula,
-        "simulated_saved_ms": predicted,
-        "saved_over_formula_low": low,
-        "saved_over_formula": middle,
-        "saved_over_formula_high": high,
-        "saved_over_simulated": fmean(saved) / predicted if predicted else float("nan"),
+        "saved_over_formula": saved_ms(real, setting) / formula if formula else math.nan,
+        "saved_over_formula_low": min(shares),
+        "saved_over_formula_high": max(shares),
+        "saved_over_simulated": saved_ms(real, setting) / predicted if formula else math.nan,
     }
 
 
 def _line(row: dict[str, float]) -> str:
     return (
         f"{row['stages']:2.0f} {row['link_ms']:3g} {row['drafts']:2.0f}"
-        f" {row['tokens_per_pass']:8.2f} {row['tpot_ms']:8.1f} {row['speed_up']:6.2f}"
-        f" {row['tpot_over_simulated']:6.3f}                  {row['plain_links_ms']:6.1f}"
-        f" {row['links_ms']:6.1f} {row['saved_ms']:6.1f} {row['formula_ms']:7.1f}"
-        f" {row['simulated_saved_ms']:6.1f}   {row['saved_over_formula']:.3f}"
+        f" {row['tokens_per_round']:6.2f} {row['near_round_ms']:7.1f} {row['round_ms']:6.1f}"
+        f" {row['round_over_simulated']:5.2f} {row['speed_up']:6.2f}"
+        f" {row['plain_links_ms']:8.1f} {row['links_ms']:6.1f} {row['saved_ms']:7.1f}"
+        f" {row['formula_ms']:7.1f}  {row['saved_over_formula']:8.3f}"
         f" ({row['saved_over_formula_low']:.3f} to {row['saved_over_formula_high']:.3f})"
-        f"  {row['saved_over_simulated']:.3f}"
+        f" {row['saved_over_simulated']:8.3f}"
     )
 
 
@@ -310,11 +311,11 @@ def main() -> None:
     generations = whole.generations[:: max(1, len(whole.generations) // options.texts)]
     tape = replace(whole, generations=generations[: options.texts])
     texts = Texts(tape, options.tokens)
-    links_ms = [float(part) for part in options.link_ms.split(",")]
+    delays_ms = [float(part) for part in options.link_ms.split(",")]
     rows = []
     for stages in map(int, options.stages.split(",")):
-        real = asyncio.run(real_side(stages, [0.0, *links_ms], texts, options.repeats))
-        rows += compare(real, texts, stages, links_ms)
+        real = asyncio.run(real_side(stages, [0.0, *delays_ms], texts, options.repeats))
+        rows += compare(real, texts, stages)
     if options.json:
         content = {"machine": machine(), "versions": versions(), "rows": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
