@@ -1,7 +1,7 @@
 """Layers over slow links, for real: what drafts save of the communication, and what was predicted.
 
-    python benchmarks/stages.py [--stages 2,4] [--link-ms 5,20,50] [--texts 4] [--tokens 32]
-        [--repeats 2] [--json FILE]
+    python benchmarks/stages.py [--stages 2,4] [--link-ms 5,20,50] [--drafts 1,2,..,8] [--texts 4]
+        [--tokens 32] [--repeats 2] [--json FILE]
 
 Real: ``edgespec verifier --pipeline-stages N --stage-delay-ms T`` on this machine, the bundled
 pair, one device that drafts k tokens and waits (k = 0: plain decoding), gRPC. For each N verifiers
@@ -56,7 +56,6 @@ from edgespec_sim.token_sources.tape import TapeSource, tape_named
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.surrounding import Surrounding
 
-DRAFTS = tuple(range(9))
 HIDDEN_BYTES = 384 * 4
 """A row of the bundled target between two stages."""
 STARTS_WITHIN_S = 600.0
@@ -100,6 +99,8 @@ class Costs:
 class Texts:
     tape: MatchTape
     tokens: int
+    drafts: tuple[int, ...]
+    """Lengths to try, 0 among them."""
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -133,7 +134,7 @@ async def real_side(
             options += ["--stage-delay-ms", f"{link_ms:g}"]
             address, words = await stack.enter_async_context(child.verifier_process(options))
             say(f"{stages} stages, {link_ms:g} ms: {words}")
-            for drafts in DRAFTS:
+            for drafts in texts.drafts:
                 arm = Arm.VANILLA if drafts else Arm.TARGET_ONLY
                 agent = Agent(
                     connect(address),
@@ -170,11 +171,11 @@ async def _one(agent: Agent, prompt: tuple[int, ...], texts: Texts, runs: Runs) 
 # --- the simulated side ---------------------------------------------------------------------
 
 
-def fitted(runs: dict[Setting, Runs], stages: int) -> Costs:
+def fitted(runs: dict[Setting, Runs], stages: int, lengths: Sequence[int]) -> Costs:
     """Costs that explain the rounds without delay. A step and a row cannot be told apart in them:
     both are booked as the step."""
-    rounds_ms = [runs[Setting(stages, 0.0, drafts)].round_ms() for drafts in DRAFTS]
-    step_ms, pass_ms = np.polyfit(DRAFTS, rounds_ms, 1)
+    rounds_ms = [runs[Setting(stages, 0.0, drafts)].round_ms() for drafts in lengths]
+    step_ms, pass_ms = np.polyfit(lengths, rounds_ms, 1)
     return Costs(float(pass_ms), max(0.0, float(step_ms)))
 
 
@@ -233,7 +234,7 @@ def saved_ms(runs: dict[Setting, Runs], setting: Setting, repeat: int | None = N
 
 
 def compare(real: dict[Setting, Runs], texts: Texts, stages: int) -> list[dict[str, float]]:
-    costs = fitted(real, stages)
+    costs = fitted(real, stages, texts.drafts)
     say(f"{stages} stages, fitted without delay: {costs}")
     virtual = {setting: simulated(setting, texts, costs) for setting in real}
     print("                        round, ms             links, ms a token   saved, ms a token")
@@ -301,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", default="2,4")
     parser.add_argument("--link-ms", default="5,20,50")
+    parser.add_argument("--drafts", default="1,2,3,4,5,6,7,8")
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
@@ -310,7 +312,8 @@ def main() -> None:
     whole = tape_named("bundled-greedy")
     generations = whole.generations[:: max(1, len(whole.generations) // options.texts)]
     tape = replace(whole, generations=generations[: options.texts])
-    texts = Texts(tape, options.tokens)
+    lengths = (0, *map(int, options.drafts.split(",")))
+    texts = Texts(tape, options.tokens, lengths)
     delays_ms = [float(part) for part in options.link_ms.split(",")]
     rows = []
     for stages in map(int, options.stages.split(",")):
