@@ -141,9 +141,10 @@ def stage_class(config: Any, share: StageShare) -> Any:
         family.__init__(self, *arguments, **options)
         _take_out(self, share)
 
-    # Under the family's name: transformers looks up by it how a checkpoint's tensors are read.
-    names = {"__init__": init, "_keys_to_ignore_on_load_unexpected": _of_others(config, share)}
     assert layers
+    known = [*(family._keys_to_ignore_on_load_unexpected or ()), *_of_others(config, share)]
+    names = {"__init__": init, "_keys_to_ignore_on_load_unexpected": known}
+    # Under the family's name: transformers looks up by it how a checkpoint's tensors are read.
     return type(family.__name__, (family,), names)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from edgespec.config import VerifierConfig
+from edgespec.config.verifier import PipelineSection, TensorParallelSection
 from edgespec.core.device.memory_size import MachineMemory
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
+from edgespec.targets import pipeline_stage
 from edgespec.targets.families import UnsupportedModelError
 from edgespec.targets.pipeline import pipeline_target
 from edgespec.targets.pipeline_stage import PipelineError, StageShare
@@ -206,3 +210,54 @@ def test_what_does_not_go_with_stages_is_refused(
     folder = write_checkpoint(tmp_path / "model")
     with pytest.raises(PipelineError, match=message):
         pipeline_target(str(folder), **{"stages": 2, **options}, name="tiny", vocabulary="v")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tensor_parallel": TensorParallelSection(2)},
+            "pipeline.stages is 2 and tensor_parallel.size is 2, but a model is either cut",
+        ),
+        ({"engine": "vllm"}, "pipeline.stages is 2, but only the native engine has stages"),
+        ({"model": "toy"}, "pipeline.stages is 2, but the toy model has no layers"),
+    ],
+)
+def test_settings_that_exclude_stages_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VerifierConfig(pipeline=PipelineSection(2), **settings)
+
+
+def test_a_delay_without_a_link_is_refused() -> None:
+    with pytest.raises(ValueError, match="delay_ms is 5, but there is no link to delay"):
+        PipelineSection(delay_ms=5.0)
+
+
+# --- the links ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("idle_s", "slept"), [(0.01, [0.04]), (0.05, [0.0]), (0.2, [0.0])])
+def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
+    idle_s: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the receiver did meanwhile; the last stage of two takes from rank 1."""
+    line: list[tuple[int, torch.Tensor]] = []
+    now_s: list[float] = [100.0]
+    naps_s: list[float] = []
+
+    def recv(tensor: torch.Tensor, source: int) -> None:
+        assert source == 1
+        tensor.copy_(line.pop(0)[1])
+
+    links = SimpleNamespace(send=lambda tensor, goal: line.append((goal, tensor)), recv=recv)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=naps_s.append)
+    monkeypatch.setattr(pipeline_stage, "distributed", links)
+    monkeypatch.setattr(pipeline_stage, "time", clock)
+    first, last = (StageShare(rank, 2, lambda: None, delay_s=0.05) for rank in (1, 0))
+    hidden = torch.randn(1, 3, 8)
+    first.send(hidden)
+    assert [goal for goal, _ in line] == [0, 0]
+    now_s[0] += idle_s
+    assert torch.equal(last.receive(3, 8, torch.float32), hidden)
+    assert naps_s == pytest.approx(slept)
+    assert first.collectives != last.collectives
