@@ -46,6 +46,8 @@ from edgespec.targets.torch_target import TorchTarget
 LOAD_WITHIN_S = 3600.0
 """For weights on slow disks; ranks that end are noticed at once."""
 _SELF_TEST_WITHIN_S = 600.0
+# Ranks import torch at their own pace before they meet, on a busy machine for minutes.
+_MEET_WITHIN_S = 600.0
 # The watching thread speaks first, with a better message.
 _COLLECTIVE_SLACK_S = 30.0
 _WHY_WITHIN_S = 5.0
@@ -201,7 +203,7 @@ def start_ranks(path: str, plan: RankPlan[_Target], options: dict[str, Any]) -> 
     """
     ranks = plan.ranks
     group = RankGroup(ranks, plan.pass_within_s, setting=plan.setting)
-    collective_within_s = plan.pass_within_s + _COLLECTIVE_SLACK_S
+    collective_within_s = max(plan.pass_within_s, _MEET_WITHIN_S) + _COLLECTIVE_SLACK_S
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port: int = listener.getsockname()[1]
         pairs = tuple({"path": path, **options}.items())
