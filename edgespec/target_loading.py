@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from edgespec.config import VerifierConfig
@@ -89,12 +91,24 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     if config.canonical is not False:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
+        from edgespec.targets.pipeline import pipeline_target
         from edgespec.targets.tensor_parallel import torch_target
+    tensor_parallel, pipeline = config.tensor_parallel, config.pipeline
+    load: Callable[..., TargetModel]
+    if pipeline.stages > 1:
+        load = partial(
+            pipeline_target,
+            stages=pipeline.stages,
+            delay_ms=pipeline.delay_ms,
+            pass_within_s=pipeline.pass_within_s,
+        )
+    else:
+        load = partial(
+            torch_target, ranks=tensor_parallel.size, pass_within_s=tensor_parallel.pass_within_s
+        )
     try:
-        return torch_target(
+        return load(
             str(folder),
-            ranks=config.tensor_parallel.size,
-            pass_within_s=config.tensor_parallel.pass_within_s,
             name=model_name(config),
             vocabulary=info.vocabulary,
             weights=weights_fingerprint(folder, info.vocabulary),

@@ -27,6 +27,8 @@ KEYS = {
     "canonical": "canonical",
     "tensor_parallel_size": "tensor_parallel.size",
     "front_processes": "front_processes",
+    "pipeline_stages": "pipeline.stages",
+    "stage_delay_ms": "pipeline.delay_ms",
     "max_sessions": "limits.max_sessions",
     "max_model_len": "max_model_len",
     "kv_budget": "limits.kv_budget",
@@ -111,6 +113,20 @@ FrontProcesses = Annotated[
         help="Take the devices' calls in N processes of their own (default: 0)",
     ),
 ]
+PipelineStages = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline-stages",
+        metavar="N",
+        help="Experimental: lay the model's layers on N processes of this host (default: 1)",
+    ),
+]
+StageDelayMs = Annotated[
+    float | None,
+    typer.Option(
+        "--stage-delay-ms", help="With them: emulate slow links, time of each, one way (default: 0)"
+    ),
+]
 MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
 MaxModelLen = Annotated[
     int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
@@ -166,6 +182,8 @@ def verifier(
     name: Name = None,
     engine: Engine = None,
     tensor_parallel_size: TensorParallelSize = None,
+    pipeline_stages: PipelineStages = None,
+    stage_delay_ms: StageDelayMs = None,
     host: Host = None,
     port: Port = None,
     dtype: Dtype = None,

@@ -53,6 +53,27 @@ class TensorParallelSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineSection:
+    """Experimental: lay the layers of one model on several processes, one behind another."""
+
+    stages: int = 1
+    """Processes; at most the model's layers."""
+    delay_ms: float = 0.0
+    """Added to each link between two of them, one way, for trials."""
+    pass_within_s: float = 300.0
+    """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
+
+    def __post_init__(self) -> None:
+        bounded("stages", self.stages, 1, 64)
+        bounded("delay_ms", self.delay_ms, 0.0, MINUTE_MS)
+        bounded("pass_within_s", self.pass_within_s, 1.0, 86_400.0)
+        if self.delay_ms > 0.0 and self.stages == 1:
+            raise ValueError(
+                f"delay_ms is {self.delay_ms:g}, but there is no link to delay: stages is 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsSection:
     """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
 
@@ -139,6 +160,7 @@ class VerifierConfig:
     front_processes: int = 0
     """Take the devices' calls in so many processes of their own, so that the one with the model has
     its core for itself; 0: in that one."""
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
     max_model_len: int | None = None
     """Prompt plus output, in tokens; null: the model's own context."""
     server_drafts: bool = True
@@ -195,6 +217,8 @@ class VerifierConfig:
                 f"tensor_parallel.size is {self.tensor_parallel.size}, but the toy model is not"
                 " shared: leave it at 1"
             )
+        if self.pipeline.stages > 1:
+            self._check_stages()
         if self.engine == NATIVE:
             if self.engine_flags:
                 raise ValueError(
@@ -220,6 +244,18 @@ class VerifierConfig:
                 f"device is {self.device!r}, but must be auto: vLLM takes the devices it sees"
                 " (CUDA_VISIBLE_DEVICES)"
             )
+
+    def _check_stages(self) -> None:
+        stages = f"pipeline.stages is {self.pipeline.stages}"
+        if self.engine != NATIVE:
+            raise ValueError(f"{stages}, but only the native engine has stages: leave it at 1")
+        if self.tensor_parallel.size > 1:
+            raise ValueError(
+                f"{stages} and tensor_parallel.size is {self.tensor_parallel.size}, but a model is"
+                " either cut into stages or shared: leave one of them at 1"
+            )
+        if self.model == "toy":
+            raise ValueError(f"{stages}, but the toy model has no layers: leave it at 1")
 
     @property
     def address(self) -> str:

@@ -72,8 +72,9 @@ def find_canonical_mode(
     """
     failures: list[str] = []
     other = _other_products(loaded)
-    if other:
-        return CanonicalMode(None, (f"{other} is no plain matrix product whose rows can be tiled",))
+    if not agreed(not other):
+        what = other or "what another rank holds"
+        return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
     for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)

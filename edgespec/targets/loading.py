@@ -16,6 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from edgespec.targets import packed_attention
 from edgespec.targets.checkpoint_formats import not_loaded, prepare_format
 from edgespec.targets.families import UnsupportedModelError, check_family
+from edgespec.targets.pipeline_stage import (
+    PipelineError,
+    StageShare,
+    check_stageable,
+    join_stage,
+    stage_class,
+)
 from edgespec.targets.quantized import FORMATS as QUANTIZE_FORMATS
 from edgespec.targets.quantized import quantize_model
 from edgespec.targets.strict_weights import check_loading, check_numbers
@@ -39,6 +46,7 @@ class LoadedModel:
     model: Any
     """A transformers causal language model in evaluation mode."""
     layer_count: int
+    """Of this stage, where layers lie on several."""
     key_width: int
     """Key-value heads times head dimension, of this rank."""
     vocabulary_size: int
@@ -57,7 +65,7 @@ def load_model(
     device: str = "auto",
     context_length: int | None = None,
     quantize: str = "",
-    share: Share | None = None,
+    share: Share | StageShare | None = None,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
@@ -75,14 +83,19 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    ranks = 1 if share is None else share.world_size
+    ranks, layer_count = 1, config.num_hidden_layers
+    if isinstance(share, StageShare):
+        check_stageable(config, share.world_size)
+        layer_count = len(share.layers(layer_count))
+    elif share is not None:
+        ranks = share.world_size
     check_shareable(config, ranks)
     model = _read(path, config, _dtype(dtype, where), where, quantize, share)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
         model=model,
-        layer_count=config.num_hidden_layers,
+        layer_count=layer_count,
         key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads) // ranks,
         vocabulary_size=config.vocab_size,
         context_length=served_length,
@@ -99,13 +112,18 @@ def _read(
     dtype: torch.dtype | str,
     device: torch.device,
     quantize: str,
-    share: Share | None,
+    share: Share | StageShare | None,
 ) -> Any:
     """The model with all its weights, or the share of them, on ``device``, in evaluation mode."""
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
     if method and quantize:
         raise UnsupportedModelError(
             f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
+        )
+    if method and isinstance(share, StageShare):
+        raise PipelineError(
+            f"{path}: the checkpoint is quantised ({method}), but pipeline.stages"
+            f" {share.world_size} cuts plain weights alone"
         )
     if method and share is not None:
         raise TensorParallelError(
@@ -114,7 +132,8 @@ def _read(
         )
     packed_attention.register()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        kind = stage_class(config, share) if isinstance(share, StageShare) else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
             path,
             config=config,
             trust_remote_code=False,
@@ -123,7 +142,7 @@ def _read(
             attn_implementation=packed_attention.IMPLEMENTATION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named with all other faults instead
-            **({} if share is None else loading_options(share)),
+            **(loading_options(share) if isinstance(share, Share) else {}),
         )
     except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         if not method:
@@ -131,7 +150,9 @@ def _read(
         raise not_loaded(path, method, error) from error
     model, info = loaded
     check_loading(path, info)
-    if share is not None:
+    if isinstance(share, StageShare):
+        join_stage(model, share)
+    elif share is not None:
         share_layers(model, share)
     check_numbers(path, model)
     if quantize:

@@ -14,8 +14,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import distributed
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest, TargetLostError
+from edgespec.targets.pipeline_stage import StageShare
 from edgespec.targets.self_test import SelfTest
 from edgespec.targets.tensor_parallel_group import RankGroup
 from edgespec.targets.tensor_parallel_messages import (
@@ -44,11 +46,30 @@ from edgespec.targets.torch_target import TorchTarget
 LOAD_WITHIN_S = 3600.0
 """For weights on slow disks; ranks that end are noticed at once."""
 _SELF_TEST_WITHIN_S = 600.0
+# Ranks import torch at their own pace before they meet, on a busy machine for minutes.
+_MEET_WITHIN_S = 600.0
 # The watching thread speaks first, with a better message.
 _COLLECTIVE_SLACK_S = 30.0
 _WHY_WITHIN_S = 5.0
 _LOOPBACK = "127.0.0.1"
 _Result = TypeVar("_Result")
+_Target = TypeVar("_Target", bound="TensorParallelTarget")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan(Generic[_Target]):
+    """How a model is spread over ranks."""
+
+    ranks: int
+    pass_within_s: float
+    setting: str
+    """The name of ``pass_within_s`` in the configuration."""
+    share: Callable[[int, int, Callable[[], None]], Share | StageShare]
+    """Of a rank: its number, how many there are, what to call with the weights loaded."""
+    target: type[_Target]
+    """Of rank 0."""
+    stage_delay_s: float | None = None
+    """None: every rank has a share of all layers."""
 
 
 def torch_target(
@@ -78,13 +99,19 @@ def torch_target(
             options["model_threads"] = max(1, torch.get_num_threads() // ranks)
         # transformers takes the machine's accelerator for what the ranks compute on.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return _start(path, ranks, pass_within_s, {**options, "device": device})
+    setting = "tensor_parallel.pass_within_s"
+    plan = RankPlan(ranks, pass_within_s, setting, Share, TensorParallelTarget)
+    return start_ranks(path, plan, {**options, "device": device})
 
 
 class TensorParallelTarget(TorchTarget):
     """Rank 0; ``group`` holds the others. ``close_ranks`` ends them."""
 
-    def __init__(self, path: str, *, share: Share, group: RankGroup, **options: Any) -> None:
+    words = "tensor parallel over {} ranks"
+
+    def __init__(
+        self, path: str, *, share: Share | StageShare, group: RankGroup, **options: Any
+    ) -> None:
         self._group: RankGroup | None = None  # building is the same on all ranks and not told
         super().__init__(path, share=share, **options)
         group.wait_for(Ready, _SELF_TEST_WITHIN_S)
@@ -92,7 +119,7 @@ class TensorParallelTarget(TorchTarget):
 
     @property
     def mode(self) -> str:
-        return f"{super().mode}, tensor parallel over {self._ranks} ranks"
+        return f"{super().mode}, {self.words.format(self._ranks)}"
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -169,26 +196,30 @@ def join_group(share: LoadModel, listener: int = -1) -> None:
     )
 
 
-def _start(
-    path: str, ranks: int, pass_within_s: float, options: dict[str, Any]
-) -> TensorParallelTarget:
-    group = RankGroup(ranks, pass_within_s)
-    collective_within_s = pass_within_s + _COLLECTIVE_SLACK_S
+def start_ranks(path: str, plan: RankPlan[_Target], options: dict[str, Any]) -> _Target:
+    """Rank 0 of a model over the ranks of ``plan``, with the others started and loaded.
+
+    Raises as ``TorchTarget``, and ``TargetLostError`` when a rank does not come up.
+    """
+    ranks = plan.ranks
+    group = RankGroup(ranks, plan.pass_within_s, setting=plan.setting)
+    collective_within_s = max(plan.pass_within_s, _MEET_WITHIN_S) + _COLLECTIVE_SLACK_S
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port: int = listener.getsockname()[1]
         pairs = tuple({"path": path, **options}.items())
         own, *others = (
-            LoadModel(rank, ranks, port, collective_within_s, pairs) for rank in range(ranks)
+            LoadModel(rank, ranks, port, collective_within_s, pairs, plan.stage_delay_s)
+            for rank in range(ranks)
         )
 
         def wait_for_all() -> None:
             group.wait_for(Loaded, LOAD_WITHIN_S)
             group.tell_all(GoOn())
 
-        def build() -> TensorParallelTarget:
+        def build() -> _Target:
             join_group(own, listener.detach())
-            share = Share(0, ranks, wait_for_all)
-            return TensorParallelTarget(path, share=share, group=group, **options)
+            share = plan.share(0, ranks, wait_for_all)
+            return plan.target(path, share=share, group=group, **options)
 
         try:
             group.start(others)
@@ -221,7 +252,7 @@ def _unless_lost(build: Callable[[], _Result], group: RankGroup) -> _Result:
         raise errors[0]
     # An exchange that breaks is seen here sooner than why it broke.
     if (why := group.lost_within(_WHY_WITHIN_S)) is not None:
-        raise TargetLostError(why)
+        raise TargetLostError(why) from (errors[0] if errors else None)
     raise errors[0]
 
 

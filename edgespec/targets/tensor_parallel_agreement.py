@@ -41,6 +41,8 @@ class PassAgreement:
     other_ranks: frozenset[int]
     pass_within_s: float
     agree_within_s: float = AGREE_WITHIN_S
+    setting: str = "tensor_parallel.pass_within_s"
+    """The name of ``pass_within_s`` in the configuration."""
     lost: str | None = None
     _number: int = 0
     _running: bool = False
@@ -102,7 +104,7 @@ class PassAgreement:
         if self._first_failure_s is None:
             self._lose(
                 f"pass {self._number} was not done after {self.pass_within_s:g} s"
-                " (tensor_parallel.pass_within_s): a rank hangs"
+                f" ({self.setting}): a rank hangs"
             )
         elif self._failed is None:
             self._lose(f"{self._whose()}, and rank 0 waits for it")

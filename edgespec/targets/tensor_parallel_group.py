@@ -104,11 +104,13 @@ class RankGroup:
         world_size: int,
         pass_within_s: float,
         *,
+        setting: str = "tensor_parallel.pass_within_s",
         clock: Callable[[], float] = time.monotonic,
         look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
         self._clock, self._look_every_s = clock, look_every_s
-        self._agreement = PassAgreement(frozenset(range(1, world_size)), pass_within_s)
+        others = frozenset(range(1, world_size))
+        self._agreement = PassAgreement(others, pass_within_s, setting=setting)
         self._changed = threading.Condition()
         self._heard: dict[type[FromRank], set[int]] = {Loaded: set(), Ready: set()}
         self._tell: list[Callable[[str], None]] = []
@@ -244,7 +246,7 @@ class RankGroup:
                 self._agreement.gone(
                     rank.rank,
                     f"took no command for {self._agreement.pass_within_s:g} s"
-                    " (tensor_parallel.pass_within_s)",
+                    f" ({self._agreement.setting})",
                 )
         self._check()
 

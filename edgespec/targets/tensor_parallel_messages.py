@@ -31,6 +31,8 @@ class LoadModel:
     collective_within_s: float
     options: tuple[tuple[str, str | int | float | bool | None], ...]
     """Arguments of ``TorchTarget``, by name."""
+    stage_delay_s: float | None = None
+    """What links between stages add, one way; None: the rank has a share of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,8 @@ _READERS: tuple[Callable[..., ToRank | FromRank], ...] = (
 
 def _plain(message: ToRank | FromRank) -> tuple[Any, ...]:
     match message:
-        case LoadModel(rank, world_size, port, within_s, options):
-            return 0, rank, world_size, port, within_s, options
+        case LoadModel(rank, world_size, port, within_s, options, delay_s):
+            return 0, rank, world_size, port, within_s, options, delay_s
         case GoOn():
             return (1,)
         case OpenReplica(key, prompt_length, text):

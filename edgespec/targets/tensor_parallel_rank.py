@@ -95,6 +95,7 @@ def _load(first: ToRank, hear: Hear, tell: Tell) -> tuple[Replica, Callable[[], 
     """This rank's target, and the count of its exchanges."""
     if not isinstance(first, LoadModel):
         raise MessageError(f"{type(first).__name__} came before LoadModel")
+    from edgespec.targets.pipeline_stage import StageShare
     from edgespec.targets.tensor_parallel import join_group
     from edgespec.targets.tensor_parallel_model import Share
     from edgespec.targets.torch_target import TorchTarget
@@ -105,7 +106,11 @@ def _load(first: ToRank, hear: Hear, tell: Tell) -> tuple[Replica, Callable[[], 
             raise MessageError("rank 0 did not say that all ranks are loaded")
 
     join_group(first)
-    share = Share(first.rank, first.world_size, wait_for_all)
+    share: Share | StageShare
+    if first.stage_delay_s is None:
+        share = Share(first.rank, first.world_size, wait_for_all)
+    else:
+        share = StageShare(first.rank, first.world_size, wait_for_all, first.stage_delay_s)
     options: dict[str, Any] = dict(first.options)
     return TorchTarget(share=share, **options), lambda: share.collectives
 

@@ -32,6 +32,7 @@ from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.loading import LoadedModel, load_model
 from edgespec.targets.pass_batch import PassBatch
 from edgespec.targets.pass_plan import PassPlan, plan_pass
+from edgespec.targets.pipeline_stage import StageShare
 from edgespec.targets.pool_size import (
     PoolBudget,
     check_budget,
@@ -88,7 +89,7 @@ class TorchTarget:
         model_threads: int | None = None,
         quantize: str = "",
         pool_budget: PoolBudget | None = None,
-        share: Share | None = None,
+        share: Share | StageShare | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -254,7 +255,7 @@ class TorchTarget:
         )
 
     def _enter_canonical_mode(
-        self, loaded: LoadedModel, share: Share | None, *, required: bool
+        self, loaded: LoadedModel, share: Share | StageShare | None, *, required: bool
     ) -> None:
         def self_test(tiles: RowTiles) -> SelfTest:
             self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)

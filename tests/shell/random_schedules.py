@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
+from edgespec.targets.pipeline import pipeline_target
 from edgespec.targets.tensor_parallel import torch_target
+from edgespec.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams()
 
@@ -23,10 +26,12 @@ GREEDY = SamplingParams()
 class Recorder:
     """A target whose every pass leaves its logits in ``logits``."""
 
-    def __init__(self, folder: Path, dtype: str, ranks: int = 1) -> None:
-        self.target = torch_target(
+    def __init__(self, folder: Path, dtype: str, ranks: int = 1, stages: int = 1) -> None:
+        load: Callable[..., TorchTarget] = partial(torch_target, ranks=ranks)
+        if stages > 1:
+            load = partial(pipeline_target, stages=stages)
+        self.target = load(
             str(folder),
-            ranks=ranks,
             name="tiny",
             vocabulary="v",
             dtype=dtype,

@@ -11,83 +11,29 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import CapacityError, PassRequest, PassResult
+from edgespec.ports import CapacityError, PassRequest
 from edgespec.targets.tensor_parallel import TensorParallelTarget
 from tests.core.token_grammars import Automaton, drafted_text
-from tests.shell.random_schedules import Recorder, check_random_schedule, random_tree
+from tests.shell.random_schedules import Recorder, check_random_schedule
+from tests.shell.target_schedules import compare
 
-SESSIONS = {
-    "greedy": SamplingParams(),
-    "warm": SamplingParams(temperature=0.8, seed=5),
-    "cut": SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=6),
-    "penalised": SamplingParams(
-        repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, seed=7
-    ),
-    "all": SamplingParams(
-        temperature=0.7, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.3, seed=8
-    ),
-}
 ROUNDS = 25
 LOGITS_WITHIN = 2e-4
 
 
-def compare(one: Recorder, two: Recorder, rng: random.Random) -> None:
+def compare_ranks(one: Recorder, two: Recorder, rng: random.Random) -> None:
     """The same passes on both; tokens must be equal and logits close."""
-    size, texts, cached = one.vocabulary_size, {}, dict.fromkeys(SESSIONS, 0)
-    for key, params in SESSIONS.items():
-        texts[key] = [rng.randrange(size) for _ in range(rng.randint(1, 40))]
-        for recorder in (one, two):
-            recorder.target.open(key, len(texts[key]), params, texts[key])
-    for _ in range(ROUNDS):
-        batch = [
-            _request(rng, size, key, texts[key], cached[key])
-            for key in rng.sample(list(SESSIONS), rng.randint(1, len(SESSIONS)))
-        ]
-        results = [recorder.target.forward(batch) for recorder in (one, two)]
-        assert results[0] == results[1], (batch, results)
+
+    def check() -> None:
         difference = float((one.logits - two.logits).abs().max())
         assert difference <= LOGITS_WITHIN, difference
-        for request, result in zip(batch, results[0], strict=True):
-            _go_on(rng, request, result, texts, cached, (one, two))
-    for key in SESSIONS:
-        for recorder in (one, two):
-            recorder.target.close(key)
 
-
-def _request(rng: random.Random, size: int, key: str, text: list[int], cached: int) -> PassRequest:
-    """The rest of the text, now and then from further back, and a tree behind it."""
-    start = rng.randrange(min(cached, len(text) - 1) + 1) if rng.random() < 0.2 else cached
-    start = min(start, len(text) - 1)
-    tokens, parents = random_tree(rng, rng.randrange(7), size) if rng.random() < 0.8 else ((), ())
-    return PassRequest(key, start, tuple(text[start:]), tokens, parents)
-
-
-def _go_on(
-    rng: random.Random,
-    request: PassRequest,
-    result: PassResult,
-    texts: dict[str, list[int]],
-    cached: dict[str, int],
-    recorders: Sequence[Recorder],
-) -> None:
-    """Keep a random path as if it had been right, or only the target's own token."""
-    path: list[int] = []
-    if rng.random() < 0.6:
-        for node, parent in enumerate(request.parents):
-            if parent == (path[-1] if path else -1):
-                path.append(node)
-    for recorder in recorders:
-        recorder.target.keep(request.key, path)
-    text = texts[request.key]
-    text += [request.tokens[node] for node in path]
-    cached[request.key] = len(text)
-    text.append(result.targets[1 + path[-1] if path else 0])
+    compare(one.target, two.target, rng, ROUNDS, check)
 
 
 def compare_constrained(one: Recorder, two: Recorder) -> None:
@@ -133,7 +79,7 @@ def main(folders: list[str]) -> None:
         assert target.canonical
         assert target.info == one.target.info
         assert target._pool.data.shape[-1] * 2 == one.target._pool.data.shape[-1]
-        compare(one, two, random.Random(folder.name))
+        compare_ranks(one, two, random.Random(folder.name))
         sys.stdout.write(f"{folder.name} equal\n")
         compare_constrained(one, two)
         sys.stdout.write(f"{folder.name} constrained\n")

@@ -7,17 +7,23 @@ in several processes, so all are slow.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.shell.live_verifier import environment, ready, start
+from tests.shell.live_ranks import (
+    COUNT,
+    all_ready,
+    generating,
+    other_ranks,
+    rank_verifier,
+    tokens_of,
+)
+from tests.shell.live_verifier import environment
 from tests.shell.test_cli_processes import first_line, rest, rest_of
 from tests.sources import ROOT
 
@@ -30,10 +36,7 @@ from tests.shell.family_models import family_model
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.slow
-PROMPT = "the quick brown fox jumps over"
-COUNT = 120
 WITHIN_S = 200
-Daemon = tuple[str, "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -64,29 +67,33 @@ def test_two_ranks_give_the_texts_and_the_bits_of_one(folders: list[Path]) -> No
 
 
 def test_a_rank_that_is_killed_costs_no_text(folders: list[Path]) -> None:
-    with _two_ranks(folders[0]) as one, _one_rank(folders[0]) as other, _ready(one, other) as both:
+    with (
+        _two_ranks(folders[0]) as one,
+        _one_rank(folders[0]) as other,
+        all_ready(one, other) as both,
+    ):
         (shared, verifier), (alone, _) = both
-        with _generating(folders[0], alone) as device:
-            expected = _tokens(rest_of(device)[0].splitlines())
-        [rank] = _ranks(verifier)
-        with _generating(folders[0], shared, alone) as device:
+        with generating(folders[0], alone) as device:
+            expected = tokens_of(rest_of(device)[0].splitlines())
+        [rank] = other_ranks(verifier)
+        with generating(folders[0], shared, alone) as device:
             lines = [first_line(device)]
             rank.kill()
             out, err = rest_of(device)
         assert device.returncode == 0, err
-        assert _tokens([*lines, *out.splitlines()]) == expected
+        assert tokens_of([*lines, *out.splitlines()]) == expected
         assert len(expected) == COUNT
         assert verifier.wait(WITHIN_S) == 1
         assert f"rank 1 (process {rank.pid}) was killed by signal 9" in rest(verifier.stderr)
 
 
 def test_however_rank_0_ends_no_rank_is_left(folders: list[Path]) -> None:
-    with _two_ranks(folders[0]) as one, _two_ranks(folders[0]) as two, _ready(one, two) as both:
+    with _two_ranks(folders[0]) as one, _two_ranks(folders[0]) as two, all_ready(one, two) as both:
         (_, killed), (address, drained) = both
-        ranks = [rank for _, process in both for rank in _ranks(process)]
+        ranks = [rank for _, process in both for rank in other_ranks(process)]
         assert len(ranks) == 2
         killed.kill()
-        with _generating(folders[0], address) as device:
+        with generating(folders[0], address) as device:
             lines = [first_line(device)]
             # As a service manager and a terminal do it: all processes are asked to stop.
             ranks[1].terminate()
@@ -94,7 +101,7 @@ def test_however_rank_0_ends_no_rank_is_left(folders: list[Path]) -> None:
             drained.send_signal(signal.SIGTERM)
             out, err = rest_of(device)
         assert device.returncode == 0, err
-        assert len(_tokens([*lines, *out.splitlines()])) == COUNT
+        assert len(tokens_of([*lines, *out.splitlines()])) == COUNT
         assert drained.wait(WITHIN_S) == 0
         assert not psutil.wait_procs(ranks, timeout=WITHIN_S)[1]
 
@@ -102,53 +109,22 @@ def test_however_rank_0_ends_no_rank_is_left(folders: list[Path]) -> None:
 def test_a_rank_that_hangs_ends_the_verifier(folders: list[Path], tmp_path: Path) -> None:
     config = tmp_path / "hangs.yaml"
     config.write_text("tensor_parallel: {size: 2, pass_within_s: 2}")
-    with _verifier(folders[0], "--config", str(config)) as process, _ready(process) as [(at, _)]:
-        [rank] = _ranks(process)
+    with (
+        rank_verifier(folders[0], "--config", str(config)) as process,
+        all_ready(process) as [(at, _)],
+    ):
+        [rank] = other_ranks(process)
         rank.suspend()
-        with _generating(folders[0], at) as device:
+        with generating(folders[0], at) as device:
             assert process.wait(WITHIN_S) == 1
             device.kill()
         assert "pass 1 was not done after 2 s" in rest(process.stderr)
         assert not psutil.wait_procs([rank], timeout=WITHIN_S)[1]
 
 
-@contextlib.contextmanager
-def _verifier(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Killed in the end, if it has not ended before."""
-    where = ("--port", "0", "--device", "cpu", "--pass-ms", "25", "--drain-s", "3600")
-    process = start("verifier", "--model", str(folder), *where, *options)
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def _two_ranks(folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    return _verifier(folder, "--tensor-parallel-size", "2")
+    return rank_verifier(folder, "--tensor-parallel-size", "2")
 
 
 def _one_rank(folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    return _verifier(folder)
-
-
-@contextlib.contextmanager
-def _ready(*processes: subprocess.Popen[str]) -> Iterator[list[Daemon]]:
-    """Started side by side, waited for together."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(ready(process)) for process in processes]
-
-
-def _ranks(verifier: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(verifier.pid).children(recursive=True)
-
-
-def _generating(folder: Path, *addresses: str) -> subprocess.Popen[str]:
-    where = [word for address in addresses for word in ("--verifier", address)]
-    draft = ("--draft", "lookup", "--tokenizer", str(folder))
-    much = ("-n", str(COUNT), "--ignore-eos", "--json")
-    return start("generate", PROMPT, *where, *draft, *much)
-
-
-def _tokens(lines: list[str]) -> list[int]:
-    return [token for line in lines for token in json.loads(line)["tokens"]]
+    return rank_verifier(folder)

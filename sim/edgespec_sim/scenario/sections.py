@@ -39,7 +39,10 @@ class TokensSection:
     """toy only; a tape has its own."""
     lossy_threshold: float | None = None
     """toy only: LOSSY. Tolerate drafts at least so likely, relative to the target's best token
-    (``lossy.py``); null: commit the target's own tokens and nothing else."""
+    (``relaxed_rule.py``); null: commit the target's own tokens and nothing else."""
+    lossy_by_importance: bool = False
+    """With it: thresholds rise from there to 1 with a token's importance, as the laws of target and
+    draft tell it (a reading of arXiv 2511.11733; ``token_importance.py``)."""
 
     def __post_init__(self) -> None:
         if self.acceptance is not None:
@@ -57,6 +60,8 @@ class TokensSection:
                     f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy takes one,"
                     " as nothing else knows how likely a wrong token is"
                 )
+        elif self.lossy_by_importance:
+            raise ValueError("lossy_by_importance is true, but there is no lossy_threshold")
 
 
 @dataclass(frozen=True, slots=True)

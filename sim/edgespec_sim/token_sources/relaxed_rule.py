@@ -1,12 +1,13 @@
 """A relaxed rule, for comparison: likely enough drafts replace the target's own tokens. LOSSY.
 
-Theory of operation. DSD (arXiv 2511.11733, adaptive speculative verification) lowers the threshold
-of acceptance for tokens that matter little and stays strict for the others, its *key tokens*. How
-it tells them apart is not reproduced; our reading needs the target alone, as a device sends tokens
-and no probabilities: a drafted token that is not the target's own is tolerated if its probability
-is at least ``threshold`` times that of the target's best one. Where the target is sure of itself
-nothing comes that near, so key tokens are strict without a rule of their own; at 1 only the best
-token itself is tolerated, which greedy decoding would have chosen anyway.
+Theory of operation. A drafted token that is not the target's own is tolerated if its probability is
+at least a threshold times that of the target's best one. The *fixed* threshold needs the target
+alone, as a device sends tokens and no probabilities: where the target is sure of itself nothing
+comes that near; at 1 only the best token itself is tolerated, which greedy decoding would have
+chosen anyway. DSD (arXiv 2511.11733, adaptive speculative verification) lowers the threshold for
+tokens that matter little and stays strict for the others. With ``draft``, the model that the drafts
+are from, thresholds rise with a token's importance (``token_importance.py``: our reading) from
+``threshold`` up to 1; that takes both laws in one place, which no product of ours has.
 
 A pass reports targets, so the wrapped target answers with the tolerated child wherever its own
 token was not drafted, and the walk from the root is the exact rule's. Engines of such a world know
@@ -26,6 +27,7 @@ from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
 from edgespec.ports import CacheShape, Drafter, ModelInfo, PassRequest, PassResult
 from edgespec.targets.toy import ToyTarget
 from edgespec_sim.token_sources.source import Request, TokenSource
+from edgespec_sim.token_sources.token_importance import Matches, importance, law, threshold_of
 from edgespec_sim.token_sources.toy import ToySource
 
 LOSSY_RULE = "dsd-threshold"
@@ -35,11 +37,12 @@ class ThresholdTarget:
     """``ports.TargetModel`` over a toy target; ``threshold`` in [0, 1]. Penalties and truncation of
     the sampling play no part in what is tolerated."""
 
-    def __init__(self, target: ToyTarget, threshold: float) -> None:
+    def __init__(self, target: ToyTarget, threshold: float, draft: ToyModel | None = None) -> None:
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"threshold is {threshold}, but must be in [0, 1]")
-        self._target, self._threshold = target, threshold
+        self._target, self._threshold, self._draft = target, threshold, draft
         self._temperature: dict[str, float] = {}
+        self._matches: dict[str, Matches] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -55,6 +58,7 @@ class ThresholdTarget:
         self._target.open(key, prompt_length, sampling, text)
         # Greedy decoding has no temperature; the model's own law is the one at 1.
         self._temperature[key] = sampling.temperature or 1.0
+        self._matches[key] = Matches()
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         results = self._target.forward(batch)
@@ -69,6 +73,7 @@ class ThresholdTarget:
     def close(self, key: str) -> None:
         self._target.close(key)
         self._temperature.pop(key, None)
+        self._matches.pop(key, None)
 
     def _relaxed(self, request: PassRequest, result: PassResult) -> PassResult:
         order = self._target.model.order
@@ -78,40 +83,59 @@ class ThresholdTarget:
         for token, parent in zip(request.tokens, request.parents, strict=True):
             paths.append((*paths[parent + 1], token))
             children[parent + 1].append(token)
-        temperature = self._temperature[request.key]
         targets = tuple(
-            self._choice(own, drafted, path, temperature)
+            self._choice(request.key, own, drafted, path)
             for own, drafted, path in zip(result.targets, children, paths, strict=True)
         )
         return replace(result, targets=targets)
 
-    def _choice(
-        self, own: int, drafted: Sequence[int], path: tuple[int, ...], temperature: float
-    ) -> int:
+    def _choice(self, key: str, own: int, drafted: Sequence[int], path: tuple[int, ...]) -> int:
         """The target's own token, or the likeliest drafted one that is tolerated in its place."""
-        if not drafted or own in drafted:
+        if not drafted:
+            return own
+        threshold = self._threshold_at(key, path)
+        if own in drafted:
             return own
         logits = self._target.model.logits(path)
         token = max(drafted, key=logits.__getitem__)
-        ratio = math.exp((logits[token] - max(logits)) / temperature)
-        return token if ratio >= self._threshold else own
+        ratio = math.exp((logits[token] - max(logits)) / self._temperature[key])
+        return token if ratio >= threshold else own
+
+    def _threshold_at(self, key: str, path: tuple[int, ...]) -> float:
+        """Behind ``path``, which counts as one more position of the text from then on."""
+        if self._draft is None:
+            return self._threshold
+        temperature, matches = self._temperature[key], self._matches[key]
+        ours = law(self._target.model.logits(path), temperature)
+        theirs = law(self._draft.logits(path), temperature)
+        threshold = threshold_of(self._threshold, importance(ours, theirs, matches))
+        matches.note(ours.index(max(ours)) == theirs.index(max(theirs)))
+        return threshold
 
 
 class LossySource:
     """A ``TokenSource`` over a toy model whose verifiers follow the relaxed rule."""
 
     def __init__(
-        self, model: ToyModel, noise: float, sampling: SamplingParams, threshold: float
+        self,
+        model: ToyModel,
+        noise: float,
+        sampling: SamplingParams,
+        threshold: float,
+        *,
+        by_importance: bool = False,
     ) -> None:
         self._model, self._threshold = model, threshold
+        self._draft = model.perturbed(noise) if by_importance else None
         self._exact = ToySource(model, noise, sampling)
 
     @property
     def about(self) -> str:
-        return f"{self._exact.about}; LOSSY from {self._threshold:g} of the best token on"
+        words = f"LOSSY from {self._threshold:g} of the best token on"
+        return f"{self._exact.about}; {words}" + (", by importance" if self._draft else "")
 
     def target(self) -> ThresholdTarget:
-        return ThresholdTarget(self._exact.target(), self._threshold)
+        return ThresholdTarget(self._exact.target(), self._threshold, self._draft)
 
     def drafter(self) -> Drafter:
         return self._exact.drafter()

@@ -130,7 +130,13 @@ def token_source(
         case TokensFrom.TOY:
             sampling = SamplingParams(temperature=tokens.temperature, seed=seed)
             if lossy and tokens.lossy_threshold is not None:
-                return LossySource(_TOY, tokens.noise, sampling, tokens.lossy_threshold)
+                return LossySource(
+                    _TOY,
+                    tokens.noise,
+                    sampling,
+                    tokens.lossy_threshold,
+                    by_importance=tokens.lossy_by_importance,
+                )
             return ToySource(_TOY, tokens.noise, sampling)
         case _:
             assert_never(tokens.source)
@@ -299,9 +305,11 @@ def _losses(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) ->
             counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
+            rising = ", more for what matters" if scenario.tokens.lossy_by_importance else ""
             notes.append(
                 f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
-                f" the best token's probability on; {share:.1%} of its tokens are not the target's."
+                f" the best token's probability on{rising}; {share:.1%} of its tokens are"
+                " not the target's."
             )
     return tuple(notes)
 

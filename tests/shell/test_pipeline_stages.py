@@ -1,0 +1,263 @@
+"""Layers on several stages, run in turn in this process: the tokens and the logits of one process.
+
+Oracles: a target that holds all layers; its checkpoint's list of tensors. What goes between real
+processes is in test_pipeline_processes.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("ml_dtypes")
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from edgespec.config import VerifierConfig
+from edgespec.config.verifier import PipelineSection, TensorParallelSection
+from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.ports import PassRequest
+from edgespec.targets import pipeline_stage
+from edgespec.targets.families import UnsupportedModelError
+from edgespec.targets.pipeline import pipeline_target
+from edgespec.targets.pipeline_stage import PipelineError, StageShare
+from edgespec.targets.pool_size import PoolBudget
+from edgespec.targets.torch_target import TorchTarget
+from tests.core.token_grammars import Automaton, drafted_text
+from tests.shell.family_models import FAMILY_MODELS, family_model
+from tests.shell.staged_in_turn import StagedInTurn
+from tests.shell.target_schedules import compare
+from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
+
+QUICK = ("gemma2", "granite", "gpt_oss")
+"""Windows and soft caps; a scale of its own on the embedding; experts, windows and sinks."""
+
+
+def _whole(folder: Path, **options: Any) -> TorchTarget:
+    return TorchTarget(
+        str(folder),
+        name="tiny",
+        vocabulary="v",
+        device="cpu",
+        max_cached_tokens=2048,
+        **options,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Canonical mode sets it for the process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILY_MODELS
+    ],
+)
+def test_stages_give_the_tokens_of_one_process(family: str, tmp_path: Path) -> None:
+    """Several sessions of all kinds of sampling, with ragged trees, rollbacks and kept paths."""
+    family_model(family, **_three_layers(family)).save_pretrained(tmp_path)
+    one = _whole(tmp_path, canonical=False)
+    staged = StagedInTurn(tmp_path, 3, canonical=False)
+    assert staged.info == one.info
+    compare(one, staged, random.Random(family), rounds=6)
+
+
+def _three_layers(family: str) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    more = {"layer_types": kinds} if family in ("gemma3_text", "gpt_oss", "qwen2") else {}
+    return {"num_hidden_layers": 3, **more}
+
+
+def test_canonical_stages_give_the_bits_of_one_process(tmp_path: Path) -> None:
+    config = tiny_config("qwen3", num_hidden_layers=3)
+    folder = write_checkpoint(tmp_path / "model", config)
+    one = _whole(folder, canonical=True)
+    staged = StagedInTurn(folder, 2, canonical=True)
+    assert all(stage.canonical for stage in staged.stages)
+    for target in (one, staged):
+        target.open("a", 40, SamplingParams())
+        target.open("b", 3, SamplingParams())
+    text = tuple(range(40))
+    for batch in (
+        [PassRequest("a", 0, text, (7, 8, 9), (-1, 0, 0)), PassRequest("b", 0, (1, 2, 3))],
+        [PassRequest("a", 17, text[17:20], (7, 8, 9, 10, 11), (-1, 0, 1, 2, 0))],
+    ):
+        assert torch.equal(one.run_pass(batch), staged.run_pass(batch))
+
+
+def test_a_beginning_that_sessions_share_is_computed_once(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    text = tuple(range(5, 45))
+    results = []
+    for target in (_whole(folder, canonical=False), StagedInTurn(folder, 3, canonical=False)):
+        target.open("first", 40, SamplingParams())
+        target.forward([PassRequest("first", 0, text, blocks=(3, 9, 4))])
+        target.open("second", 40, SamplingParams(), text)
+        request = PassRequest("second", 32, text[32:], (6, 7), (-1, -1), blocks=(3, 9, 11))
+        alone = PassRequest("alone", 0, text, (6, 7), (-1, -1), blocks=(20, 21, 22))
+        target.open("alone", 40, SamplingParams(), text)
+        shared, own = (target.forward([one])[0].targets for one in (request, alone))
+        assert shared == own
+        results.append(shared)
+    assert results[0] == results[1]
+
+
+def test_a_text_under_a_constraint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    kinds = tuple({token: (kind + 1) % 3 for token in range(1 + kind, 90, 3)} for kind in range(3))
+    automaton = Automaton(kinds, frozenset())
+    params = SamplingParams(
+        max_tokens=12, temperature=0.8, seed=9, constraint=automaton.constraint()
+    )
+    texts = [
+        drafted_text(target, [5, 6, 7], params, lambda _, dice: dice.randrange(1, 90), 1)
+        for target in (_whole(folder, canonical=False), StagedInTurn(folder, 2, canonical=False))
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == params.max_tokens
+
+
+# --- who holds what -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(6, 2), (6, 4), (7, 3), (5, 5), (80, 7)])
+def test_stages_share_out_the_layers_in_order(layers: int, stages: int) -> None:
+    shares = [StageShare(rank, stages, lambda: None) for rank in [*range(1, stages), 0]]
+    assert [share.stage for share in shares] == list(range(stages))
+    assert [share.is_first for share in shares] == [True] + [False] * (stages - 1)
+    assert [share.is_last for share in shares] == [False] * (stages - 1) + [True]
+    ranges = [share.layers(layers) for share in shares]
+    assert [number for one in ranges for number in one] == list(range(layers))
+    assert {len(one) for one in ranges} <= {layers // stages, layers // stages + 1}
+    assert len(ranges[-1]) == layers // stages
+
+
+def test_a_stage_holds_its_own_tensors_and_cache_alone(tmp_path: Path) -> None:
+    config = tiny_config("qwen3", num_hidden_layers=5, tie_word_embeddings=False)
+    folder = write_checkpoint(tmp_path / "model", config)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        wanted = set(file.keys())
+    staged = StagedInTurn(folder, 3, canonical=False)
+    held = [{name for name, _ in stage._model.named_parameters()} for stage in staged.stages]
+    assert set.union(*held) == wanted
+    assert sum(map(len, held)) == len(wanted)
+    assert "model.embed_tokens.weight" in held[0]
+    assert {"model.norm.weight", "lm_head.weight"} <= held[2]
+    assert [stage._pool.data.shape[1] for stage in staged.stages] == [2, 2, 1]
+
+
+def test_a_tied_projection_is_read_by_the_first_stage_and_the_last(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_config("qwen3", num_hidden_layers=3))
+    staged = StagedInTurn(folder, 3, canonical=False)
+    counts = [sum(p.numel() for p in stage._model.parameters()) for stage in staged.stages]
+    words = tiny_config()["vocab_size"] * tiny_config()["hidden_size"]
+    assert counts[0] == counts[1] + words
+    assert counts[2] == counts[1] + words + tiny_config()["hidden_size"]  # and the norm
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "1 tensor is missing: model.layers.1.mlp.up_proj.weight"),
+        ("unexpected", "for which the model has no place: model.layers.1.mlp.spare.weight"),
+    ],
+)
+def test_each_stage_checks_its_own_tensors(change: str, message: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors["model.layers.1.mlp.spare.weight"] = tensors[name].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=message):
+        StagedInTurn(folder, 3, canonical=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 4}, "pipeline.stages is 4, but the model has 2 layers"),
+        ({"device": "cuda"}, "device is 'cuda', but with pipeline.stages 2 must be auto or cpu"),
+        ({"quantize": "int8"}, "quantize is 'int8', but pipeline.stages 2 cuts plain weights"),
+        (
+            {"pool_budget": PoolBudget(None, 0.9, 64, lambda: MachineMemory(1, 1, 1))},
+            "pipeline.stages is 2; give limits.max_cached_tokens instead",
+        ),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    with pytest.raises(PipelineError, match=message):
+        pipeline_target(str(folder), **{"stages": 2, **options}, name="tiny", vocabulary="v")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tensor_parallel": TensorParallelSection(2)},
+            "pipeline.stages is 2 and tensor_parallel.size is 2, but a model is either cut",
+        ),
+        ({"engine": "vllm"}, "pipeline.stages is 2, but only the native engine has stages"),
+        ({"model": "toy"}, "pipeline.stages is 2, but the toy model has no layers"),
+    ],
+)
+def test_settings_that_exclude_stages_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VerifierConfig(pipeline=PipelineSection(2), **settings)
+
+
+def test_a_delay_without_a_link_is_refused() -> None:
+    with pytest.raises(ValueError, match="delay_ms is 5, but there is no link to delay"):
+        PipelineSection(delay_ms=5.0)
+
+
+# --- the links ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("idle_s", "slept"), [(0.01, [0.04]), (0.05, [0.0]), (0.2, [0.0])])
+def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
+    idle_s: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the receiver did meanwhile; the last stage of two takes from rank 1."""
+    line: list[tuple[int, torch.Tensor]] = []
+    now_s: list[float] = [100.0]
+    naps_s: list[float] = []
+
+    def recv(tensor: torch.Tensor, source: int) -> None:
+        assert source == 1
+        tensor.copy_(line.pop(0)[1])
+
+    links = SimpleNamespace(send=lambda tensor, goal: line.append((goal, tensor)), recv=recv)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=naps_s.append)
+    monkeypatch.setattr(pipeline_stage, "distributed", links)
+    monkeypatch.setattr(pipeline_stage, "time", clock)
+    first, last = (StageShare(rank, 2, lambda: None, delay_s=0.05) for rank in (1, 0))
+    hidden = torch.randn(1, 3, 8)
+    first.send(hidden)
+    assert [goal for goal, _ in line] == [0, 0]
+    now_s[0] += idle_s
+    assert torch.equal(last.receive(3, 8, torch.float32), hidden)
+    assert naps_s == pytest.approx(slept)
+    assert first.collectives != last.collectives
