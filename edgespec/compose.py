@@ -43,9 +43,9 @@ from edgespec.target_loading import TOY as TOY
 from edgespec.target_loading import TOY_CONTEXT_LENGTH as TOY_CONTEXT_LENGTH
 from edgespec.target_loading import TOY_MODEL as TOY_MODEL
 from edgespec.target_loading import load_target as load_target
+from edgespec.target_loading import packed_texts, toy_info
 from edgespec.target_loading import prefer_reproducible_products as prefer_reproducible_products
 from edgespec.target_loading import target_mode as target_mode
-from edgespec.target_loading import toy_info
 from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
@@ -53,7 +53,9 @@ from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
+    from edgespec.transport.grpc_client import GrpcTransport
     from edgespec.transport.grpc_server import GrpcServer
+    from edgespec.transport.wire_limits import WireLimits
 
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # Right in about four of five contexts, as a good draft is.
@@ -137,6 +139,7 @@ def build_verifier(
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
+        texts=partial(packed_texts, config.model),
     )
     return verifier, server
 
@@ -200,25 +203,35 @@ def connect(
     what its certificate has to name if ``access`` does not say, and not the host. Raises
     ``ConfigError`` when ``access`` holds a key that others could read on its way there.
     """
+    transport = dial(address, access, server_name)
+    if link is None or not link.shaped:
+        return transport
+    from edgespec.transport.shaped import ShapedTransport
+
+    up, down = link_models(link)
+    return ShapedTransport(transport, up, down, limits=_wire_limits())
+
+
+def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:
+    """``connect`` without an emulated link."""
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_client import GrpcTransport
-        from edgespec.transport.shaped import ShapedTransport
-        from edgespec.transport.wire_limits import WireLimits
-    wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
     access = access or DeviceAccess()
-    transport = GrpcTransport(
+    return GrpcTransport(
         with_port(address),
-        limits=wire,
+        limits=_wire_limits(),
         credentials=access.credentials,
         shows_certificate=access.shows_certificate,
         server_name=access.server_name or server_name,
         api_key=access.key_for(with_port(address)),
         trace_parent=current_trace_parent,
     )
-    if link is None or not link.shaped:
-        return transport
-    up, down = link_models(link)
-    return ShapedTransport(transport, up, down, limits=wire)
+
+
+def _wire_limits() -> WireLimits:
+    from edgespec.transport.wire_limits import WireLimits
+
+    return WireLimits.for_context(_MAX_CONTEXT_LENGTH)
 
 
 def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:

@@ -196,6 +196,8 @@ FLOORS = (
     ),
     Floor("edgespec.compose", COMPOSED, HEAVY),
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
+    # For commands that begin without a tokenizer.
+    Floor("edgespec.borrowed_tokenizer", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(
         "edgespec_sim",
         (

@@ -37,6 +37,7 @@ from edgespec.transport.info_answers import InfoAnswers
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.refusals import Refusals
 from edgespec.transport.stream_slots import StreamSlots
+from edgespec.transport.tokenizer_answers import TOKENIZER_LIMITS, LoadTexts, TokenizerAnswers
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 _LOG = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class GrpcServer:
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
     how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
-    generation began, ``waits`` how long and why one is not read.
+    generation began, ``waits`` how long and why one is not read. ``texts`` reads the tokenizer for
+    devices that ask for it; None: there is none to send.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class GrpcServer:
         stalled_s: float = STALLED_S,
         refused: Callable[[FaultCode], None] | None = None,
         waits: Callable[[Wait, float], None] | None = None,
+        texts: LoadTexts | None = None,
     ) -> None:
         self._address = address
         self._serve = serve
@@ -106,7 +109,7 @@ class GrpcServer:
         self._door = Door(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
-        self._stalled_s = stalled_s
+        self._stalled_s, self._texts = stalled_s, texts
         self._refused = refused or (lambda code: None)
         self._waits = waits or (lambda reason, wait_s: None)
         self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
@@ -139,6 +142,8 @@ class GrpcServer:
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
         self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
+        line = CallLine(TOKENIZER_LIMITS, clock)
+        self._tokenizers = TokenizerAnswers(self._texts, line, self._door)
         server = grpc.aio.server(
             options=server_options(self._limits, self._keepalive),
             interceptors=(SideServices(SERVICE, questions),),
@@ -190,6 +195,7 @@ class GrpcServer:
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
         await server.stop(_LAST_WORDS_S)
+        await self._tokenizers.close()
         left = tuple(self._streams.values())
         for task in left:
             task.cancel()
@@ -215,6 +221,7 @@ class GrpcServer:
             {
                 "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
                 "Info": grpc.unary_unary_rpc_method_handler(self._infos.answer),
+                "Tokenizer": grpc.unary_unary_rpc_method_handler(self._tokenizers.answer),
             },
         )
 
