@@ -17,6 +17,7 @@ from edgespec.cli.running import FAILED, fail, reported, say
 from edgespec.compose import needs
 from edgespec.core.device.kv_type import KvType
 from edgespec.models.folders import Role, check_checkpoint, model_info, resolve_model, token_count
+from edgespec.models.kept_vocabulary import read_kept_ids
 
 DEFAULT_BITS = 4
 
@@ -34,6 +35,18 @@ def export(
     kv_type: Annotated[
         KvType, typer.Option("--kv-type", help="Of cached keys and values")
     ] = KvType.FLOAT32,
+    layers: Annotated[
+        int,
+        typer.Option("--layers", metavar="N", help="Only the first N: an early exit; 0: all"),
+    ] = 0,
+    keep_vocabulary: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-vocabulary",
+            metavar="FILE",
+            help="Propose only these token ids, or the tokens of this text",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help="Compare the graph with the checkpoint"),
@@ -45,6 +58,8 @@ def export(
     more than rounding, nothing is left and the difference is told.
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
+
+    [dim]edgespec export Qwen/Qwen3-0.6B ./draft --layers 14 --keep-vocabulary corpus.txt[/]
     """
     with reported():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -55,6 +70,7 @@ def export(
 
             folder = resolve_model(source, Role.TARGET)
             check_checkpoint(folder)
+            kept = read_kept_ids(keep_vocabulary, folder) if keep_vocabulary else ()
             difference: float | None = None
             with _placed(out) as work, _bar() as progress:
                 manifest = export_draft(
@@ -66,19 +82,23 @@ def export(
                     context_length=context_length,
                     token_count=token_count(folder),
                     kv_type=kv_type,
+                    layers=layers,
+                    kept=kept,
                     progress=progress,
                 )
                 if check:
-                    difference = check_parity(folder, work, manifest)
+                    difference = check_parity(folder, work, manifest, kept)
         if difference is not None:
             say(
                 "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
                 f" differ by {difference:.2g} standard deviations at most"
             )
         size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
+        ids = manifest.model.vocabulary_size
+        proposes = f", proposes {manifest.kept_count} of {ids} ids" if manifest.kept_count else ""
         typer.echo(
             f"{out}: {manifest.layers} layers, {manifest.bits} bits, {size_mb:.1f} MB, vocabulary"
-            f" {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+            f" {manifest.model.vocabulary}{proposes}\nuse it: edgespec generate ... --draft {out}"
         )
 
 
