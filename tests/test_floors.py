@@ -196,6 +196,13 @@ FLOORS = (
     ),
     Floor("edgespec.compose", COMPOSED, HEAVY),
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
+    # Programs for other environments, which import nothing of ours.
+    Floor("edgespec.exporters.scripts", (), HEAVY - {"torch", "transformers"}),
+    Floor(
+        "edgespec.exporters",
+        (CORE, PORTS, *named("drafters models export_cache foreign_drafts setup_error")),
+        HEAVY,
+    ),
     # For commands that begin without a tokenizer.
     Floor("edgespec.borrowed_tokenizer", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(

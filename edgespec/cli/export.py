@@ -11,15 +11,34 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from edgespec.cli.running import FAILED, fail, reported, say
+from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.compose import needs
+from edgespec.config import ConfigError
 from edgespec.core.device.kv_type import KvType
-from edgespec.models.folders import Role, check_checkpoint, model_info, resolve_model, token_count
+from edgespec.exporters.kinds import KINDS, OWN
+from edgespec.exporters.run import export_by
+from edgespec.models.folders import (
+    ModelFolderError,
+    Role,
+    check_checkpoint,
+    model_info,
+    resolve_model,
+    token_count,
+)
 from edgespec.models.kept_vocabulary import read_kept_ids
 
 DEFAULT_BITS = 4
+_SHOWN = 100
+"""Characters of a program's words."""
 
 
 def export(
@@ -47,6 +66,17 @@ def export(
             help="Propose only these token ids, or the tokens of this text",
         ),
     ] = None,
+    exporter: Annotated[
+        str, typer.Option("--exporter", help="edgespec, or for other families: " + ", ".join(KINDS))
+    ] = OWN,
+    exporter_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--exporter-python",
+            metavar="PATH",
+            help="Python that has what the exporter needs (default: an environment is made, once)",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help="Compare the graph with the checkpoint"),
@@ -60,10 +90,23 @@ def export(
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
 
     [dim]edgespec export Qwen/Qwen3-0.6B ./draft --layers 14 --keep-vocabulary corpus.txt[/]
+
+    [dim]edgespec export ./olmo ./draft --exporter optimum --exporter-python ./env/bin/python[/]
     """
     with reported():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
+        if exporter != OWN:
+            own = (table_bits, context_length, layers, keep_vocabulary, kv_type)
+            if own != (0, 0, 0, None, KvType.FLOAT32):
+                raise ConfigError(
+                    "--table-bits, --context-length, --layers, --keep-vocabulary and --kv-type are"
+                    f" of --exporter {OWN} only"
+                )
+            run(_export_by_another(exporter, exporter_python, source, out, bits, check))
+            return
+        if exporter_python is not None:
+            raise ConfigError("--exporter-python goes with --exporter " + "|".join(KINDS))
         with needs("onnx", "edgespec[export]"):
             from edgespec.drafters.export import export_draft
             from edgespec.drafters.parity import check_parity
@@ -102,6 +145,31 @@ def export(
         )
 
 
+async def _export_by_another(
+    name: str, python: Path | None, source: str, out: Path, bits: int, check: bool
+) -> None:
+    if (kind := KINDS.get(name)) is None:
+        known = ", ".join((OWN, *KINDS))
+        raise ConfigError(f"--exporter is {name!r}, but must be one of: {known}")
+    folder = resolve_model(source, Role.TARGET)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    with _placed(out) as work, _line() as hear:
+        found = await export_by(
+            kind, folder, work, bits, python=python, check=check, say=say, hear=hear
+        )
+    if found.difference is not None:
+        say(
+            "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
+            f" differ by {found.difference:.2g} standard deviations at most"
+        )
+    size_mb = sum(file.stat().st_size for file in out.rglob("*.onnx*")) / 1e6
+    typer.echo(
+        f"{out}: {found.layers} layers by {name}, {bits} bits, {size_mb:.1f} MB, vocabulary"
+        f" {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+    )
+
+
 @contextmanager
 def _placed(out: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``out`` only if all went well."""
@@ -131,3 +199,13 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
                 bar.update(task, description="writing, checking")
 
         yield show
+
+
+@contextmanager
+def _line() -> Iterator[Callable[[str], None]]:
+    """A line on stderr, on a terminal, that shows the last words of a program at work."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda words: bar.update(task, description=words[:_SHOWN])

@@ -39,12 +39,12 @@ LARGEST_DIFFERENCE = {4: 0.2, 8: 0.2, 32: 0.005}
 quantised products are rounded to 8 bits."""
 LARGEST_CACHE_DIFFERENCE = {"float32": 0.0, "float16": 0.02, "int8": 0.2}
 """Likewise, of rounding keys and values. The bundled target gave 0.0004 and 0.014."""
-# (tokens kept, tokens then fed up to), one after the other.
-_WAYS = {
+WAYS = {
     "in one pass": ((0, CHECKED_TOKENS),),
     "in chunks": ((0, 17), (17, 18), (18, 41), (41, CHECKED_TOKENS)),
     "after rollbacks": ((0, 33), (29, 30), (12, 44), (12, 13), (13, CHECKED_TOKENS)),
 }
+"""(tokens kept, tokens then fed up to), one after the other."""
 
 
 def check_parity(
@@ -75,14 +75,14 @@ def check_parity(
         LARGEST_CACHE_DIFFERENCE[manifest.kv_type],
     )
     try:
-        for way, steps in _WAYS.items():
+        for way, steps in WAYS.items():
             drafter.begin(1, SamplingParams())
             for keep, end in steps:
                 if end > length:
                     break
                 drafter.step(keep, tokens[keep:end], 1)
                 got, wanted = drafter.logits[known], expected[end - 1, known]
-                difference = _relative(got, wanted)
+                difference = relative(got, wanted)
                 if not difference <= bound:
                     at = int(np.argmax(np.abs(got - wanted)))
                     raise DraftModelError(
@@ -178,5 +178,6 @@ class _StoredWeights:
         return (weight if name == "model.embed_tokens" else weight.T), 32
 
 
-def _relative(got: Array, wanted: Array) -> float:
+def relative(got: Array, wanted: Array) -> float:
+    """Root mean square of the difference over the standard deviation of ``wanted``."""
     return float(np.sqrt(np.mean((got - wanted) ** 2))) / max(float(wanted.std()), 1e-12)
