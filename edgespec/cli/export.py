@@ -136,7 +136,7 @@ def export(
                 "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
                 f" differ by {difference:.2g} standard deviations at most"
             )
-        size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
+        size_mb = _graph_bytes(out) / 1e6
         ids = manifest.model.vocabulary_size
         proposes = f", proposes {manifest.kept_count} of {ids} ids" if manifest.kept_count else ""
         typer.echo(
@@ -163,11 +163,15 @@ async def _export_by_another(
             "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
             f" differ by {found.difference:.2g} standard deviations at most"
         )
-    size_mb = sum(file.stat().st_size for file in out.rglob("*.onnx*")) / 1e6
+    size_mb = _graph_bytes(out) / 1e6
     typer.echo(
         f"{out}: {found.layers} layers by {name}, {bits} bits, {size_mb:.1f} MB, vocabulary"
         f" {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
     )
+
+
+def _graph_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.onnx*"))
 
 
 @contextmanager

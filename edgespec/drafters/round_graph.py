@@ -1,8 +1,8 @@
 """The matrices of a float32 graph that others exported, rounded to 4 or 8 bits.
 
-Products with a constant matrix become ``MatMulNBits``, the embedding ``GatherBlockQuantized``, as in
-our own graphs (``quantize.py``). A head that reads the embedding transposed shares its bytes with
-it. Matrices of fewer rows or columns than a block stay as they are.
+Products with a constant matrix become ``MatMulNBits``, the embedding ``GatherBlockQuantized``, as
+in our own graphs (``quantize.py``). A head that reads the embedding transposed shares its bytes
+with it. Matrices of fewer rows or columns than a block stay as they are.
 """
 
 from __future__ import annotations
@@ -128,12 +128,11 @@ class _Rounding:
         key = f"{name}{'' if turned else '.turned'}"
         if key not in self._known:
             weight = numpy_helper.to_array(tensor)
-            matrix = quantize_matrix(
-                weight if turned else np.ascontiguousarray(weight.T), self.bits
-            )
-            self._known[key] = f"{key}.packed", f"{key}.scales"
-            for value, part in zip((matrix.packed, matrix.scales), self._known[key], strict=True):
-                self.added.append(numpy_helper.from_array(value, part))
+            weight = weight if turned else np.ascontiguousarray(weight.T)
+            matrix = quantize_matrix(weight, self.bits)
+            packed, scales = self._known[key] = f"{key}.packed", f"{key}.scales"
+            self.added.append(numpy_helper.from_array(matrix.packed, packed))
+            self.added.append(numpy_helper.from_array(matrix.scales, scales))
             self.count += 1
         return (*self._known[key], (first, second) if turned else (second, first))
 

@@ -67,8 +67,6 @@ async def _make(kind: ExporterKind, folder: Path, python: Path, hear: Hear) -> N
 async def _check(kind: ExporterKind, python: Path) -> None:
     """Raises ``SetupError`` naming what ``python`` does not have."""
     said: list[str] = []
-    if not python.is_file():
-        raise SetupError(f"--exporter-python {python}: no such file; give a Python interpreter")
     try:
         await run_child(str(python), (str(python), "-c", _PROBE, *kind.modules), said.append)
     except ChildError as error:
