@@ -20,6 +20,7 @@ from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection,
 from edgespec.config.verifier import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.draft_ladder import DraftLadder
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import Prefer
@@ -28,6 +29,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.export_cache import cache_folder
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.chat_template import ChatTokenizer
@@ -37,6 +39,7 @@ from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.ports import Drafter, TargetModel, Transport, pass_shape
+from edgespec.row_cost_file import RowCostFile
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.target_loading import TOY as TOY
@@ -279,6 +282,9 @@ def build_agent(
         offline=config.offline_policy,
     )
     drafter = load_drafter(config, say=say)
+    if drafter is not None and policy.leaves > 1:
+        known = RowCostFile(cache_folder(), config.draft)
+        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 

@@ -43,4 +43,5 @@ def main(mode: str, graph: str, logits: str, given: list[str]) -> int:
 
 if __name__ == "__main__":
     at = sys.argv.index("--")
-    sys.exit(main(*sys.argv[1:at], sys.argv[at + 1 :]))
+    mode, graph, logits = sys.argv[1:at]
+    sys.exit(main(mode, graph, logits, sys.argv[at + 1 :]))

@@ -2,8 +2,8 @@
 checkpoint; the reference model; the process table.
 
 The exporter is a stand-in (``fake_exporter.py``) that writes a graph with Optimum's signature. The
-real ones are tried where ``EDGESPEC_OPTIMUM_PYTHON``, ``EDGESPEC_GENAI_PYTHON`` or
-``EDGESPEC_TORCH_PYTHON`` name an interpreter that has them.
+real ones are tried where ``OPTIMUM_PYTHON``, ``GENAI_PYTHON`` or
+``TORCH_PYTHON`` name an interpreter that has them.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def _wait_for(done: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_real_exporters_draft_the_same(name: str, source: Path, tmp_path: Path) -> None:
-    python = os.environ.get(f"EDGESPEC_{name.upper()}_PYTHON")
+    python = os.environ.get(f"{name.upper()}_PYTHON")
     if python is None:
-        pytest.skip(f"EDGESPEC_{name.upper()}_PYTHON names no interpreter that has {name}")
+        pytest.skip(f"{name.upper()}_PYTHON names no interpreter that has {name}")
     out = tmp_path / "out"
     result = export(source, out, Path(python), "--bits", "32", by=name)
     assert result.exit_code == 0, result.output
