@@ -90,7 +90,9 @@ def _written(kind: ExporterKind, source: Path, target: Path) -> Path:
     from edgespec.drafters.export import COPIED_FILES
 
     for name in COPIED_FILES:
-        if (source / name).is_file() and not (target / name).exists():
+        # Exporters write the tokenizer as their library knows it, which may add tokens to it.
+        ours = "config" not in name or name == "tokenizer_config.json"
+        if (source / name).is_file() and (ours or not (target / name).exists()):
             shutil.copyfile(source / name, target / name)
     graphs = find_draft(str(target)).graphs
     if len(graphs) != 1:

@@ -38,6 +38,7 @@ def main(mode: str, graph: str, logits: str, given: list[str]) -> int:
         time.sleep(600)
     if mode != "empty":
         shutil.copyfile(graph, Path(given[-1]) / "model.onnx")
+        Path(given[-1], "tokenizer.json").write_text("{}")  # as the exporter's library has it
     return 0
 
 
