@@ -3,6 +3,7 @@
     python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
     python benchmarks/memory.py budget [--large]    chats of 40 turns below a budget
     python benchmarks/memory.py plain [--large]     against a plain float32 whole-context cache
+    python benchmarks/memory.py cgroup [--large]    chats in a group with a hard limit
 
 Every row is a fresh process (``memory_device.py``) that chats over gRPC with a verifier in this
 one, whose text is made of random tokens. Drafts have random weights in real models' shapes
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from control_group import NoControlGroup, control_group
 from random_draft import SHAPES
 
 from edgespec.benchmark.report import machine, versions
@@ -98,8 +100,8 @@ class Case:
         return f"{self.shape}-{self.bits}-{self.kv_type}-{self.context}"
 
 
-async def measured(case: Case, root: Path) -> dict[str, Any]:
-    """What one fresh device process tells of itself."""
+async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[str, Any]:
+    """What one fresh device process tells of itself; ``joining`` goes before its command."""
     folder = root / case.folder
     if not (folder / "edgespec.json").exists():
         code = (
@@ -123,6 +125,7 @@ async def measured(case: Case, root: Path) -> dict[str, Any]:
     job = {"turns": 4, "prompt": 200, "tokens": 40} | job
     try:
         child = await asyncio.create_subprocess_exec(
+            *joining,
             *SMALL_STACKS,
             sys.executable,
             str(HERE / "memory_device.py"),
@@ -233,6 +236,38 @@ async def budget(large: bool, root: Path) -> None:
     print(f"\n{over} above the budget")
 
 
+# The budget is what so long a window takes, and this much more.
+_TRIED_WINDOW, _SPARE = 384, 12 * MIB
+LIMITED = [
+    ("1M", 4, "float32"),
+    ("5M", 32, "float32"),
+    ("25M", 4, "float32"),
+    ("25M", 8, "float16"),
+    ("135M", 4, "float32"),
+    ("135M", 4, "int8"),
+]
+
+
+async def cgroup(large: bool, root: Path) -> None:
+    """Each draft once without a limit, to know what it takes, then 40 turns within one."""
+    print("| shape | bits | KV | budget | limit | peak of process | of group | killed | wrong |")
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for shape, bits, kv_type in [("0.6B", 4, "int8")] if large else LIMITED:
+        free = await measured(case(shape, bits, kv_type, _TRIED_WINDOW), root)
+        most = -(-(sum(free["terms"].values()) + _SPARE) // MIB)
+        one = chat(shape, kv_type, f"{most}MiB")
+        one.bits = bits
+        with control_group("edgespec-memory") as group:
+            one.job["group"] = {"path": str(group.path), "version": group.version}
+            found = await measured(one, root, group.joining())
+            print(
+                f"| {shape} | {bits} | {kv_type} | {most} | {found['limit'] / MIB:.0f} |"
+                f" {found['peak'] / MIB:.1f} | {group.peak / MIB:.1f} | {group.kills} |"
+                f" {found['wrong']} of {found['tokens']} |",
+                flush=True,
+            )
+
+
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32, plain": ("float32", {"plain": True}),
     "float32": ("float32", {}),
@@ -264,9 +299,12 @@ async def plain(large: bool, root: Path) -> None:
         )
 
 
+WAYS = {"predict": predict, "budget": budget, "plain": plain, "cgroup": cgroup}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("predict", "budget", "plain"))
+    parser.add_argument("what", choices=WAYS)
     parser.add_argument("--large", action="store_true", help="0.6B shapes, minutes and gigabytes")
     parser.add_argument("--drafts", type=Path, help="keep the drafts here (default: nowhere)")
     options = parser.parse_args()
@@ -274,8 +312,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = options.drafts or Path(name)
         root.mkdir(parents=True, exist_ok=True)
-        work = {"predict": predict, "budget": budget, "plain": plain}[options.what]
-        asyncio.run(work(options.large, root))
+        work = {"predict": predict, "budget": budget, "plain": plain, "cgroup": cgroup}[
+            options.what
+        ]
+        try:
+            asyncio.run(work(options.large, root))
+        except NoControlGroup as why:
+            print(f"skipped: {why}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import onnxruntime  # noqa: F401 # counted with the runtime
 import psutil
+from control_group import ControlGroup
 from numpy.typing import NDArray
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
@@ -124,8 +125,9 @@ def step_behind(drafter: OnnxDrafter, rows: int, count: int) -> list[float]:
     return found
 
 
-async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> int:
-    """A conversation whose every prompt is all that was said before; the tokens generated."""
+async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> tuple[int, int]:
+    """A conversation whose every prompt is all that was said before; the tokens generated, and how
+    many of them are not the verifier's."""
     rng = np.random.default_rng(1)
     agent = Agent(
         transport,
@@ -136,18 +138,34 @@ async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> i
     )
     agent._decoder = lambda prompt: _NoText()
     history: list[int] = []
-    made = 0
+    made = wrong = 0
     try:
         for turn in range(job["turns"]):
             new = rng.integers(1, drafter.info.vocabulary_size, job["prompt"])
             history += [int(token) for token in new]
             sampling = SamplingParams(temperature=0.7, seed=turn, max_tokens=job["tokens"])
             async for chunk in agent.generate(history, sampling):
+                size = drafter.info.vocabulary_size
+                wanted = [random_token(len(history) + at, size) for at in range(len(chunk.tokens))]
+                wrong += sum(a != b for a, b in zip(chunk.tokens, wanted, strict=True))
                 history += chunk.tokens
                 made += len(chunk.tokens)
     finally:
         await agent.close()
-    return made
+    return made, wrong
+
+
+def random_token(position: int, vocabulary_size: int) -> int:
+    """The verifier's token there (``memory.py``), whatever came before."""
+    return 1 + (position * 2654435761 >> 7) % (vocabulary_size - 1)
+
+
+def held_hard(group: ControlGroup, budget: int, runtime: int) -> int:
+    """Limit the group this process is in to ``budget``, less what the process has resident and is
+    charged to others, such as libraries that were in the system's cache; the limit."""
+    limit = budget - max(0, runtime - group.usage)
+    group.set_limit(limit)
+    return limit
 
 
 class _NoText:
@@ -180,6 +198,11 @@ def main() -> None:
         most = psutil.Process().memory_info().data
         most += parse_budget(job["budget"]).resolve(machine_memory()) - runtime + STACKS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit = 0
+    if group := job.get("group"):
+        found = ControlGroup(Path(group["path"]), group["version"])
+        most = parse_budget(job["budget"]).resolve(machine_memory())
+        limit = held_hard(found, most, runtime)
     timed = Timed(make_drafter(job, told))
     loaded = resident_bytes()
     if fill := job.get("fill"):  # the whole window, whatever the chat comes to
@@ -192,7 +215,7 @@ def main() -> None:
         standing = resident_bytes()
         print(json.dumps({"loaded": loaded, "busiest": standing, "cpu_s": cpu_s}))
         return
-    made = asyncio.run(chat(job, timed, transport))
+    made, wrong = asyncio.run(chat(job, timed, transport))
     steps = timed.step_s[5:] or [0.0]
     result = {
         "runtime": runtime,
@@ -201,6 +224,8 @@ def main() -> None:
         "busiest": timed.busiest,
         "closed": resident_bytes(),
         "tokens": made,
+        "wrong": wrong,
+        "limit": limit,
         "seconds": time.perf_counter() - started_at,
         "steps": len(timed.step_s),
         "step_ms": statistics.median(steps) * 1e3,

@@ -21,6 +21,7 @@ from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection,
 from edgespec.config.verifier import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.draft_ladder import DraftLadder
+from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import Prefer
@@ -29,6 +30,7 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.export_cache import cache_folder
 from edgespec.many_verifiers import verifiers_of
 from edgespec.many_verifiers import with_port as with_port
 from edgespec.models.chat_template import ChatTokenizer
@@ -38,15 +40,16 @@ from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.ports import Drafter, TargetModel, Transport, pass_shape
+from edgespec.row_cost_file import RowCostFile
 from edgespec.setup_error import SetupError as SetupError
 from edgespec.setup_error import needs as needs
 from edgespec.target_loading import TOY as TOY
 from edgespec.target_loading import TOY_CONTEXT_LENGTH as TOY_CONTEXT_LENGTH
 from edgespec.target_loading import TOY_MODEL as TOY_MODEL
 from edgespec.target_loading import load_target as load_target
+from edgespec.target_loading import packed_texts, toy_info
 from edgespec.target_loading import prefer_reproducible_products as prefer_reproducible_products
 from edgespec.target_loading import target_mode as target_mode
-from edgespec.target_loading import toy_info
 from edgespec.telemetry.current_span import current_trace_parent
 from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
@@ -55,6 +58,7 @@ from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
     from edgespec.transport.front_group import FrontProcesses
+    from edgespec.transport.grpc_client import GrpcTransport
     from edgespec.transport.grpc_server import GrpcServer
     from edgespec.transport.wire_limits import WireLimits
 
@@ -141,6 +145,7 @@ def build_verifier(
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
         listener=_front_processes(config, wire, access, verifier),
+        texts=partial(packed_texts, config.model),
     )
     return verifier, server
 
@@ -224,15 +229,23 @@ def connect(
     what its certificate has to name if ``access`` does not say, and not the host. Raises
     ``ConfigError`` when ``access`` holds a key that others could read on its way there.
     """
+    transport = dial(address, access, server_name)
+    if link is None or not link.shaped:
+        return transport
+    from edgespec.transport.shaped import ShapedTransport
+
+    up, down = link_models(link)
+    return ShapedTransport(transport, up, down, limits=_wire_limits())
+
+
+def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:
+    """``connect`` without an emulated link."""
     with needs("grpc", "edgespec"):
         from edgespec.transport.grpc_client import GrpcTransport
-        from edgespec.transport.shaped import ShapedTransport
-        from edgespec.transport.wire_limits import WireLimits
-    wire = WireLimits.for_context(_MAX_CONTEXT_LENGTH)
     access = access or DeviceAccess()
-    transport = GrpcTransport(
+    return GrpcTransport(
         with_port(address),
-        limits=wire,
+        limits=_wire_limits(),
         credentials=access.credentials,
         shows_certificate=access.shows_certificate,
         server_name=access.server_name or server_name,
@@ -240,10 +253,12 @@ def connect(
         trace_parent=current_trace_parent,
         conversation=current_conversation,
     )
-    if link is None or not link.shaped:
-        return transport
-    up, down = link_models(link)
-    return ShapedTransport(transport, up, down, limits=wire)
+
+
+def _wire_limits() -> WireLimits:
+    from edgespec.transport.wire_limits import WireLimits
+
+    return WireLimits.for_context(_MAX_CONTEXT_LENGTH)
 
 
 def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
@@ -291,6 +306,9 @@ def build_agent(
         offline=config.offline_policy,
     )
     drafter = load_drafter(config, say=say)
+    if drafter is not None and policy.leaves > 1:
+        known = RowCostFile(cache_folder(), config.draft)
+        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 

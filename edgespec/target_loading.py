@@ -9,6 +9,12 @@ from pathlib import Path
 
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import VLLM
+from edgespec.core.protocol.text_files import (
+    MAX_TEXT_BYTES,
+    TEXT_FILES,
+    PackedFile,
+    TextFileError,
+)
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.engines.loading import vllm_target
@@ -126,6 +132,19 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         raise
     except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
         raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+
+
+def packed_texts(reference: str) -> list[PackedFile]:
+    """The files that a verifier of this model lends. Raises ``TextFileError`` for the toy, which
+    has none, and for files over the bound; ``ValueError`` naming the file."""
+    if reference == TOY:
+        raise TextFileError("the toy model has none; give --tokenizer toy")
+    folder = resolve_model(reference, Role.TARGET)
+    paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
+    total = sum(path.stat().st_size for path in paths.values())
+    if total > MAX_TEXT_BYTES:
+        raise TextFileError(f"it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent")
+    return [PackedFile.of(name, path.read_bytes()) for name, path in paths.items()]
 
 
 def toy_info() -> ModelInfo:

@@ -77,7 +77,7 @@ def named(names: str) -> tuple[str, ...]:
 COMPOSED = named(
     "core ports telemetry config drafters targets engines transport models agent verifier "
     "export_cache draft_memory target_loading target_memory foreign_drafts model_drafter access "
-    "setup_error many_verifiers constraint_readers"
+    "setup_error many_verifiers constraint_readers row_cost_file"
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -187,6 +187,7 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
+    Floor("edgespec.row_cost_file", (CORE, CONFIG), HEAVY),
     # The composition root, and the Python API on top of it.
     # A target from settings; its libraries are loaded late.
     Floor(
@@ -196,6 +197,15 @@ FLOORS = (
     ),
     Floor("edgespec.compose", COMPOSED, HEAVY),
     Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
+    # Programs for other environments, which import nothing of ours.
+    Floor("edgespec.exporters.scripts", (), HEAVY - {"torch", "transformers"}),
+    Floor(
+        "edgespec.exporters",
+        (CORE, PORTS, *named("drafters models export_cache foreign_drafts setup_error")),
+        HEAVY,
+    ),
+    # For commands that begin without a tokenizer.
+    Floor("edgespec.borrowed_tokenizer", (*COMPOSED, "edgespec.compose"), HEAVY),
     Floor(
         "edgespec_sim",
         (

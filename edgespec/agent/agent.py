@@ -123,6 +123,10 @@ class AgentOptions:
     turns: TurnPolicy = field(default_factory=TurnPolicy)
     prefer: Prefer = Prefer.SPEED
     """What a draft node has to be worth, beside the verifier's price."""
+    learned: Learned = field(default_factory=Learned)
+    """What earlier agents have learned on this machine with this draft."""
+    keep: Callable[[Learned], None] = lambda learned: None
+    """Hears in the end what there is to keep."""
     watch: MachineWatch | None = None
     """Walks a ladder by battery, heat and load; None: they are not looked at."""
 
@@ -161,7 +165,6 @@ class Agent:
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
         self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
-        self._learned = Learned()
         policy, watch = self.options.policy, self.options.watch
         self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
         self._drivers: set[SessionDriver] = set()
@@ -279,6 +282,7 @@ class Agent:
             self.options.watch.close()
         if self._drafter is not None:
             self._sharing(self._drafter).close()
+        self.options.keep(self.options.learned)
 
     async def __aenter__(self) -> Agent:
         return self
@@ -331,7 +335,7 @@ class Agent:
             vocabulary_size=self._vocabulary_size,
             price=self._price,
             leaves=most_leaves(drafter),
-            learned=self._learned,
+            learned=self.options.learned,
         )
         return OfflineSession(session, writer, self.options.offline)
 

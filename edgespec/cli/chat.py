@@ -12,6 +12,7 @@ import typer
 
 from edgespec import __version__
 from edgespec.agent.status import StatusSource
+from edgespec.borrowed_tokenizer import borrows_tokenizer
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, greet, greet_if_there
 from edgespec.cli.running import reported, say, trace_to
@@ -125,16 +126,15 @@ def _chat(
     if resume and history is False:
         raise ConfigError("--continue needs the history that --no-history turns off")
     keeps = (resume or sys.stdin.isatty()) if history is None else history
-    text = load_tokenizer(reference := tokenizer_reference(settings))
-    if not text.has_chat_template:
-        why = f"the tokenizer of {reference!r} has no chat template"
-        raise SetupError(f"{why}; use `edgespec generate`")
+    if not borrows_tokenizer(settings):
+        _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)
     colored = use_color(color)
     drawn = markdown and colored and is_drawable()
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         hello = greet_if_there if settings.offline is Offline.DRAFT else greet
         settings, info = runner.run(hello(settings))
+        text = _chat_tokenizer(settings)
         found, path = _record(info, resume=resume, history=keeps)
         partner = info.name if info is not None else "the draft until a verifier answers"
         say(f"talking with {partner}; /help lists the commands, /quit or Ctrl-D leaves")
@@ -143,6 +143,15 @@ def _chat(
             if info is not None and found.model and found.model != info.name:
                 say(f"(it was with {found.model})")
         _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
+
+
+def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
+    """Raises ``SetupError`` for one that does not know how its model chats."""
+    text = load_tokenizer(reference := tokenizer_reference(settings))
+    if not text.has_chat_template:
+        why = f"the tokenizer of {reference!r} has no chat template"
+        raise SetupError(f"{why}; use `edgespec generate`")
+    return text
 
 
 def _talk(

@@ -12,6 +12,7 @@ import typer
 from edgespec.access import device_access
 from edgespec.agent.agent import Agent, Chunk
 from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.cli import options
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say, set_up_logging
@@ -56,10 +57,14 @@ async def greet_if_there(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | 
 
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """What the verifier serves, if it is there and fits ``config``, and ``config`` with those that
-    do: of several, the one chosen is named and comes first. Raises ``SetupError`` saying what to
-    run; without this a wrong address is only noticed after the attempts to reconnect."""
-    if len(config.verifiers) > 1:
-        return await _choose(config)
+    do: of several, the one chosen is named and comes first. One without a tokenizer gets the
+    verifier's. Raises ``SetupError`` saying what to run; without this a wrong address is only
+    noticed after the attempts to reconnect."""
+    config, info = await (_choose(config) if len(config.verifiers) > 1 else _ask(config))
+    return await with_tokenizer(config, info, say), info
+
+
+async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     (address,) = config.verifiers
     transport = connect(address, access=device_access(config))
     try:
@@ -107,6 +112,8 @@ def misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
     """Why ``config`` cannot use this model, or None."""
     if config.model and config.model != info.name:
         return f"unknown model {config.model!r}: {who} serves {info.name!r}"
+    if borrows_tokenizer(config):
+        return None  # it will have the verifier's
     reference = tokenizer_reference(config)
     own = vocabulary_of(reference)
     if own != info.vocabulary:

@@ -11,14 +11,34 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from edgespec.cli.running import FAILED, fail, reported, say
+from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.compose import needs
+from edgespec.config import ConfigError
 from edgespec.core.device.kv_type import KvType
-from edgespec.models.folders import Role, check_checkpoint, model_info, resolve_model, token_count
+from edgespec.exporters.kinds import KINDS, OWN
+from edgespec.exporters.run import export_by
+from edgespec.models.folders import (
+    ModelFolderError,
+    Role,
+    check_checkpoint,
+    model_info,
+    resolve_model,
+    token_count,
+)
+from edgespec.models.kept_vocabulary import read_kept_ids
 
 DEFAULT_BITS = 4
+_SHOWN = 100
+"""Characters of a program's words."""
 
 
 def export(
@@ -34,6 +54,29 @@ def export(
     kv_type: Annotated[
         KvType, typer.Option("--kv-type", help="Of cached keys and values")
     ] = KvType.FLOAT32,
+    layers: Annotated[
+        int,
+        typer.Option("--layers", metavar="N", help="Only the first N: an early exit; 0: all"),
+    ] = 0,
+    keep_vocabulary: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-vocabulary",
+            metavar="FILE",
+            help="Propose only these token ids, or the tokens of this text",
+        ),
+    ] = None,
+    exporter: Annotated[
+        str, typer.Option("--exporter", help="edgespec, or for other families: " + ", ".join(KINDS))
+    ] = OWN,
+    exporter_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--exporter-python",
+            metavar="PATH",
+            help="Python that has what the exporter needs (default: an environment is made, once)",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help="Compare the graph with the checkpoint"),
@@ -45,16 +88,32 @@ def export(
     more than rounding, nothing is left and the difference is told.
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
+
+    [dim]edgespec export Qwen/Qwen3-0.6B ./draft --layers 14 --keep-vocabulary corpus.txt[/]
+
+    [dim]edgespec export ./olmo ./draft --exporter optimum --exporter-python ./env/bin/python[/]
     """
     with reported():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
+        if exporter != OWN:
+            own = (table_bits, context_length, layers, keep_vocabulary, kv_type)
+            if own != (0, 0, 0, None, KvType.FLOAT32):
+                raise ConfigError(
+                    "--table-bits, --context-length, --layers, --keep-vocabulary and --kv-type are"
+                    f" of --exporter {OWN} only"
+                )
+            run(_export_by_another(exporter, exporter_python, source, out, bits, check))
+            return
+        if exporter_python is not None:
+            raise ConfigError("--exporter-python goes with --exporter " + "|".join(KINDS))
         with needs("onnx", "edgespec[export]"):
             from edgespec.drafters.export import export_draft
             from edgespec.drafters.parity import check_parity
 
             folder = resolve_model(source, Role.TARGET)
             check_checkpoint(folder)
+            kept = read_kept_ids(keep_vocabulary, folder) if keep_vocabulary else ()
             difference: float | None = None
             with _placed(out) as work, _bar() as progress:
                 manifest = export_draft(
@@ -66,20 +125,53 @@ def export(
                     context_length=context_length,
                     token_count=token_count(folder),
                     kv_type=kv_type,
+                    layers=layers,
+                    kept=kept,
                     progress=progress,
                 )
                 if check:
-                    difference = check_parity(folder, work, manifest)
+                    difference = check_parity(folder, work, manifest, kept)
         if difference is not None:
             say(
                 "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
                 f" differ by {difference:.2g} standard deviations at most"
             )
-        size_mb = sum(file.stat().st_size for file in out.glob("model.onnx*")) / 1e6
+        size_mb = _graph_bytes(out) / 1e6
+        ids = manifest.model.vocabulary_size
+        proposes = f", proposes {manifest.kept_count} of {ids} ids" if manifest.kept_count else ""
         typer.echo(
             f"{out}: {manifest.layers} layers, {manifest.bits} bits, {size_mb:.1f} MB, vocabulary"
-            f" {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+            f" {manifest.model.vocabulary}{proposes}\nuse it: edgespec generate ... --draft {out}"
         )
+
+
+async def _export_by_another(
+    name: str, python: Path | None, source: str, out: Path, bits: int, check: bool
+) -> None:
+    if (kind := KINDS.get(name)) is None:
+        known = ", ".join((OWN, *KINDS))
+        raise ConfigError(f"--exporter is {name!r}, but must be one of: {known}")
+    folder = resolve_model(source, Role.TARGET)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    with _placed(out) as work, _line() as hear:
+        found = await export_by(
+            kind, folder, work, bits, python=python, check=check, say=say, hear=hear
+        )
+    if found.difference is not None:
+        say(
+            "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
+            f" differ by {found.difference:.2g} standard deviations at most"
+        )
+    size_mb = _graph_bytes(out) / 1e6
+    typer.echo(
+        f"{out}: {found.layers} layers by {name}, {bits} bits, {size_mb:.1f} MB, vocabulary"
+        f" {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+    )
+
+
+def _graph_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.onnx*"))
 
 
 @contextmanager
@@ -111,3 +203,13 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
                 bar.update(task, description="writing, checking")
 
         yield show
+
+
+@contextmanager
+def _line() -> Iterator[Callable[[str], None]]:
+    """A line on stderr, on a terminal, that shows the last words of a program at work."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda words: bar.update(task, description=words[:_SHOWN])

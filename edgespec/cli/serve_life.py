@@ -17,6 +17,7 @@ from edgespec import __version__
 from edgespec.access import device_access, endpoint_key
 from edgespec.agent.agent import Agent
 from edgespec.agent.status import StatusSource
+from edgespec.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.compose import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
 
 _MIB = 1 << 20
+_AGAIN_S = 2.0
 
 
 async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
@@ -64,6 +66,10 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     with listener:
         watch = await _look(config)
         try:
+            if borrows_tokenizer(config):
+                config = await _with_tokenizer(config, watch)
+                await watch.close()
+                watch = await _look(config)  # which knows now what fits
             text = load_tokenizer(tokenizer_reference(config))
             async with build_agent(config, tracer=tracer, say=say) as agent:
                 await _serve(config, key, agent, text, watch, listener)
@@ -139,7 +145,7 @@ async def _until_asked(stop: _Stopping, server: EndpointServer, drain_s: float) 
 
 async def _look(config: AgentConfig) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
-    from edgespec.endpoint.verifiers import Presence, VerifierWatch
+    from edgespec.endpoint.verifiers import VerifierWatch
 
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
@@ -149,13 +155,38 @@ async def _look(config: AgentConfig) -> VerifierWatch:
     )
     try:
         await watch.look()
-        hopeless = (Presence.MISFIT, Presence.REFUSES)
-        if all(one.presence in hopeless for one in watch.statuses):
-            raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+        _refuse_hopeless(watch)
     except BaseException:
         await watch.close()
         raise
     return watch
+
+
+def _refuse_hopeless(watch: VerifierWatch) -> None:
+    from edgespec.endpoint.verifiers import Presence
+
+    hopeless = (Presence.MISFIT, Presence.REFUSES)
+    if all(one.presence in hopeless for one in watch.statuses):
+        raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+
+
+async def _with_tokenizer(config: AgentConfig, watch: VerifierWatch) -> AgentConfig:
+    """``config`` with the tokenizer of the first verifier that is there; waits for one. Raises
+    ``SetupError`` where none will ever do, or sends none."""
+    from edgespec.endpoint.verifiers import Presence
+
+    waits = False
+    while True:
+        for status in watch.statuses:
+            if status.presence is Presence.READY and status.info is not None:
+                return await with_tokenizer(config, status.info.model, say, status.address)
+        if not waits:
+            say("no verifier answers yet; waiting for one that lends its tokenizer, since neither")
+            say("--draft nor --tokenizer names one")
+            waits = True
+        await asyncio.sleep(_AGAIN_S)
+        await watch.look()
+        _refuse_hopeless(watch)
 
 
 # --- what is said at the start ---------------------------------------------------------------

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.core.device.kv_type import KvType
-from edgespec.drafters.checkpoint import Checkpoint, CheckpointError, read_shape
+from edgespec.drafters.checkpoint import Checkpoint, CheckpointError, DecoderShape, read_shape
 from edgespec.drafters.head_padding import padded_head_dim
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
 from edgespec.drafters.quantize import BLOCK_SIZE
+from edgespec.drafters.sampler import MAX_WIDTH
 from edgespec.ports import ModelInfo
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def export_draft(
     context_length: int = 0,
     token_count: int = 0,
     kv_type: KvType = KvType.FLOAT32,
+    layers: int = 0,
+    kept: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
@@ -58,14 +61,16 @@ def export_draft(
     head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
     ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
     the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``kv_type`` is that of
-    the cached keys and values; int8 needs onnxruntime here, to try the draft. ``progress`` hears
-    how many layers of how many are done. The same input gives the same bytes. Raises
+    the cached keys and values; int8 needs onnxruntime here, to try the draft. ``layers`` is how
+    many are taken, from the first on, before norm and head (0: all); ``kept`` the ids that the
+    draft may propose (none: all), beside which the model's end tokens are. ``progress`` hears how
+    many layers of how many are done. The same input gives the same bytes. Raises
     ``CheckpointError`` naming the file and the field, ``ValueError`` naming the value and the
     limit.
     """
     from edgespec.drafters.export_graph import build_graph
 
-    shape = read_shape(source)
+    shape = first_layers(read_shape(source), layers)
     if info.vocabulary_size != shape.vocabulary_size:
         raise CheckpointError(
             f"{source / 'config.json'}: vocab_size is {shape.vocabulary_size},"
@@ -75,6 +80,7 @@ def export_draft(
     length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
     if not 1 <= length <= limit:
         raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
+    kept = kept_ids(kept, info)
     manifest = DraftManifest(
         model=replace(info, context_length=length),
         bits=bits,
@@ -86,8 +92,9 @@ def export_draft(
         source=source.name,
         kv_type=kv_type.value,
         token_count=min(token_count, shape.vocabulary_size),
+        kept_count=len(kept),
     )
-    model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress)
+    model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress, kept)
     if kv_type is not KvType.FLOAT32:
         model = _with_kv_type(model, kv_type, target, manifest)
     _save(model, target)
@@ -96,6 +103,29 @@ def export_draft(
             shutil.copyfile(source / name, target / name)
     write_manifest(target, manifest)
     return manifest
+
+
+def first_layers(shape: DecoderShape, layers: int) -> DecoderShape:
+    """``shape`` with its first ``layers`` layers; 0: with all. Raises ``ValueError``."""
+    if not 0 <= layers <= shape.layers:
+        raise ValueError(f"layers is {layers}, but must be in [1, {shape.layers}], or 0 for all")
+    return replace(shape, layers=layers or shape.layers)
+
+
+def kept_ids(kept: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
+    """``kept`` and the end tokens of ``info``, ascending; empty for empty. Raises ``ValueError``
+    for an id outside the vocabulary, and for fewer ids than a step may propose."""
+    if not kept:
+        return ()
+    found = sorted({*kept, *info.eos_token_ids})
+    for token in (found[0], found[-1]):
+        if not 0 <= token < info.vocabulary_size:
+            raise ValueError(
+                f"token id to keep is {token}, but must be in [0, {info.vocabulary_size - 1}]"
+            )
+    if len(found) < MAX_WIDTH:
+        raise ValueError(f"{len(found)} token ids are kept, but must be at least {MAX_WIDTH}")
+    return tuple(found)
 
 
 def _with_kv_type(

@@ -17,16 +17,17 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import helper
 
 from edgespec.drafters.checkpoint import Checkpoint, DecoderShape
 from edgespec.drafters.family_weights import FamilyWeights
+from edgespec.drafters.graph_signature import graph_signature
 from edgespec.drafters.head_padding import (
     pad_head_norm,
     pad_inputs,
@@ -52,6 +53,7 @@ _STANDARD = frozenset(
         "Gemm",
         "MatMul",
         "Mul",
+        "Pad",
         "Reshape",
         "SimplifiedLayerNormalization",
         "Slice",
@@ -68,19 +70,22 @@ def build_graph(
     bits: int,
     table_bits: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    kept: Sequence[int] = (),
 ) -> onnx.ModelProto:
     """The model with its weights inside; the same input gives the same bytes.
 
     ``bits`` is the precision of the layers' matrices, ``table_bits`` (0: the same) that of the
     embedding and the head; 4 and 8 are blocks of 32 (``quantize.py``), 32 is float32. Norms,
-    biases and rotary tables stay float32. Raises ``ValueError`` naming the value,
-    ``CheckpointError`` for a missing or misshapen tensor.
+    biases and rotary tables stay float32. With ``kept``, ascending token ids, only these have a
+    row in the head, and the logits of all others are minus infinity. Raises ``ValueError`` naming
+    the value, ``CheckpointError`` for a missing or misshapen tensor.
     """
     table_bits = table_bits or bits
     for name, value in (("bits", bits), ("table_bits", table_bits)):
         if value not in BITS:
             raise ValueError(f"{name} is {value}, but must be one of {BITS}")
-    builder = _Builder(shape, FamilyWeights(checkpoint, shape), context_length, bits, table_bits)
+    weights = FamilyWeights(checkpoint, shape)
+    builder = _Builder(shape, weights, context_length, bits, table_bits, kept)
     return builder.build(progress or (lambda done, layers: None))
 
 
@@ -92,6 +97,7 @@ class _Builder:
         context_length: int,
         bits: int,
         table_bits: int,
+        kept: Sequence[int],
     ) -> None:
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
@@ -99,6 +105,7 @@ class _Builder:
         self._context_length = context_length
         self._bits = bits
         self._table_bits = table_bits
+        self._kept = np.array(kept, dtype=np.int64)
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
@@ -112,7 +119,7 @@ class _Builder:
             progress(layer + 1, shape.layers)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
-        inputs, outputs = _signature(self._shape)
+        inputs, outputs = graph_signature(self._shape)
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )
@@ -293,9 +300,13 @@ class _Builder:
     def _head(self, normed: str) -> None:
         shape, bits, table = self._shape, self._table_bits, "model.embed_tokens"
         size = (shape.vocabulary_size, shape.hidden)
-        out = "logits.uncapped" if shape.logits_cap else "logits"
-        if not shape.tied and "lm_head.weight" in self._checkpoint:
-            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, out)
+        whole = "logits.kept" if len(self._kept) else "logits"
+        out = "logits.uncapped" if shape.logits_cap else whole
+        own = not shape.tied and "lm_head.weight" in self._checkpoint
+        if own or len(self._kept):
+            weight = self._read("lm_head.weight" if own else f"{table}.weight", size)
+            rows = weight[self._kept] if len(self._kept) else weight
+            self._product("lm_head", normed, rows, bits, out)
         elif bits == 32:  # the table as it stands, read transposed
             self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
@@ -304,7 +315,20 @@ class _Builder:
             self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
             share = self._node("Div", [out, "logits.cap"], "logits.share")
             bent = self._node("Tanh", [share], "logits.bent")
-            self._node("Mul", [bent, "logits.cap"], "logits")
+            self._node("Mul", [bent, "logits.cap"], whole)
+        if len(self._kept):
+            self._spread(whole)
+
+    def _spread(self, kept: str) -> None:
+        """From the kept ids' logits to those of the whole vocabulary: each id reads its own, the
+        others a column of minus infinity behind them."""
+        column = np.full(self._shape.vocabulary_size, len(self._kept), dtype=np.int64)
+        column[self._kept] = np.arange(len(self._kept))
+        self._constant("logits.column", column)
+        self._constant("logits.ends", np.array([0, 0, 0, 1], dtype=np.int64))
+        self._constant("logits.none", np.array(-np.inf, dtype=np.float32))
+        padded = self._node("Pad", [kept, "logits.ends", "logits.none"], "logits.padded")
+        self._node("Gather", [padded, "logits.column"], "logits", axis=1)
 
     # --- matrices ---------------------------------------------------------------------------
 
@@ -371,27 +395,3 @@ class _Builder:
         node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
         self._nodes.append(node)
         return outputs[0]
-
-
-def _signature(
-    shape: DecoderShape,
-) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-    def cache(kind: str) -> Iterator[onnx.ValueInfoProto]:
-        dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
-        for layer in range(shape.layers):
-            for part in ("key", "value"):
-                name = f"{kind}.{layer}.{part}"
-                yield helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
-
-    inputs = [
-        helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "length"]),
-        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
-        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
-        *cache("past"),
-    ]
-    logits = [1, shape.vocabulary_size]
-    outputs = [
-        helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits),
-        *cache("present"),
-    ]
-    return inputs, outputs

@@ -39,6 +39,8 @@ class DraftManifest:
     token_count: int = 0
     """Ids below it have a text; those from it on pad the vocabulary and are never proposed. 0: not
     known, so all may be."""
+    kept_count: int = 0
+    """Ids that have a row in the head, so that they can be proposed; 0: all."""
     kv_type: str = KvType.FLOAT32.value
     """Of a cached key or value."""
 
@@ -84,6 +86,8 @@ def read_manifest(folder: Path) -> DraftManifest:
     _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
     if manifest.token_count:
         _check(path, "token_count", manifest.token_count, model.vocabulary_size)
+    if manifest.kept_count:
+        _check(path, "kept_count", manifest.kept_count, model.vocabulary_size)
     known = [kv_type.value for kv_type in KvType]
     if manifest.kv_type not in known:
         raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {known}")

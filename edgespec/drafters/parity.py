@@ -8,6 +8,7 @@ left is rounding of activations. An answer of no names the largest difference an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.checkpoint import Checkpoint, DecoderShape, read_shape
+from edgespec.drafters.export import first_layers, kept_ids
 from edgespec.drafters.family_weights import FamilyWeights
 from edgespec.drafters.head_padding import padded_head_dim, unpad_inputs, unpad_outputs
 from edgespec.drafters.manifest import MODEL_FILE, DraftManifest, DraftModelError
@@ -37,23 +39,29 @@ LARGEST_DIFFERENCE = {4: 0.2, 8: 0.2, 32: 0.005}
 quantised products are rounded to 8 bits."""
 LARGEST_CACHE_DIFFERENCE = {"float32": 0.0, "float16": 0.02, "int8": 0.2}
 """Likewise, of rounding keys and values. The bundled target gave 0.0004 and 0.014."""
-# (tokens kept, tokens then fed up to), one after the other.
-_WAYS = {
+WAYS = {
     "in one pass": ((0, CHECKED_TOKENS),),
     "in chunks": ((0, 17), (17, 18), (18, 41), (41, CHECKED_TOKENS)),
     "after rollbacks": ((0, 33), (29, 30), (12, 44), (12, 13), (13, CHECKED_TOKENS)),
 }
+"""(tokens kept, tokens then fed up to), one after the other."""
 
 
-def check_parity(source: Path, target: Path, manifest: DraftManifest) -> float:
-    """The largest relative difference found. Raises ``DraftModelError`` naming the file, the
-    difference and its place when it is too large; ``CheckpointError`` as ``export_draft`` does."""
+def check_parity(
+    source: Path, target: Path, manifest: DraftManifest, kept: Sequence[int] = ()
+) -> float:
+    """The largest relative difference found. ``kept`` is what ``export_draft`` was given. Raises
+    ``DraftModelError`` naming the file, the difference and its place when it is too large;
+    ``CheckpointError`` as ``export_draft`` does."""
     import onnx
 
-    shape = read_shape(source)
+    shape = first_layers(read_shape(source), manifest.layers)
+    known = np.array(kept_ids(kept, manifest.model) or range(manifest.model.vocabulary_size))
+    dropped = np.setdiff1d(np.arange(manifest.model.vocabulary_size), known)
+    known = known[known < manifest.proposable]  # the drafter hides the padding
     model = onnx.load(target / MODEL_FILE)
     weights = _StoredWeights(
-        target / MODEL_FILE, model, FamilyWeights(Checkpoint(source), shape), shape
+        target / MODEL_FILE, model, FamilyWeights(Checkpoint(source), shape), shape, dropped
     )
     length = min(CHECKED_TOKENS, manifest.model.context_length)
     tokens = np.random.default_rng(0).integers(0, manifest.proposable, length).tolist()
@@ -67,22 +75,25 @@ def check_parity(source: Path, target: Path, manifest: DraftManifest) -> float:
         LARGEST_CACHE_DIFFERENCE[manifest.kv_type],
     )
     try:
-        for way, steps in _WAYS.items():
+        for way, steps in WAYS.items():
             drafter.begin(1, SamplingParams())
             for keep, end in steps:
                 if end > length:
                     break
                 drafter.step(keep, tokens[keep:end], 1)
-                known = slice(0, manifest.proposable)  # the drafter hides the padding
                 got, wanted = drafter.logits[known], expected[end - 1, known]
-                difference = _relative(got, wanted)
+                difference = relative(got, wanted)
                 if not difference <= bound:
-                    token = int(np.argmax(np.abs(got - wanted)))
+                    at = int(np.argmax(np.abs(got - wanted)))
                     raise DraftModelError(
                         f"{target / MODEL_FILE}: decoded {way}, the logits behind token {end} of"
                         f" {length} differ from those of {source} by {difference:.3g} standard"
-                        f" deviations, at most {bound} is rounding; most at token id {token}:"
-                        f" {got[token]:.4g} instead of {wanted[token]:.4g}"
+                        f" deviations, at most {bound} is rounding; most at token id {known[at]}:"
+                        f" {got[at]:.4g} instead of {wanted[at]:.4g}"
+                    )
+                if not np.isneginf(drafter.logits[dropped]).all():
+                    raise DraftModelError(
+                        f"{target / MODEL_FILE}: has logits for ids that were not to be kept"
                     )
                 largest = max(largest, difference)
     finally:
@@ -95,9 +106,15 @@ class _StoredWeights:
     from the checkpoint."""
 
     def __init__(
-        self, path: Path, model: onnx.ModelProto, checkpoint: FamilyWeights, shape: DecoderShape
+        self,
+        path: Path,
+        model: onnx.ModelProto,
+        checkpoint: FamilyWeights,
+        shape: DecoderShape,
+        dropped: NDArray[np.int64],
     ) -> None:
         self._path, self._checkpoint, self._shape = path, checkpoint, shape
+        self._dropped = dropped
         self._stored = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def __contains__(self, name: str) -> bool:
@@ -108,6 +125,11 @@ class _StoredWeights:
         if len(shape) == 1:
             return original
         stored, bits = self._matrix(name.removesuffix(".weight"), shape)
+        if name == "lm_head.weight" and len(self._dropped):  # rows that nobody reads
+            original[self._dropped] = 0.0
+            whole = np.zeros_like(original)
+            whole[np.delete(np.arange(len(whole)), self._dropped)] = stored
+            stored = whole
         if stored.shape != original.shape:
             raise DraftModelError(
                 f"{self._path}: matrix {name} has shape {stored.shape}, not {original.shape}"
@@ -156,5 +178,6 @@ class _StoredWeights:
         return (weight if name == "model.embed_tokens" else weight.T), 32
 
 
-def _relative(got: Array, wanted: Array) -> float:
+def relative(got: Array, wanted: Array) -> float:
+    """Root mean square of the difference over the standard deviation of ``wanted``."""
     return float(np.sqrt(np.mean((got - wanted) ** 2))) / max(float(wanted.std()), 1e-12)

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from edgespec.core.device.draft_ladder import Rung
 from edgespec.telemetry.agent_status import AgentStatus, VerifierState
 from edgespec.telemetry.metric_table import Kind, Metric
 
@@ -45,6 +46,9 @@ AGENT_METRICS: Final = (
     _metric(_C, "passes_total", "The verifier's passes for these texts, as far as it told"),
     _metric(_C, "reconnects_total", "Streams that were lost and tried again"),
     _metric(_G, "drafting_worth", "1: drafts pay for their rows now; 0: they rest"),
+    _metric(
+        _G, "drafting_rung", "0: all is drafted, 1: narrow, 2: thrifty, 3: none; with a ladder"
+    ),
     _metric(_G, "row_price", "The least chance that pays, by the verifier; 0: any does"),
     _metric(_G, "verifier_up", "1: the verifier serves or is ready", "verifier"),
     _metric(_G, "rtt_seconds", "Round trip to the verifier", "verifier"),
@@ -101,12 +105,18 @@ def agent_values(status: AgentStatus) -> dict[str, Value]:
         "passes_total": totals.passes,
         "reconnects_total": totals.reconnects,
         "drafting_worth": None if status.drafting.worth is None else float(status.drafting.worth),
+        "drafting_rung": _rung(status.drafting.rung),
         "row_price": status.drafting.least_chance,
         "memory_resident_bytes": memory.resident_bytes,
         "memory_budget_bytes": memory.budget_bytes,
         "battery_perc": None if status.battery is None else status.battery.percent / 100.0,
     }
     return {PREFIX + name: value for name, value in {**short, **_verifiers(status)}.items()}
+
+
+def _rung(name: str) -> float | None:
+    """Its number on the ladder, 0 the highest; None where there is no ladder."""
+    return float(Rung[name.upper()]) if name else None
 
 
 def _verifiers(status: AgentStatus) -> dict[str, Value]:

@@ -24,7 +24,7 @@ from edgespec.transport import front_frames as frames
 from edgespec.transport.front_call import FrontCall
 from edgespec.transport.front_frames import FrameError, FramePipe
 from edgespec.transport.front_orders import Orders, encode_identity
-from edgespec.transport.grpc_listener import ServeCall
+from edgespec.transport.grpc_listener import STREAMED, Methods
 from edgespec.transport.tls import ServerIdentity
 
 _LOG = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ _NOT_SERVED: Final = grpc.StatusCode.INTERNAL
 class FrontChild:
     """One front process, from its start to its end. Raises ``OSError`` when it cannot be started.
 
-    ``speculate`` and ``info`` run the calls that it takes.
+    ``methods`` run the calls that it takes.
     """
 
-    def __init__(self, orders: Orders, speculate: ServeCall, info: ServeCall) -> None:
-        self._orders, self._speculate, self._info = orders, speculate, info
+    def __init__(self, orders: Orders, methods: Methods) -> None:
+        self._orders, self._methods = orders, methods
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, tuple[FrontCall, asyncio.Task[None]]] = {}
         self._unanswered = 0
@@ -144,10 +144,10 @@ class FrontChild:
     def _on_open(self, number: int, body: bytes) -> None:
         if number in self._calls:
             raise FrameError(f"call {number} was opened twice")
-        unary, peer, metadata = json.loads(body)
+        method, peer, metadata = json.loads(body)
         shown = [(str(name), str(value)) for name, value in metadata]
         call = FrontCall(number, str(peer), shown, self._pipe)
-        task = self._loop.create_task(self._run(number, call, unary=bool(unary)))
+        task = self._loop.create_task(self._run(number, call, str(method)))
         self._calls[number] = call, task
 
     def _on_gone(self, number: int, body: bytes) -> None:
@@ -195,13 +195,14 @@ class FrontChild:
 
     # --- calls -----------------------------------------------------------------------------
 
-    async def _run(self, number: int, call: FrontCall, *, unary: bool) -> None:
+    async def _run(self, number: int, call: FrontCall, method: str) -> None:
         """One call, to its end; whatever goes wrong ends this one only."""
         try:
-            if unary:
-                call.reply(await self._info(b"", call))
+            if method == STREAMED:
+                await self._methods[method](None, call)
             else:
-                await self._speculate(None, call)
+                request = await call.read()
+                call.reply(await self._methods[method](request, call))
             call.end()
         except AbortError:
             pass

@@ -30,7 +30,7 @@ PING: Final = 5
 GREET: Final = 6
 """Send the call's initial metadata."""
 WRITE: Final = 7
-"""A message for the device; of ``Info``, the reply."""
+"""A message for the device; of a call with one reply, that."""
 READ: Final = 8
 """Numbers of calls, of each of which a message was read: one more may come."""
 END: Final = 9
@@ -43,9 +43,9 @@ SAID: Final = 12
 """A line for the log; the frame's number is its level."""
 PONG: Final = 13
 OPEN: Final = 14
-"""A call has come: JSON of whether it is ``Info``, its peer and its metadata."""
+"""A call has come: JSON of its method, its peer and its metadata."""
 MESSAGE: Final = 15
-"""A message of the device."""
+"""A message of the device; of a call with one reply, its request."""
 HALF_CLOSED: Final = 16
 """The device sends no more."""
 WROTE: Final = 17

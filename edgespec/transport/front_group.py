@@ -27,7 +27,7 @@ from edgespec.transport.call_line import CallLine
 from edgespec.transport.front_child import FrontChild
 from edgespec.transport.front_frames import PING_EVERY_S
 from edgespec.transport.front_orders import Orders
-from edgespec.transport.grpc_listener import ServeCall
+from edgespec.transport.grpc_listener import Methods
 from edgespec.transport.grpc_options import Keepalive
 from edgespec.transport.tls import ServerIdentity
 from edgespec.transport.wire_limits import WireLimits
@@ -88,10 +88,10 @@ class FrontProcesses:
         """The ids of those that listen."""
         return tuple(sorted(front.process.pid for front in self._fronts))
 
-    async def start(self, speculate: ServeCall, info: ServeCall, _line: CallLine) -> int:
+    async def start(self, methods: Methods, _line: CallLine) -> int:
         """Start all processes and wait until they listen; the port. Raises ``OSError``."""
         self._loop = asyncio.get_running_loop()
-        self._speculate, self._info = speculate, info
+        self._methods = methods
         self._held = _hold(self._host, self._port)
         port: int = self._held.getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -143,7 +143,7 @@ class FrontProcesses:
 
     async def _listening(self) -> FrontChild:
         """A process that listens. Raises ``OSError``; then there is none."""
-        front = FrontChild(self._orders, self._speculate, self._info)
+        front = FrontChild(self._orders, self._methods)
         try:
             await front.talk()
             async with asyncio.timeout(_STARTS_WITHIN_S):

@@ -37,7 +37,7 @@ from edgespec.transport.call_end import GONE
 from edgespec.transport.call_line import CallLine
 from edgespec.transport.front_frames import FrameError, FramePipe
 from edgespec.transport.front_orders import Orders, decode_identity
-from edgespec.transport.grpc_listener import GrpcListener
+from edgespec.transport.grpc_listener import ANSWERED, STREAMED, GrpcListener, ServeCall
 from edgespec.transport.grpc_options import server_options
 from edgespec.transport.tls import ServerTls
 from edgespec.transport.wire_limits import WireLimits
@@ -51,10 +51,13 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class _Call:
-    """One call of a device, from this side of the pipe."""
+    """One call of a device, from this side of the pipe; ``request`` None: it streams both ways."""
 
-    def __init__(self, number: int, context: Any, pipe: FramePipe, *, unary: bool) -> None:
-        self._number, self._context, self._unary = number, context, unary
+    def __init__(
+        self, number: int, context: Any, pipe: FramePipe, method: str, request: bytes | None
+    ) -> None:
+        self._number, self._context = number, context
+        self._method, self._request = method, request
         self._send = partial(pipe.send, number=number)
         self._wrote = partial(pipe.note, number)
         self._loop = asyncio.get_running_loop()
@@ -71,7 +74,9 @@ class _Call:
         """Until the verifier ends the call; the reply of a unary one. Raises what ``abort`` does,
         and ``CancelledError`` when the device is gone."""
         self._open()
-        if not self._unary:
+        if self._request is not None:
+            self._send(frames.MESSAGE, body=self._request)
+        else:
             self._tasks = [
                 self._loop.create_task(self._read_on()),
                 self._loop.create_task(self._write_on()),
@@ -98,12 +103,12 @@ class _Call:
             for name, value in self._context.invocation_metadata() or ()
             if name in _HEADERS and isinstance(value, str)
         ]
-        self._send(frames.OPEN, body=json.dumps([self._unary, peer, shown]).encode())
+        self._send(frames.OPEN, body=json.dumps([self._method, peer, shown]).encode())
 
     # --- what the verifier says ------------------------------------------------------------
 
     def write(self, payload: bytes | None) -> None:
-        if self._unary:
+        if self._request is not None:
             self._reply = payload or b""
             return
         self._orders.append(payload)
@@ -184,20 +189,20 @@ class Front:
         logging.root.addHandler(_ToVerifier(loop, self._pipe))
         await self._over.wait()
 
-    async def _take(self, context: Any, *, unary: bool) -> bytes:
+    async def _take(self, context: Any, method: str, request: bytes | None = None) -> bytes:
         self._count += 1
         number = self._count
-        call = self._calls[number] = _Call(number, context, self._pipe, unary=unary)
+        call = self._calls[number] = _Call(number, context, self._pipe, method, request)
         try:
             return await call.run()
         finally:
             del self._calls[number]
 
     async def _speculate(self, _requests: Any, context: Any) -> None:
-        await self._take(context, unary=False)
+        await self._take(context, STREAMED)
 
-    async def _info(self, _request: bytes, context: Any) -> bytes:
-        return await self._take(context, unary=True)
+    async def _answer(self, method: str, request: bytes, context: Any) -> bytes:
+        return await self._take(context, method, request)
 
     def _hear(self, kind: int, number: int, body: bytes) -> None:
         if number and kind != frames.STOP:
@@ -246,7 +251,8 @@ class Front:
         )
         line = CallLine(orders.side_calls, asyncio.get_running_loop().time)
         try:
-            await self._listener.start(self._speculate, self._info, line)
+            methods: dict[str, ServeCall] = {name: partial(self._answer, name) for name in ANSWERED}
+            await self._listener.start({**methods, STREAMED: self._speculate}, line)
         except Exception as error:
             self._pipe.send(frames.REFUSED, body=str(error).encode(errors="replace"))
             return

@@ -128,6 +128,20 @@ class GrpcTransport:
         except ProtocolViolation as violation:
             raise LinkError(f"verifier at {self._address}: {violation}", retryable=False) from None
 
+    async def ask_tokenizer(self, request: bytes) -> bytes:
+        """One call of ``Tokenizer``, as ``tokenizer_codec`` writes it. Raises ``LinkError``."""
+        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Tokenizer", None, None)
+        try:
+            reply = await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
+            return bytes(reply)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._timed_out("tokenizer") from None
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                text = f"the verifier at {self._address} is of a version that sends no tokenizer"
+                raise LinkError(text, retryable=False) from None
+            raise self._refused(error) from None
+
     async def close(self) -> None:
         """End all streams, with a moment for what was sent before to arrive."""
         self._closed = True

@@ -8,9 +8,9 @@ reflection (health per service, NOT_SERVING while draining).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -24,12 +24,17 @@ LAST_WORDS_S = 0.5
 
 ServeCall = Callable[[Any, Any], Awaitable[Any]]
 """Takes gRPC's request (or requests) and context, and runs the call to its end."""
+STREAMED: Final = "Speculate"
+ANSWERED: Final = ("Info", "Tokenizer")
+"""The service's methods: the one that streams both ways, and those of one request and one reply."""
+Methods = Mapping[str, ServeCall]
+"""What runs the calls, for each of these names."""
 
 
 class Listener(Protocol):
     """Where calls come from."""
 
-    async def start(self, speculate: ServeCall, info: ServeCall, line: CallLine) -> int:
+    async def start(self, methods: Methods, line: CallLine) -> int:
         """Listen and report SERVING; the port. ``line`` is where calls of side services wait.
         Raises ``OSError`` naming an address that cannot be had."""
 
@@ -54,7 +59,7 @@ class GrpcListener:
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
 
-    async def start(self, speculate: ServeCall, info: ServeCall, line: CallLine) -> int:
+    async def start(self, methods: Methods, line: CallLine) -> int:
         """As ``Listener`` says; 0 for a unix socket."""
         from grpc_health.v1 import health, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
@@ -62,9 +67,9 @@ class GrpcListener:
         server = grpc.aio.server(options=self._options, interceptors=(SideServices(SERVICE, line),))
         # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
         handlers: Any = {
-            "Speculate": grpc.stream_stream_rpc_method_handler(speculate),
-            "Info": grpc.unary_unary_rpc_method_handler(info),
+            name: grpc.unary_unary_rpc_method_handler(methods[name]) for name in ANSWERED
         }
+        handlers[STREAMED] = grpc.stream_stream_rpc_method_handler(methods[STREAMED])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_aio: Any = health.aio
         self._health = health_aio.HealthServicer()

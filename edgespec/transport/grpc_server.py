@@ -37,6 +37,7 @@ from edgespec.transport.info_answers import InfoAnswers
 from edgespec.transport.peer_address import peer_address
 from edgespec.transport.refusals import Refusals
 from edgespec.transport.stream_slots import StreamSlots
+from edgespec.transport.tokenizer_answers import TOKENIZER_LIMITS, LoadTexts, TokenizerAnswers
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class GrpcServer:
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
     how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
-    generation began, ``waits`` how long and why one is not read.
+    generation began, ``waits`` how long and why one is not read. ``texts`` reads the tokenizer for
+    devices that ask for it; None: there is none to send.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class GrpcServer:
         refused: Callable[[FaultCode], None] | None = None,
         waits: Callable[[Wait, float], None] | None = None,
         listener: Listener | None = None,
+        texts: LoadTexts | None = None,
     ) -> None:
         self._serve = serve
         self._info = info
@@ -106,7 +109,7 @@ class GrpcServer:
         self._door = Door(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
-        self._stalled_s = stalled_s
+        self._stalled_s, self._texts = stalled_s, texts
         self._refused = refused or (lambda code: None)
         self._waits = waits or (lambda reason, wait_s: None)
         self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
@@ -134,7 +137,14 @@ class GrpcServer:
         self._opens = CallBudget(self._open_limits, clock())
         questions = CallLine(self._info_limits, clock)
         self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
-        self._port = await self._listener.start(self._speculate, self._infos.answer, questions)
+        line = CallLine(TOKENIZER_LIMITS, clock)
+        self._tokenizers = TokenizerAnswers(self._texts, line, self._door)
+        methods = {
+            "Speculate": self._speculate,
+            "Info": self._infos.answer,
+            "Tokenizer": self._tokenizers.answer,
+        }
+        self._port = await self._listener.start(methods, questions)
         self._listening = True
 
     @property
@@ -173,6 +183,7 @@ class GrpcServer:
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
         await self._listener.stop(LAST_WORDS_S)
+        await self._tokenizers.close()
         left = tuple(self._streams.values())
         for task in left:
             task.cancel()

@@ -20,6 +20,7 @@ from edgespec.core.network.link_model import LinkSettings
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, ModelInfo, TargetModel
+from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.actors.one_session import Played, Setting, play
 from edgespec_sim.planning.bounds import (
     ONE_PASS_A_TOKEN,
@@ -116,13 +117,19 @@ RTTS_S, STEPS_S = (0.0, 0.030, 0.200), (0.004, 0.040)
 
 @cache
 def played(way: str, text: str, rtt_s: float, step_s: float) -> Played:
+    return played_on(WAYS[way], text, rtt_s, step_s)
+
+
+def played_on(
+    way: Way, text: str, rtt_s: float, step_s: float, machine: DeviceMachine | None = None
+) -> Played:
     dice = random.Random(text)
     tokens = [dice.randrange(900) for _ in range(TOKENS)]
     source = OneText(Script(tokens, ranks_of(text)))
     one = LinkSettings(one_way_s=rtt_s / 2)
     setting = Setting(one, one, math.inf, step_s, PASS_S)
     request = source.request(0, 16, TOKENS)
-    return play(source, request, WAYS[way].policy, WAYS[way].run_ahead, setting)
+    return play(source, request, way.policy, way.run_ahead, setting, machine)
 
 
 def ratios(

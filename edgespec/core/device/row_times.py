@@ -22,6 +22,23 @@ class RowTimes:
         self.one_s = MovingAverage()
         self._slope, self._count = SlopeEstimator(), 0
 
+    @classmethod
+    def known(cls, one_s: float, row_s: float) -> RowTimes:
+        """What was learned before on the same machine with the same model: no step has to be spent
+        on learning it again, and what is measured from now on takes its place."""
+        times = cls()
+        times.row_s = row_s
+        times.one_s.add(one_s)
+        times._count = _LOOK_STEPS
+        return times
+
+    @property
+    def learned(self) -> tuple[float, float] | None:
+        """(one_s, row_s) to begin with next time; None while they are not known."""
+        if self.row_s is None or not self.one_s.count:
+            return None
+        return self.one_s.get(0.0), self.row_s
+
     def add(self, rows: int, seconds: float) -> None:
         self._count += 1
         self._slope.add(rows, seconds)

@@ -13,6 +13,7 @@ from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
@@ -62,8 +63,10 @@ def play(
     policy: DraftPolicy | None,
     run_ahead: RunAhead,
     setting: Setting,
+    machine: DeviceMachine | None = None,
 ) -> Played:
-    """Generate ``request``; ``policy`` None only streams. Raises ``RuntimeError`` when the session
+    """Generate ``request``; ``policy`` None only streams. ``machine`` walks the ladder that
+    ``policy`` stands on. Raises ``RuntimeError`` when the session
     fails, which no link of ``setting`` can make it do."""
     queue = EventQueue()
     target, drafter = source.target(), source.drafter()
@@ -91,6 +94,8 @@ def play(
         return stream, setting.rtt_s
 
     device = SimulatedDevice(queue, session, drafter, lambda kept, fed: setting.step_s, connect)
+    if machine is not None:
+        machine.watch(queue, lambda: device.drafting_s, lambda: device.delivery.ended is not None)
     device.start()
     queue.run(until_s=_LONGEST_S)
     ended, counters = device.delivery.ended, session.counters

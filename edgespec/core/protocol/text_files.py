@@ -1,0 +1,121 @@
+"""The texts of a tokenizer as a verifier lends them: which files, how large, packed and unpacked.
+
+A device takes nothing on trust: names are those of a fixed list, sizes are bounded before anything
+is fetched or unpacked, and what comes has to have the length and the SHA-256 that were announced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+TOKENIZER_JSON: Final = "tokenizer.json"
+TEXT_FILES: Final = (
+    TOKENIZER_JSON,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+"""What prompts, texts and chats need of a model's folder; only the first has to be there."""
+MAX_TEXT_BYTES: Final = 64 << 20
+"""Of all files together; the largest public tokenizers have about 35 MB."""
+PART_BYTES: Final = 1 << 17
+SHA256_BYTES: Final = 32
+# What zlib may add to a text that it cannot make smaller.
+_PACKING_BYTES = 1 << 16
+_LEVEL = 6
+
+
+class TextFileError(ValueError):
+    """A tokenizer's text is not what was announced, or over a bound; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """What is announced of one file."""
+
+    name: str
+    size: int
+    """In bytes."""
+    sha256: bytes
+    packed_size: int
+    """In bytes, as it travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A file, ready to be sent."""
+
+    entry: TextFile
+    packed: bytes
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> Self:
+        packed = zlib.compress(content, _LEVEL)
+        digest = hashlib.sha256(content).digest()
+        return cls(TextFile(name, len(content), digest, len(packed)), packed)
+
+    def part(self, offset: int) -> bytes:
+        """At most ``PART_BYTES`` from ``offset`` on. Raises ``TextFileError`` beyond the end."""
+        if not 0 <= offset < len(self.packed):
+            raise TextFileError(
+                f"offset is {offset}, but {self.entry.name} has {len(self.packed)} packed bytes"
+            )
+        return self.packed[offset : offset + PART_BYTES]
+
+
+def check_entries(entries: Sequence[TextFile]) -> None:
+    """Raises ``TextFileError`` for a list that no device should fetch."""
+    names = [entry.name for entry in entries]
+    for name in names:
+        if name not in TEXT_FILES:
+            raise TextFileError(f"file {name!r} is none of {', '.join(TEXT_FILES)}")
+    if len(set(names)) < len(names) or TOKENIZER_JSON not in names:
+        wrong = f"the files are {names}, but must be distinct, {TOKENIZER_JSON} among them"
+        raise TextFileError(wrong)
+    for entry in entries:
+        if len(entry.sha256) != SHA256_BYTES:
+            raise TextFileError(
+                f"the SHA-256 of {entry.name} has {len(entry.sha256)} bytes, but must have"
+                f" {SHA256_BYTES}"
+            )
+        if not 1 <= entry.packed_size <= entry.size + _PACKING_BYTES:
+            raise TextFileError(
+                f"{entry.name} of {entry.size} bytes has {entry.packed_size} packed ones, but must"
+                f" have 1 to {entry.size + _PACKING_BYTES}"
+            )
+    if (total := sum(entry.size for entry in entries)) > MAX_TEXT_BYTES:
+        raise TextFileError(f"the files have {total} bytes, but at most {MAX_TEXT_BYTES} are taken")
+
+
+def unpacked(entry: TextFile, packed: bytes) -> bytes:
+    """The file itself; no more than was announced is ever unpacked. Raises ``TextFileError``."""
+    unpacker = zlib.decompressobj()
+    try:
+        content = unpacker.decompress(packed, max(1, entry.size))
+    except zlib.error as error:
+        raise TextFileError(f"{entry.name}: cannot be unpacked: {error}") from error
+    if len(content) != entry.size or not unpacker.eof or unpacker.unused_data:
+        raise TextFileError(f"{entry.name} is not the {entry.size} bytes that were announced")
+    if hashlib.sha256(content).digest() != entry.sha256:
+        raise TextFileError(f"{entry.name} does not have the SHA-256 that was announced")
+    return content
+
+
+def cache_key(entries: Sequence[TextFile]) -> str:
+    """32 hex digits (128 bits of SHA-256), equal for two lists exactly when all files are equal."""
+    digest = hashlib.sha256()
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        digest.update(f"{entry.name} {entry.size} {entry.sha256.hex()}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def are_as_announced(entries: Sequence[TextFile], contents: Mapping[str, bytes]) -> bool:
+    """Whether these are the files of ``entries``, whole and unchanged."""
+    return all(
+        entry.name in contents and hashlib.sha256(contents[entry.name]).digest() == entry.sha256
+        for entry in entries
+    )

@@ -1,0 +1,1 @@
+"""Exporters of others, each in a process and a Python environment of its own."""

@@ -1,0 +1,55 @@
+"""A device's battery, heat and other programs in virtual time, and the product's ladder on them.
+
+The ladder (``core.device.draft_ladder``) is the one that a real device walks; here its readings are
+a function of the time and of how long the drafter has been at work, so that drafting may empty the
+battery that it is to spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from edgespec.core.device.draft_ladder import DraftLadder, MachineReading, Rung
+from edgespec_sim.event_queue import EventQueue
+
+LOOK_EVERY_S = 2.0
+"""As often as a real device looks."""
+
+ReadAt = Callable[[float, float], MachineReading]
+"""What the machine says at a time, after so many seconds of drafting."""
+
+
+@dataclass(slots=True)
+class DeviceMachine:
+    """``ladder`` is that of the device's ``LadderPolicy``; ``rungs`` has (time, rung), one for each
+    change."""
+
+    ladder: DraftLadder
+    read: ReadAt
+    rungs: list[tuple[float, Rung]] = field(default_factory=list)
+
+    def watch(
+        self, queue: EventQueue, drafting_s: Callable[[], float], ended: Callable[[], bool]
+    ) -> None:
+        """Look now and then from now on, until ``ended``."""
+
+        def look() -> None:
+            rung = self.ladder.observe(self.read(queue.now, drafting_s()), queue.now)
+            if rung is not None:
+                self.rungs.append((queue.now, rung))
+            if not ended():
+                queue.after(LOOK_EVERY_S, look)
+
+        look()
+
+
+def battery(charge: float, per_drafting_s: float, per_s: float = 0.0) -> ReadAt:
+    """A battery with ``charge`` (0 to 1) at first; a second of drafting takes ``per_drafting_s`` of
+    it, a second of anything ``per_s``. Charge 0.32 less 0.001 * 40 s of drafting is 0.28."""
+
+    def read(now: float, drafting_s: float) -> MachineReading:
+        left = charge - per_drafting_s * drafting_s - per_s * now
+        return MachineReading(battery=max(0.0, left))
+
+    return read

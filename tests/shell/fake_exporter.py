@@ -1,0 +1,48 @@
+"""An interpreter that stands for an exporter's environment, for tests: it answers the calls that
+``edgespec export --exporter optimum`` makes, without torch.
+
+    fake_exporter.py MODE GRAPH LOGITS -- what an interpreter is given
+
+MODE: ``good``; ``wrong``: another model's graph; ``fails``: dies with words; ``hangs``: starts a
+child of its own, writes both process ids and waits; ``bare``: lacks a module; ``empty``: writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main(mode: str, graph: str, logits: str, given: list[str]) -> int:
+    if given[0] == "-c":
+        print(f"missing: {given[2] if mode == 'bare' else ''}")
+        return 0
+    if given[0].endswith("reference_logits.py"):
+        shutil.copyfile(logits, given[2])
+        return 0
+    assert given[:2] == ["-m", "optimum.exporters.onnx"], given
+    print("loading the model\rtracing\x1b[31m it", flush=True)
+    if mode == "fails":
+        print("ValueError: this family is unknown here", file=sys.stderr)
+        return 3
+    if mode == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pids = Path(graph).with_name("pids")
+        pids.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+        pids.with_suffix(".new").rename(pids)
+        time.sleep(600)
+    if mode != "empty":
+        shutil.copyfile(graph, Path(given[-1]) / "model.onnx")
+        Path(given[-1], "tokenizer.json").write_text("{}")  # as the exporter's library has it
+    return 0
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--")
+    mode, graph, logits = sys.argv[1:at]
+    sys.exit(main(mode, graph, logits, sys.argv[at + 1 :]))

@@ -1,0 +1,271 @@
+"""A device without a tokenizer takes the verifier's, and nothing that was not announced.
+
+Oracle: the files in the model's folder, and the text that a device with that folder gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.borrowed_tokenizer import with_tokenizer
+from edgespec.cli.main import app
+from edgespec.compose import load_tokenizer
+from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.core.protocol.text_files import (
+    MAX_TEXT_BYTES,
+    PART_BYTES,
+    PackedFile,
+    TextFile,
+    TextFileError,
+    check_entries,
+    unpacked,
+)
+from edgespec.core.verifier.credential import Credential
+from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.ports import LinkError, ModelInfo
+from edgespec.setup_error import SetupError
+from edgespec.target_loading import packed_texts
+from edgespec.transport.grpc_client import GrpcTransport
+from edgespec.transport.tokenizer_codec import decode_request, encode_list, encode_part
+from edgespec.transport.tokenizer_fetch import TokenizerFetch
+from tests.shell.echo_verifier import echo, served
+from tests.shell.live_verifier import ready, serving, start
+from tests.shell.tiny_checkpoints import write_checkpoint, write_tokenizer
+
+NAMES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def address(model: Path) -> Iterator[str]:
+    with ready(start("verifier", "--model", str(model), "--port", "0")) as (where, _):
+        yield where
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "edgespec" / "tokenizers"
+
+
+def call(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=stdin)
+
+
+def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, cache: Path) -> None:
+    where = ("--verifier", address, "-n", "12")
+    with_folder = call(
+        "generate", "the quick", *where, "--draft", "none", "--tokenizer", str(model)
+    )
+    assert with_folder.exit_code == 0, with_folder.output
+    for draft in ("none", "lookup"):
+        result = call("generate", "the quick", *where, "--draft", draft)
+        assert (result.exit_code, result.stdout) == (0, with_folder.stdout)
+        assert ("fetching the tokenizer of tiny" in result.stderr) == (draft == "none")
+    (folder,) = cache.iterdir()
+    for name in NAMES:
+        assert (folder / name).read_bytes() == (model / name).read_bytes()
+    (folder / "tokenizer.json").write_text("{}")  # damaged on disk: it is fetched again
+    talk = call("chat", *where, "--draft", "none", stdin="hello\n/quit\n")
+    assert talk.exit_code == 0, talk.output
+    assert "fetching the tokenizer of tiny" in talk.stderr
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+async def test_a_verifier_that_lends_none_says_so(tmp_path: Path) -> None:
+    """The toy has no tokenizer file; a device that has its vocabulary all the same goes on."""
+    async with serving() as (address, verifier):
+        config = AgentConfig(verifier=address, draft=DraftSection("none"))
+        said: list[str] = []
+        info = verifier.info.model
+        assert (await with_tokenizer(config, info, said.append)).tokenizer == "toy"
+        strange = dataclasses.replace(info, vocabulary="strange")
+        with pytest.raises(SetupError, match=r"toy model has none(.|\n)*give --tokenizer a folder"):
+            await with_tokenizer(config, strange, said.append)
+        assert not said
+    # What is served is not what is lent.
+    model = write_checkpoint(tmp_path / "other")
+    async with serving(config=VerifierConfig(model="toy")) as (address, verifier):
+        config = AgentConfig(verifier=address, draft=DraftSection("none"), tokenizer=str(model))
+        assert await with_tokenizer(config, verifier.info.model, said.append) is config
+
+
+async def test_an_older_verifier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(echo) as (_, transport):
+        with pytest.raises(LinkError, match="has no tokenizer to send"):
+            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
+        monkeypatch.setattr("edgespec.transport.grpc_client.SERVICE", "edgespec.v1.Nobody")
+        with pytest.raises(LinkError, match="of a version that sends no tokenizer") as refused:
+            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
+        assert not refused.value.retryable
+
+
+async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
+    keys = {"right": Credential("right")}
+    async with served(echo, authenticate=keys.get, texts=partial(packed_texts, str(model))) as (
+        _,
+        transport,
+    ):
+        with pytest.raises(LinkError, match="asks for a key"):
+            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
+        known = GrpcTransport(transport.address, api_key="right")
+        try:
+            fetch = TokenizerFetch(known.ask_tokenizer, "here")
+            entries = await fetch.entries()
+            assert {entry.name for entry in entries} == set(NAMES)
+            for entry in entries:
+                assert await fetch.content(entry) == (model / entry.name).read_bytes()
+        finally:
+            await known.close()
+
+
+async def test_a_file_of_many_parts_comes_whole() -> None:
+    text = random.Random(0).randbytes(5 * PART_BYTES // 2)
+    texts = [PackedFile.of("tokenizer.json", text)]
+    async with served(echo, texts=lambda: texts) as (_, transport):
+        fetch = TokenizerFetch(transport.ask_tokenizer, "here")
+        (entry,) = await fetch.entries()
+        assert await asyncio.gather(*(fetch.content(entry) for _ in range(3))) == [text] * 3
+
+
+# --- what a device does not take ------------------------------------------------------------
+
+
+def entry(**changes: object) -> TextFile:
+    found = PackedFile.of("tokenizer.json", b"x" * 100).entry
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([entry(name="../../.bashrc")], "none of tokenizer.json"),
+        ([entry(), entry()], "must be distinct"),
+        ([entry(name="chat_template.jinja")], "tokenizer.json among them"),
+        ([entry(sha256=b"short")], "has 5 bytes, but must have 32"),
+        ([entry(packed_size=1 << 30)], "1073741824 packed ones"),
+        ([entry(packed_size=0)], "0 packed ones"),
+        ([entry(size=MAX_TEXT_BYTES + 1)], "at most 67108864 are taken"),
+    ],
+)
+def test_lists_over_a_bound_are_refused(entries: list[TextFile], message: str) -> None:
+    with pytest.raises(TextFileError, match=message):
+        check_entries(entries)
+
+
+def test_nothing_is_unpacked_beyond_what_was_announced() -> None:
+    bomb = zlib.compress(bytes(1 << 26))
+    sha256 = hashlib.sha256(bytes(1000)).digest()
+    for packed, message in (
+        (bomb, "not the 1000 bytes"),
+        (b"no zlib", "cannot be unpacked"),
+        (zlib.compress(bytes(999)), "not the 1000 bytes"),
+        (zlib.compress(bytes(1000)) + b"more", "not the 1000 bytes"),
+        (zlib.compress(b"y" * 1000), "SHA-256"),
+    ):
+        with pytest.raises(TextFileError, match=message):
+            unpacked(TextFile("tokenizer.json", 1000, sha256, len(packed)), packed)
+
+
+Lie = Callable[[bytes], bytes]
+
+
+def answering(files: list[PackedFile], lie: Lie = lambda part: part) -> TokenizerFetch:
+    """A verifier that sends these files, each part changed by ``lie``."""
+
+    async def ask(request: bytes) -> bytes:
+        name, offset = decode_request(request)
+        if not name:
+            return encode_list([file.entry for file in files])
+        (file,) = (file for file in files if file.entry.name == name)
+        return encode_part(lie(file.part(offset)))
+
+    return TokenizerFetch(ask, "there")
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda part: b"", "must be in"),
+        (lambda part: part + part, "longer than was announced"),
+        (lambda part: bytes(len(part)), "cannot be unpacked"),
+    ],
+)
+async def test_parts_that_do_not_fit_are_refused(lie: Lie, message: str) -> None:
+    fetch = answering([PackedFile.of("tokenizer.json", b"abc" * 1000)], lie)
+    (found,) = await fetch.entries()
+    with pytest.raises(LinkError, match=message) as refused:
+        await fetch.content(found)
+    assert not refused.value.retryable
+
+
+async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    tries = 0
+
+    async def ask(request: bytes) -> bytes:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise LinkError("away")
+        return encode_list([entry()])
+
+    assert await TokenizerFetch(ask, "there", pause).entries() == (entry(),)
+    tries = -100
+    with pytest.raises(LinkError, match="away"):
+        await TokenizerFetch(ask, "there", pause).entries()
+    assert len(pauses) == 2 + 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}", "model.vocab is missing"), ('{"model": {"vocab": {"a": 0}}}', "not a readable")],
+)
+async def test_an_unreadable_tokenizer_is_told_and_not_kept(
+    text: str, message: str, cache: Path
+) -> None:
+    texts = [PackedFile.of("tokenizer.json", text.encode())]
+    async with served(echo, texts=lambda: texts) as (_, transport):
+        config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
+        info = ModelInfo("strange", "strange", 10, 100)
+        with pytest.raises(SetupError, match=f"'strange' sent cannot be used: .*{message}"):
+            await with_tokenizer(config, info, lambda text: None)
+    assert not any(os.scandir(cache))
+
+
+async def test_another_vocabulary_than_what_is_served_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "lent")
+    texts = [PackedFile.of(name, (folder / name).read_bytes()) for name in NAMES]
+    async with served(echo, texts=lambda: texts) as (_, transport):
+        config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
+        info = ModelInfo("strange", "strange", 320, 100)
+        with pytest.raises(SetupError, match="but it serves strange"):
+            await with_tokenizer(config, info, lambda text: None)
+
+
+async def test_the_bundled_target_lends_its_own() -> None:
+    info = model_info(resolve_model("bundled", Role.TARGET))
+    async with served(echo, texts=partial(packed_texts, "bundled")) as (_, transport):
+        config = AgentConfig(verifier=transport.address, draft=DraftSection("lookup"))
+        config = await with_tokenizer(config, info, lambda text: None)
+    lent, own = load_tokenizer(config.tokenizer), load_tokenizer("bundled")
+    assert lent.encode("def f(x): ...") == own.encode("def f(x): ...")

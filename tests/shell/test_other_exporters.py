@@ -1,0 +1,199 @@
+"""Exporters of others in processes of their own. Oracles: our own exporter's draft of the same
+checkpoint; the reference model; the process table.
+
+The exporter is a stand-in (``fake_exporter.py``) that writes a graph with Optimum's signature. The
+real ones are tried where ``OPTIMUM_PYTHON``, ``GENAI_PYTHON`` or
+``TORCH_PYTHON`` name an interpreter that has them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.checkpoint import Checkpoint, read_shape
+from edgespec.drafters.export import export_draft
+from edgespec.drafters.foreign_drafter import ForeignDrafter
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.parity import CHECKED_TOKENS
+from edgespec.drafters.reference_model import reference_logits
+from edgespec.exporters.kinds import KINDS
+from edgespec.foreign_drafts import foreign_drafter
+from edgespec.models.draft_sources import find_draft
+from edgespec.models.folders import model_info, token_count
+from tests.shell.foreign_graphs import concatenating_graph
+from tests.shell.live_verifier import start
+from tests.shell.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
+from tests.sources import ROOT
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exporters") / "source"
+    return write_checkpoint(folder, tiny_config(), tiny_tensors(tiny_config(), 0))
+
+
+def interpreter(mode: str, source: Path, folder: Path) -> Path:
+    """An executable that passes for a Python with Optimum."""
+    graph, logits = folder / "graph.onnx", folder / "logits.npy"
+    onnx.save_model(concatenating_graph(seed=int(mode == "wrong")), graph)
+    tokens = np.random.default_rng(0).integers(0, token_count(source), CHECKED_TOKENS).tolist()
+    np.save(logits, reference_logits(read_shape(source), Checkpoint(source), tokens))
+    path = folder / "python"
+    program = ROOT / "tests" / "shell" / "fake_exporter.py"
+    words = " ".join(f"'{one}'" for one in (sys.executable, program, mode, graph, logits))
+    path.write_text(f'#!/bin/sh\nexec {words} -- "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def export(source: Path, out: Path, python: Path, *options: str, by: str = "optimum") -> Result:
+    given = ("--exporter", by, "--exporter-python", str(python), *options)
+    return CliRunner().invoke(app, ["export", str(source), str(out), *given])
+
+
+def continued(drafter: OnnxDrafter | ForeignDrafter, count: int = 24) -> list[int]:
+    """The draft's own greedy text, with a rollback at each step."""
+    text = [5, 6, 7]
+    drafter.begin(3, SamplingParams())
+    done = 0
+    while len(text) < count:
+        step = drafter.step(done, text[done:], 1)
+        drafter.step(len(text), [9], 1)  # a guess that was wrong
+        done = len(text)
+        text.append(step[0].token)
+    drafter.close()
+    return text
+
+
+def check_same_text(source: Path, out: Path, bits: int) -> None:
+    own = out.parent / f"own-{bits}"
+    export_draft(source, own, model_info(source), bits=bits)
+    foreign = foreign_drafter(find_draft(str(out)), lambda text: None)
+    assert continued(foreign) == continued(OnnxDrafter(own))
+
+
+def test_the_graph_of_another_exporter_drafts_the_same(source: Path, tmp_path: Path) -> None:
+    python, out = interpreter("good", source, tmp_path), tmp_path / "out"
+    result = export(source, out, python, "--bits", "32")
+    assert result.exit_code == 0, result.output
+    assert "checked against the checkpoint" in result.stderr
+    assert "2 layers by optimum, 32 bits" in result.stdout
+    check_same_text(source, out, 32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_its_matrices_are_rounded_as_ours(bits: int, source: Path, tmp_path: Path) -> None:
+    python, out = interpreter("good", source, tmp_path), tmp_path / "out"
+    result = export(source, out, python, "--bits", str(bits))
+    assert result.exit_code == 0, result.output
+    model = onnx.load(out / "model.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("MatMulNBits") == 2 * 7 + 1
+    assert kinds.count("GatherBlockQuantized") == 1
+    sizes = [max(tensor.dims, default=0) for tensor in model.graph.initializer if tensor.dims]
+    assert max(sizes) <= 320
+    assert not [
+        one
+        for one in model.graph.initializer
+        if one.data_type == 1 and 320 in one.dims and 64 in one.dims
+    ]  # no table of floats is left
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("wrong", r"decoded in one pass, the graph's logits behind token 48 of 48 differ"),
+        (
+            "fails",
+            "exporter optimum failed (exit code 3):\n  loading the model\n  tracing[31m it\n"
+            "  ValueError: this family is unknown here",
+        ),
+        ("bare", "has no optimum.exporters.onnx\n  run: "),
+        ("empty", "wrote no single decoder graph, but: config.json"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_leaves_nothing(
+    mode: str, message: str, source: Path, tmp_path: Path
+) -> None:
+    python, out = interpreter(mode, source, tmp_path), tmp_path / "out"
+    result = export(source, out, python, "--bits", "32")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+    assert not out.exists()
+    assert not list(tmp_path.glob(".export-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "by", "message"),
+    [
+        ((), "nobody", "--exporter is 'nobody', but must be one of: edgespec, optimum"),
+        (("--layers", "1"), "optimum", "--layers, --keep-vocabulary and --kv-type are of"),
+        ((), "edgespec", "--exporter-python goes with --exporter optimum|genai|torch"),
+        (("--bits", "8"), "genai", "bits is 8, but genai writes one of (4, 32)"),
+        ((), "torch", "nowhere/python: No such file"),
+    ],
+)
+def test_wrong_usage_is_told(
+    options: tuple[str, ...], by: str, message: str, source: Path, tmp_path: Path
+) -> None:
+    result = export(source, tmp_path / "out", Path("nowhere/python"), *options, by=by)
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_exporter_and_all_it_started(
+    number: signal.Signals, source: Path, tmp_path: Path
+) -> None:
+    python, pids = interpreter("hangs", source, tmp_path), tmp_path / "pids"
+    given = ("--exporter", "optimum", "--exporter-python", str(python))
+    with start("export", str(source), str(tmp_path / "out"), *given) as process:
+        try:
+            _wait_for(pids.exists)
+            process.send_signal(number)
+            assert process.wait(WITHIN_S) == 128 + number
+        finally:
+            process.kill()
+    _wait_for(lambda: not any(_lives(int(pid)) for pid in pids.read_text().split()))
+    assert not list(tmp_path.glob(".export-*"))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _wait_for(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + WITHIN_S
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_real_exporters_draft_the_same(name: str, source: Path, tmp_path: Path) -> None:
+    python = os.environ.get(f"{name.upper()}_PYTHON")
+    if python is None:
+        pytest.skip(f"{name.upper()}_PYTHON names no interpreter that has {name}")
+    out = tmp_path / "out"
+    result = export(source, out, Path(python), "--bits", "32", by=name)
+    assert result.exit_code == 0, result.output
+    check_same_text(source, out, 32)
