@@ -13,7 +13,7 @@ import grpc.aio
 
 from edgespec.agent.agent import Agent, GenerationError, GenerationStats
 from edgespec.agent.verifier_pool import VerifierPool
-from edgespec.compose import connect
+from edgespec.compose import connect, load_target
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.association.conversation import conversation_named, conversation_of
 from edgespec.core.association.failover import Failover
@@ -21,14 +21,15 @@ from edgespec.core.association.policies import DeviceView
 from edgespec.core.association.rendezvous import RendezvousHash, weight
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import LinkError
+from edgespec.ports import LinkError, TargetModel
 from edgespec.transport.directory import VerifierDirectory
 from edgespec.transport.grpc_client import CONVERSATION_HEADER
 from edgespec.verifier.daemon import Verifier
-from tests.shell.failing_verifiers import PACED, TEXT, WITHIN_S, agent
+from tests.shell.failing_verifiers import PACED, TEXT, agent
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import serving, toy_text
+from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
+WITHIN_S = 200.0  # also on a machine that does much else
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 CHATS = [f"chat {number}" for number in range(9)]
 # Nobody is left for being slow: what moves here moves for the reason that the test gives.
@@ -38,13 +39,13 @@ ONE_SESSION = replace(PACED, limits=LimitsSection(max_sessions=1, peer_share=1.0
 
 @contextlib.asynccontextmanager
 async def replicas(
-    config: VerifierConfig = PACED, count: int = 3
+    config: VerifierConfig = PACED, targets: Sequence[TargetModel | None] = (None,) * 3
 ) -> AsyncIterator[dict[str, tuple[Gate, Verifier]]]:
-    """So many verifiers, each behind a gate, by the address of that."""
+    """A verifier of each target, each behind a gate, by the address of that."""
     async with contextlib.AsyncExitStack() as stack:
         found = {}
-        for _ in range(count):
-            address, verifier = await stack.enter_async_context(serving(config=config))
+        for target in targets:
+            address, verifier = await stack.enter_async_context(serving(target, config=config))
             gate = await stack.enter_async_context(Gate(int(address.rpartition(":")[2])))
             found[gate.address] = gate, verifier
         yield found
@@ -132,17 +133,25 @@ async def test_a_drained_replica_hands_its_conversations_on() -> None:
 
 
 async def test_a_full_replica_is_passed_over() -> None:
-    async with replicas(ONE_SESSION) as found, contextlib.AsyncExitStack() as stack:
+    """Each holds one session; those of the first two wait in their second pass."""
+    targets = [GatedTarget(load_target(ONE_SESSION), free_passes=1) for _ in range(3)]
+    async with replicas(ONE_SESSION, targets) as found, contextlib.AsyncExitStack() as stack:
+        for target in targets:
+            stack.callback(target.gate.set)
+        by_address = dict(zip(found, targets, strict=True))
         first, second, third = order(CHATS[2], tuple(found))
+        by_address[third].gate.set()
         devices = [await stack.enter_async_context(device(tuple(found))) for _ in range(3)]
-        began, wait = list[GenerationStats](), SamplingParams(max_tokens=4000, ignore_eos=True)
-        held = []
-        for one in devices[:2]:
-            texts = one.generate([1, 2], wait, conversation=CHATS[2], started=began.append)
-            await stack.enter_async_context(contextlib.aclosing(texts))
-            held.append(await anext(texts))
+        began = list[GenerationStats]()
+        async with asyncio.timeout(WITHIN_S):
+            for one in devices[:2]:
+                texts = one.generate([1, 2], PARAMS, conversation=CHATS[2], started=began.append)
+                await stack.enter_async_context(contextlib.aclosing(texts))
+                await anext(texts)
         assert [stats.verifiers for stats in began] == [(first,), (second,)]
         assert await served(devices[2], [1, 2], CHATS[2]) == (third,)
+        for target in targets:
+            target.gate.set()
 
 
 async def test_addresses_of_one_name_are_replicas() -> None:
