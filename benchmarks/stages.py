@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import numpy as np
 
@@ -221,7 +221,11 @@ def simulated(setting: Setting, texts: Texts, costs: Costs) -> Runs:
 
 
 def links_ms(runs: dict[Setting, Runs], setting: Setting, repeat: int | None = None) -> float:
-    """What the links cost a token."""
+    """What the links cost a token; over all repeats the mean of theirs, since what else the machine
+    does changes from one to the next and falls on both sides of a repeat."""
+    if repeat is None:
+        repeats = range(len(runs[setting].rounds_s))
+        return fmean(links_ms(runs, setting, one) for one in repeats)
     near = Setting(setting.stages, 0.0, setting.drafts)
     added_ms = runs[setting].round_ms(repeat) - runs[near].round_ms(repeat)
     return added_ms / runs[setting].tokens_per_round
