@@ -1,10 +1,12 @@
 """Sessions of one device over real gRPC, timed: what ``kernel_network.py`` starts in a namespace.
 
-    python benchmarks/kernel_device.py ADDRESS JSON
+    python benchmarks/kernel_device.py ADDRESS
 
+Each line of its input is a ``Load`` as JSON, played over a new connection.
 Every session has an agent and a toy drafter of its own; all share one transport, so one HTTP/2
-connection carries them. Requests are the simulator's own (``requests_of``). The first of each
-session warms up. Prints "ready", and at the end a JSON list of [session, TTFT, TPOT] in seconds.
+connection carries them. Requests are the simulator's own (``source_of``). The first of each
+session warms up. Prints "ready", and after each load a JSON list of [session, TTFT, TPOT], both in
+seconds.
 """
 
 from __future__ import annotations
@@ -89,9 +91,7 @@ async def session(
     return found
 
 
-async def main() -> None:
-    address, text = sys.argv[1:]
-    load = Load(**json.loads(text))
+async def play(address: str, load: Load) -> list[tuple[int, float | None, float | None]]:
     transport = connect(address)
     started = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -100,10 +100,15 @@ async def main() -> None:
             for number in range(load.sessions)
         ]
         await transport.info()
-        print("ready", flush=True)
         started.set()
     await transport.close()
-    print(json.dumps([row for task in tasks for row in task.result()]), flush=True)
+    return [row for task in tasks for row in task.result()]
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(play(sys.argv[1], Load(**json.loads(line))))), flush=True)
 
 
 def as_json(load: Load) -> str:
@@ -111,4 +116,4 @@ def as_json(load: Load) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

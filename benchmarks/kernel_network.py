@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -34,7 +34,7 @@ from statistics import fmean, quantiles
 
 from kernel_device import Load, as_json, load_of, source_of
 from kernel_stream import StreamCell, played_stream, real_stream
-from namespaces import VERIFIER_ADDRESS, Namespace, NoNamespaces, linked_namespaces
+from namespaces import VERIFIER_ADDRESS, Namespace, NoNamespaces, die_with_parent, linked_namespaces
 from packet_relay import LineSettings, PacketRelay, be_prompt
 
 from edgespec.benchmark.arms import Arm
@@ -54,9 +54,10 @@ from edgespec_sim.world.surrounding import Surrounding
 
 ROOT = Path(__file__).resolve().parent.parent
 _READY = re.compile(rb"ready on \S+:(\d+):")
-_STOP_WITHIN_S, _LONGEST_S = 5.0, 900.0
+_STOP_WITHIN_S = 5.0
 WITHIN = 0.10
-SIMULATED_SEEDS = 12
+# Of texts as long as a real repetition's.
+SIMULATED_SEEDS = {1: 8, 16: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,37 +111,62 @@ def _p95_ms(values: Sequence[float]) -> float:
 # --- the real side --------------------------------------------------------------------------
 
 
-def real(cell: Cell, load: Load) -> tuple[list[tuple[float, float]], str]:
-    """TTFT and TPOT of each request, and what the relay counted."""
-    one_way_s = cell.rtt_ms / 2e3
-    lines = [
-        LineSettings(one_way_s=one_way_s, loss=cell.loss, seed=2 * load.seed + way)
-        for way in (0, 1)
-    ]
-    with (
-        linked_namespaces(*lines) as (device, verifier, relay),
-        _verifier(verifier, load) as port,
-    ):
-        script = str(ROOT / "benchmarks" / "kernel_device.py")
-        address = f"{VERIFIER_ADDRESS}:{port}"
-        command = (sys.executable, script, address, as_json(load))
-        with _process(device, command) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            _promptly(process)
-            said, _ = process.communicate(timeout=_LONGEST_S)
-            if process.returncode:
-                raise RuntimeError(f"the device ended with {process.returncode}")
-        rows = [(ttft, tpot) for _, ttft, tpot in json.loads(said)]
-        return rows, _counted(relay, verifier)
+Rows = list[tuple[float, float]]
+"""TTFT and TPOT of requests, in seconds."""
+
+
+class Bench:
+    """Namespaces, a verifier and a device, for cells one after another; a context manager.
+    ``pass_ms`` is the verifier's."""
+
+    def __init__(self, pass_ms: float) -> None:
+        self._pass_ms = pass_ms
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        with self._stack:
+            nothing = LineSettings()
+            ends = self._stack.enter_context(linked_namespaces(nothing, nothing))
+            self._client, self._server, self._relay = ends
+            port = self._stack.enter_context(_verifier(self._server, self._pass_ms))
+            script = str(ROOT / "benchmarks" / "kernel_device.py")
+            command = (sys.executable, script, f"{VERIFIER_ADDRESS}:{port}")
+            self._device = self._stack.enter_context(_process(self._client, command))
+            self._read_line()
+            _promptly(self._device)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def play(self, cell: Cell, load: Load) -> tuple[Rows, str]:
+        """And what the relay and the kernel counted. Over a connection of its own."""
+        one_way_s = cell.rtt_ms / 2e3
+        self._relay.become(
+            *(LineSettings(one_way_s, cell.loss, seed=2 * load.seed + way) for way in (0, 1))
+        )
+        before = self._server.counters()
+        assert self._device.stdin is not None
+        self._device.stdin.write(as_json(load).encode() + b"\n")
+        self._device.stdin.flush()
+        rows = [(ttft, tpot) for _, ttft, tpot in json.loads(self._read_line())]
+        return rows, _counted(self._relay, before, self._server.counters())
+
+    def _read_line(self) -> bytes:
+        assert self._device.stdout is not None
+        line = self._device.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the device ended with {self._device.wait()}")
+        return line
 
 
 @contextmanager
-def _verifier(namespace: Namespace, load: Load) -> Iterator[int]:
+def _verifier(namespace: Namespace, pass_ms: float) -> Iterator[int]:
     """A verifier process; its port."""
     options = "--model toy --port 0 --insecure --no-server-drafts --drain-s 0".split()
     command = (sys.executable, "-m", "edgespec", "verifier", *options)
-    command += ("--host", VERIFIER_ADDRESS, "--pass-ms", f"{load.pass_ms:g}")
+    command += ("--host", VERIFIER_ADDRESS, "--pass-ms", f"{pass_ms:g}")
     with _process(namespace, command) as process:
         assert process.stdout is not None
         found = _READY.search(process.stdout.readline())
@@ -162,6 +188,7 @@ def _process(namespace: Namespace, command: Sequence[str]) -> Iterator[subproces
     path = os.pathsep.join((str(ROOT), str(ROOT / "sim"), str(ROOT / "benchmarks")))
     process = namespace.start(
         command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path},
@@ -175,21 +202,24 @@ def _process(namespace: Namespace, command: Sequence[str]) -> Iterator[subproces
             process.wait(_STOP_WITHIN_S)
         process.kill()
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
-def _counted(relay: PacketRelay, verifier: Namespace) -> str:
+def _counted(relay: PacketRelay, before: dict[str, int], after: dict[str, int]) -> str:
     up, down = relay.there.counts, relay.back.counts
     late = sorted(up.late_s + down.late_s)
-    counters = verifier.counters()
     wanted = ("TCPTimeouts", "TCPLossProbes", "TCPSackRecovery", "TCPSpuriousRTOs")
     return (
         f"up {up.data} data of {up.packets} packets, {up.dropped_data} lost;"
         f" down {down.data} of {down.packets}, {down.dropped_data} lost;"
         f" relay late by {1e3 * late[len(late) // 2]:.2f} ms (p99"
         f" {1e3 * late[int(0.99 * len(late))]:.1f}); verifier's kernel "
-        + ", ".join(f"{name.removeprefix('TCP')} {counters.get(name, 0)}" for name in wanted)
+        + ", ".join(
+            f"{name.removeprefix('TCP')} {after.get(name, 0) - before.get(name, 0)}"
+            for name in wanted
+        )
     )
 
 
@@ -232,7 +262,7 @@ def scenario_of(cell: Cell, load: Load, costs: Costs) -> Scenario:
     )
 
 
-def simulated(cell: Cell, costs: Costs, seed: int) -> list[tuple[float, float]]:
+def simulated(cell: Cell, costs: Costs, seed: int) -> Rows:
     """TTFT and TPOT of each request but each session's first."""
     load = load_of(cell.arm.value, cell.sessions, seed)
     scenario, source = scenario_of(cell, load, costs), source_of(load)
@@ -263,8 +293,13 @@ def spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
+def plain(cell: Cell) -> dict[str, object]:
+    """For JSON."""
+    return {**asdict(cell), "arm": cell.arm.value}
+
+
 def row_of(cell: Cell, real_runs: Sequence[Seen], played: Sequence[Seen]) -> dict[str, object]:
-    row: dict[str, object] = {**asdict(cell), "arm": cell.arm.value}
+    row = plain(cell)
     words = []
     for name in FIGURES:
         ours = [getattr(one, name) for one in real_runs]
@@ -279,31 +314,40 @@ def row_of(cell: Cell, real_runs: Sequence[Seen], played: Sequence[Seen]) -> dic
 def measured(
     cells: Sequence[Cell], repeats: int, beside: int, args: argparse.Namespace
 ) -> dict[Cell, list[Seen]]:
-    """Each in a process of its own, or the relays would wait for one another; repetitions of all
-    cells one after another, so that a busy minute does not fall on one cell alone. What ``--real``
-    holds already is not measured again."""
+    """Repetitions of all cells one after another, so that a busy minute does not fall on one cell
+    alone; ``beside`` benches at a time. What ``--real`` holds already is not measured again."""
     found: dict[Cell, list[Seen]] = {cell: [] for cell in cells}
-    known = _known(args.real)
-    jobs = []
+    known, jobs = _known(args.real), []
     for repeat, cell in itertools.product(range(repeats), cells):
         load = load_of(cell.arm.value, cell.sessions, args.seed + repeat)
         if (rows := known.get((cell, load))) is not None:
             found[cell].append(seen_of(rows))
         else:
             jobs.append((cell, load))
-    with ProcessPoolExecutor(beside, get_context("spawn"), max_tasks_per_child=1) as pool:
-        runs = pool.map(real, *zip(*jobs, strict=True)) if jobs else ()
-        for (cell, load), (rows, counted) in zip(jobs, runs, strict=True):
-            found[cell].append(seen_of(rows))
-            print(f"{cell.name}: {found[cell][-1]}; {counted}", file=sys.stderr, flush=True)
-            if args.real is not None:
-                line = {"cell": asdict(cell), "load": asdict(load), "rows": rows, "about": counted}
-                with args.real.open("a", encoding="utf-8") as file:
+    shares = [jobs[start::beside] for start in range(min(beside, len(jobs)))]
+    # A process each, or the relays would wait for one another.
+    with ProcessPoolExecutor(max(1, len(shares)), get_context("spawn"), die_with_parent) as pool:
+        for rows_of in pool.map(partial(_bench, args.real), shares):
+            for cell, seen in rows_of:
+                found[cell].append(seen)
+    return found
+
+
+def _bench(path: Path | None, jobs: Sequence[tuple[Cell, Load]]) -> list[tuple[Cell, Seen]]:
+    found = []
+    with Bench(jobs[0][1].pass_ms) as bench:
+        for cell, load in jobs:
+            rows, counted = bench.play(cell, load)
+            found.append((cell, seen_of(rows)))
+            print(f"{cell.name}: {found[-1][1]}; {counted}", file=sys.stderr, flush=True)
+            if path is not None:
+                line = {"cell": plain(cell), "load": asdict(load), "rows": rows, "about": counted}
+                with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
     return found
 
 
-def _known(path: Path | None) -> dict[tuple[Cell, Load], list[tuple[float, float]]]:
+def _known(path: Path | None) -> dict[tuple[Cell, Load], Rows]:
     if path is None or not path.is_file():
         return {}
     known = {}
@@ -330,7 +374,7 @@ def product(args: argparse.Namespace) -> list[dict[str, object]]:
         print(f"{sessions} sessions: of the machine {costs}", flush=True)
         with ProcessPoolExecutor(2) as pool:
             for cell, ours in found.items():
-                seeds = range(args.seed, args.seed + SIMULATED_SEEDS)
+                seeds = range(args.seed, args.seed + SIMULATED_SEEDS[sessions])
                 theirs = pool.map(partial(simulated, cell, costs), seeds)
                 rows.append(row_of(cell, ours, [seen_of(one) for one in theirs]))
     return rows

@@ -77,7 +77,7 @@ class Namespace:
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
         """A process in the namespace, that is killed when this one dies."""
         return self.run(
-            lambda: subprocess.Popen(command, preexec_fn=_die_with_parent, **options)  # type: ignore[call-overload,no-any-return]
+            lambda: subprocess.Popen(command, preexec_fn=die_with_parent, **options)  # type: ignore[call-overload,no-any-return]
         )
 
     def counters(self) -> dict[str, int]:
@@ -135,5 +135,6 @@ def _ip(*words: str) -> None:
         raise NoNamespaces(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Be killed when the thread that started this process ends, in whatever way."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

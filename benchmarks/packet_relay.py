@@ -125,6 +125,12 @@ class PacketRelay:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="packet relay", daemon=True)
 
+    def become(self, there: LineSettings, back: LineSettings) -> None:
+        """Another link from the next packet on, with counts of its own."""
+        one, other = self._ends
+        self.there, self.back = Direction(there), Direction(back)
+        self._ends = {one: (other, self.there), other: (one, self.back)}
+
     def __enter__(self) -> PacketRelay:
         for descriptor in self._ends:
             os.set_blocking(descriptor, False)
@@ -149,7 +155,8 @@ class PacketRelay:
     def _carry(self) -> None:
         due: list[tuple[float, int, int, bytes]] = []
         order = 0
-        watched = [*self._ends, self._wake_read]
+        ends = tuple(self._ends)
+        watched = [*ends, self._wake_read]
         while True:
             wait_s = None if not due else max(0.0, due[0][0] - time.monotonic())
             ready, _, _ = select.select(watched, [], [], wait_s)
