@@ -266,7 +266,7 @@ def simulated(cell: Cell, costs: Costs, seed: int) -> Rows:
     """TTFT and TPOT of each request but each session's first."""
     load = load_of(cell.arm.value, cell.sessions, seed)
     scenario, source = scenario_of(cell, load, costs), source_of(load)
-    surrounding = Surrounding(source, association_policy("lowest-delay"), Path())
+    surrounding = Surrounding(source, association_policy("lowest-delay"), Path(), checks=False)
     records = World(scenario, cell.arm, str(seed), surrounding).run().meters.records
     begun: set[str] = set()
     rows = []

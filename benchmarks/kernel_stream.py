@@ -13,7 +13,7 @@ from functools import partial
 from statistics import fmean
 
 from namespaces import VERIFIER_ADDRESS, linked_namespaces
-from packet_relay import LineSettings
+from packet_relay import LineSettings, be_prompt
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec_sim.event_queue import EventQueue
@@ -86,6 +86,7 @@ def real_stream(cell: StreamCell) -> Added:
 
 def _read(receiver: socket.socket, count: int, delays_s: list[float]) -> None:
     held = b""
+    be_prompt()
     with contextlib.suppress(TimeoutError):
         while len(delays_s) < count and (read := receiver.recv(1 << 16)):
             now_s, held = time.monotonic(), held + read
