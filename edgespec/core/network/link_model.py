@@ -109,9 +109,25 @@ class LinkModel:
 
     def arrival(self, now_s: float, size_bytes: int) -> float:
         """When a message handed over at ``now_s`` arrives, in seconds; advances the model."""
+        gap_s = now_s - self._now_s
+        flight_s, loss = self._set_out(now_s, size_bytes)
+        if loss > 0.0:
+            wire_bytes = size_bytes + self._settings.overhead_bytes
+            flight_s += self._retransmission_s(wire_bytes, flight_s, loss, gap_s)
+        return self._arrive(flight_s)
+
+    def packet(self, now_s: float, size_bytes: int) -> float | None:
+        """The same for one packet of a transport that is modelled above: None, when it is lost."""
+        flight_s, loss = self._set_out(now_s, size_bytes)
+        if loss > 0.0 and self._chance(_LOSS) < loss:
+            return None
+        return self._arrive(flight_s)
+
+    def _set_out(self, now_s: float, size_bytes: int) -> tuple[float, float]:
+        """Propagation time and loss at the moment it has left, which is noted."""
         assert now_s >= self._now_s, f"time went back from {self._now_s} to {now_s}"
         assert size_bytes >= 0, f"size_bytes is {size_bytes}"
-        gap_s, self._now_s = now_s - self._now_s, now_s
+        self._now_s = now_s
         self._message_count += 1
         settings = self._settings
         wire_bytes = size_bytes + settings.overhead_bytes
@@ -122,11 +138,12 @@ class LinkModel:
         loss = settings.loss
         if settings.loss_schedule is not None:
             loss = settings.loss_schedule.at(left_s + settings.schedule_offset_s)
-        if loss > 0.0:
-            flight_s += self._retransmission_s(wire_bytes, flight_s, loss, gap_s)
-        if settings.jitter_s > 0.0:
+        return flight_s, loss
+
+    def _arrive(self, flight_s: float) -> float:
+        if self._settings.jitter_s > 0.0:
             flight_s += self._jitter_s()
-        self._arrived_s = max(self._arrived_s, left_s + flight_s)
+        self._arrived_s = max(self._arrived_s, self._left_s + flight_s)
         return self._arrived_s
 
     def _leave(self, now_s: float, wire_bytes: int) -> float:

@@ -3,42 +3,35 @@
 Theory of operation. A link that is shared has one queue each way for all devices, any other one
 queue each way for each device; queues last as long as the world, links (with their order of
 messages) as long as a stream. Hops that only take time are added up, so that a message costs no
-event for them. Outages and handovers of a device are drawn once, before anything moves. With radio
+event for them. Where packets are lost on the way, a device has one TCP connection to a verifier,
+which its streams share and a broken one ends, and the delays of hops are its packets'.
+Outages and handovers of a device are drawn once, before anything moves. With radio
 the first hop is the air (``radio_network.py``), which knows devices and stations by number.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 
 from edgespec.core.association.policies import LinkView
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.cross_traffic import LoadedQueue
-from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.links.path import Link, ManyHops, OneHop, Path
+from edgespec_sim.links.tcp_connection import Lossless, PacketLink, TcpConnection
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.network_trace import NetworkTrace
-from edgespec_sim.traces.readers import read_trace
-from edgespec_sim.traces.statistics import TraceStatistics
 from edgespec_sim.world.allocation import Allocation
-from edgespec_sim.world.audit import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.world.link_instances import LinkInstances
 from edgespec_sim.world.radio_network import RadioNetwork
 
-_GENERATE = "generate:"
 # A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
 _ASSUMED_UP_BITS_PER_S = 20e6
 
-Queues = tuple[SharedQueue, SharedQueue]
+# Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
+_HEADERS_BYTES = 60
 
 
 class Network:
@@ -63,21 +56,35 @@ class Network:
         }
         self._radio = self._make_radio(seed, folder, audited, allocation)
         self._links = {
-            name: _Link(section, scenario.duration_s, f"{seed}/link/{name}", folder, audited)
+            name: LinkInstances(
+                section, scenario.duration_s, f"{seed}/link/{name}", folder, audited
+            )
             for name, section in scenario.links.items()
         }
         self._streams = 0
         self._wired: dict[tuple[str, str], LinkView] = {}
         """What does not change: asked for by each request, of each verifier."""
+        self._connected: set[tuple[int, str]] = set()
+        """Devices and verifiers that have a connection."""
+        self._connections: dict[tuple[int, str], TcpConnection] = {}
         self._current: dict[int, Stream] = {}
         """Of devices whose handovers break streams."""
         self._start_breaks()
 
     def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
-        """Paths up and down for one stream of device ``number``, and what connecting takes."""
+        """Paths up and down for one stream of device ``number``, and what connecting takes: a round
+        trip for the first, and nothing for those that share the connection later."""
         self._streams += 1
+        connect_s = 0.0
+        if (number, verifier) not in self._connected:
+            self._connected.add((number, verifier))
+            connect_s = self.view(group, number, verifier).rtt_s
         kind = self._kind(verifier)
         names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+        if any(self._links[name].lossy for name in names):
+            connection = self._connection(group, number, verifier, names)
+            connection.up.send(_HEADERS_BYTES, _nothing)
+            return connection.up, connection.down, connect_s
         up_s = down_s = self.fixed_s(group, verifier)
         hops: list[tuple[Link, Link]] = []
         if self._radio is not None:
@@ -91,7 +98,7 @@ class Network:
                 hops.append(link.models(number, self._streams))
         up = self._path([up for up, _ in hops], up_s)
         down = self._path([down for _, down in reversed(hops)], down_s)
-        return up, down, self.view(group, number, verifier).rtt_s
+        return up, down, connect_s
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
         """What a device could know: typical round trip, capacities, signal."""
@@ -146,6 +153,30 @@ class Network:
             self._current[number] = stream
 
     # --- parts -----------------------------------------------------------------------------
+
+    def _connection(
+        self, group: str, number: int, verifier: str, names: Sequence[str]
+    ) -> TcpConnection:
+        """The device's to the verifier, or that of all devices behind one agent."""
+        shared = any(self._links[name].section.one_connection for name in names)
+        key = (-1 if shared else number, verifier)
+        if key not in self._connections:
+            message_s = self._scenario.message_ms / 1e3
+            up_s = down_s = self.fixed_s(group, verifier) - message_s
+            hops: list[tuple[PacketLink, PacketLink]] = []
+            if self._radio is not None:
+                up, down = self._radio.hop(number, self._stations[verifier])
+                hops.append((Lossless(up), Lossless(down)))
+            for name in names:
+                link = self._links[name]
+                if link.plain:
+                    up_s += link.least_ways_s[0]
+                    down_s += link.least_ways_s[1]
+                else:
+                    hops.append(link.models(number, self._streams, packets=True))
+            ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
+            self._connections[key] = TcpConnection(self._queue, *ways, (up_s, down_s), message_s)
+        return self._connections[key]
 
     def _kind(self, verifier: str) -> str:
         if verifier in self._scenario.verifiers:
@@ -209,160 +240,13 @@ class Network:
                 number += 1
 
     def _break(self, number: int) -> None:
+        self._connected = {key for key in self._connected if key[0] != number}
+        for key in [key for key in self._connections if key[0] == number]:
+            del self._connections[key]
         stream = self._current.get(number)
         if stream is not None:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
 
-@dataclass(slots=True)
-class _Weather:
-    """What one device sees of a link over time."""
-
-    handovers_s: tuple[float, ...]
-    outages_s: tuple[tuple[float, float], ...]
-
-
-class _Link:
-    """One link of the scenario, in as many instances as it has devices."""
-
-    def __init__(
-        self, section: LinkSection, duration_s: float, seed: str, folder: FilePath, audited: bool
-    ) -> None:
-        self.section = section
-        self._duration_s, self._seed, self._audited = duration_s, seed, audited
-        self._trace = _trace(section, seed, duration_s, folder)
-        self._traced = (
-            TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
-        )
-        self._queues: dict[int, Queues] = {}
-        self._weather: dict[int, _Weather] = {}
-        least_rtt_s = section.rtt_ms / 1e3
-        self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
-        if self._trace is not None:
-            least_rtt_s = min(self._trace.rtt_s)
-            self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
-        self.least_ways_s = (
-            least_rtt_s * section.up_share,
-            least_rtt_s * (1.0 - section.up_share),
-        )
-        """What a small message takes up and down when nothing is in the way."""
-
-    @property
-    def plain(self) -> bool:
-        """It only takes time."""
-        section = self.section
-        bare = LinkSection(
-            rtt_ms=section.rtt_ms, up_share=section.up_share, framing_bytes=section.framing_bytes
-        )
-        return replace(section, shared=False) == bare
-
-    def models(self, number: int, stream: int) -> tuple[LinkModel, LinkModel]:
-        """Up and down, for one stream of one device."""
-        section, seed = self.section, _number(f"{self._seed}/stream/{stream}")
-        queues, outages_s = self._queues_of(number), self._weather_of(number).outages_s
-        if self._traced is not None:
-            return self._traced.pair(
-                offset_s=self._offset_s(number),
-                seed=seed,
-                overhead_bytes=section.framing_bytes,
-                outages_s=outages_s,
-                queues=queues,
-            )
-        up, down = (
-            LinkSettings(
-                one_way_s=one_way_s,
-                jitter_s=section.jitter_ms / 1e3,
-                loss=section.loss,
-                overhead_bytes=section.framing_bytes,
-                outages_s=outages_s,
-                seed=link_seed,
-            )
-            for one_way_s, link_seed in zip(
-                self.least_ways_s, (2 * seed, 2 * seed + 1), strict=True
-            )
-        )
-        return LinkModel(up, queues[0]), LinkModel(down, queues[1])
-
-    def handovers_s(self, number: int) -> tuple[float, ...]:
-        return self._weather_of(number).handovers_s
-
-    def _queues_of(self, number: int) -> Queues:
-        key = 0 if self.section.shared else number
-        if key not in self._queues:
-            self._queues[key] = self._make_queues(key)
-        return self._queues[key]
-
-    def _make_queues(self, key: int) -> Queues:
-        section, seed = self.section, _number(f"{self._seed}/queue/{key}")
-        if self._traced is not None and self._traced.up_capacity is not None:
-            return self._traced.queues(self._offset_s(key))
-        make = _audited_queue if self._audited else _queue
-        return (
-            make(section.up_mbps * 1e6, section.cross_up, seed),
-            make(section.down_mbps * 1e6, section.cross_down, seed + 1),
-        )
-
-    def _offset_s(self, number: int) -> float:
-        return self.section.trace_spread_s * number
-
-    def _weather_of(self, number: int) -> _Weather:
-        if number not in self._weather:
-            self._weather[number] = self._make_weather(number)
-        return self._weather[number]
-
-    def _make_weather(self, number: int) -> _Weather:
-        gaps = [(one.at_s, one.at_s + one.for_s) for one in self.section.outages]
-        times_s: list[float] = []
-        handover = self.section.handover
-        if handover is not None:
-            dice = random.Random(f"{self._seed}/handover/{number}")
-            at_s = dice.uniform(0.0, handover.every_s)
-            while at_s < self._duration_s:
-                times_s.append(at_s)
-                at_s += handover.every_s * dice.uniform(0.75, 1.25)
-            if handover.gap_ms:
-                gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
-        return _Weather(tuple(times_s), _joined(gaps))
-
-
-def _trace(
-    section: LinkSection, seed: str, duration_s: float, folder: FilePath
-) -> NetworkTrace | None:
-    """Raises ``TraceError`` or ``ValueError``."""
-    if not section.trace:
-        return None
-    if section.trace.startswith(_GENERATE):
-        kind = section.trace.removeprefix(_GENERATE)
-        trace = generate(kind, _number(seed), max(60.0, min(2 * duration_s, 3600.0)))
-    else:
-        beside = folder / section.trace
-        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
-    if section.rtt_ms:
-        trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
-    return trace
-
-
-def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
-    return LoadedQueue(bits_per_s, share, seed=seed) if share else SharedQueue(bits_per_s)
-
-
-def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
-    if bits_per_s == math.inf:
-        return SharedQueue()
-    return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
-
-
-def _joined(gaps: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """In order, and one where they overlap."""
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(gaps):
-        if joined and start_s <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
-        else:
-            joined.append((start_s, end_s))
-    return tuple(joined)
-
-
-def _number(seed: str) -> int:
-    """A seed for what wants a number."""
-    return random.Random(seed).getrandbits(31)
+def _nothing() -> None:
+    """Headers arrive, and nobody waits for them."""

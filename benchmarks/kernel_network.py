@@ -1,0 +1,434 @@
+"""Does the simulator's network agree with a real kernel's TCP, gRPC and the product on top?
+
+    python benchmarks/kernel_network.py streams [--seconds 60]    # plain TCP, one message at a time
+    python benchmarks/kernel_network.py product [--rtts 20,100] [--losses 0,0.1,1,3] [--json FILE]
+
+Two network namespaces are joined by a relay *below* TCP (``packet_relay.py``), which delays and
+drops IP packets. ``streams`` sends small messages one way and compares their delay with the
+simulator's. ``product`` runs the product's verifier (toy target, emulated passes) in one and its
+device in the other: TTFT and TPOT of target-only and of our arm, one session and 16 on one
+connection, beside the same scenario in virtual time. What a message costs on this machine is
+measured first, at no loss and no distance, and given to the simulator. Asked for: within 10 %.
+
+Wants root (namespaces, TUN) and leaves nothing behind. The machine's load is told with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, quantiles
+
+from kernel_device import Load, as_json, load_of, source_of
+from kernel_stream import StreamCell, played_stream, real_stream
+from namespaces import VERIFIER_ADDRESS, Namespace, NoNamespaces, die_with_parent, linked_namespaces
+from packet_relay import LineSettings, PacketRelay, be_prompt
+
+from edgespec.benchmark.arms import Arm
+from edgespec.core.association.policies import association_policy
+from edgespec_sim.scenario.network_sections import FRAMING_BYTES, LinkSection
+from edgespec_sim.scenario.sections import (
+    CostSection,
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    VerifierSection,
+    WorkloadSection,
+)
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.surrounding import Surrounding
+
+ROOT = Path(__file__).resolve().parent.parent
+_READY = re.compile(rb"ready on \S+:(\d+):")
+_STOP_WITHIN_S = 5.0
+WITHIN = 0.10
+# Of texts as long as a real repetition's.
+SIMULATED_SEEDS = {1: 8, 16: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One set-up. ``loss`` is of each direction's packets."""
+
+    arm: Arm
+    sessions: int
+    rtt_ms: float
+    loss: float
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.arm.value:11s} {self.sessions:2d} sessions  RTT {self.rtt_ms:3g} ms"
+            f"  loss {100 * self.loss:g} %"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Of one repetition: milliseconds over its requests."""
+
+    ttft: float
+    ttft_p95: float
+    tpot: float
+    tpot_p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of this machine, beyond the network and the emulated pass."""
+
+    pass_ms: float = 0.0
+    message_ms: float = 0.0
+
+
+FIGURES = ("ttft", "ttft_p95", "tpot", "tpot_p95")
+
+
+def seen_of(rows: Sequence[tuple[float, float]]) -> Seen:
+    """Of (TTFT, TPOT) in seconds."""
+    ttfts, tpots = zip(*rows, strict=True)
+    return Seen(1e3 * fmean(ttfts), _p95_ms(ttfts), 1e3 * fmean(tpots), _p95_ms(tpots))
+
+
+def _p95_ms(values: Sequence[float]) -> float:
+    return 1e3 * quantiles(values, n=20, method="inclusive")[-1]
+
+
+# --- the real side --------------------------------------------------------------------------
+
+
+Rows = list[tuple[float, float]]
+"""TTFT and TPOT of requests, in seconds."""
+
+
+class Bench:
+    """Namespaces, a verifier and a device, for cells one after another; a context manager.
+    ``pass_ms`` is the verifier's."""
+
+    def __init__(self, pass_ms: float) -> None:
+        self._pass_ms = pass_ms
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        with self._stack:
+            nothing = LineSettings()
+            ends = self._stack.enter_context(linked_namespaces(nothing, nothing))
+            self._client, self._server, self._relay = ends
+            port = self._stack.enter_context(_verifier(self._server, self._pass_ms))
+            script = str(ROOT / "benchmarks" / "kernel_device.py")
+            command = (sys.executable, script, f"{VERIFIER_ADDRESS}:{port}")
+            self._device = self._stack.enter_context(_process(self._client, command))
+            self._read_line()
+            _promptly(self._device)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def play(self, cell: Cell, load: Load) -> tuple[Rows, str]:
+        """And what the relay and the kernel counted. Over a connection of its own."""
+        one_way_s = cell.rtt_ms / 2e3
+        self._relay.become(
+            *(LineSettings(one_way_s, cell.loss, seed=2 * load.seed + way) for way in (0, 1))
+        )
+        before = self._server.counters()
+        assert self._device.stdin is not None
+        self._device.stdin.write(as_json(load).encode() + b"\n")
+        self._device.stdin.flush()
+        rows = [(ttft, tpot) for _, ttft, tpot in json.loads(self._read_line())]
+        return rows, _counted(self._relay, before, self._server.counters())
+
+    def _read_line(self) -> bytes:
+        assert self._device.stdout is not None
+        line = self._device.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the device ended with {self._device.wait()}")
+        return line
+
+
+@contextmanager
+def _verifier(namespace: Namespace, pass_ms: float) -> Iterator[int]:
+    """A verifier process; its port."""
+    options = "--model toy --port 0 --insecure --no-server-drafts --drain-s 0".split()
+    command = (sys.executable, "-m", "edgespec", "verifier", *options)
+    command += ("--host", VERIFIER_ADDRESS, "--pass-ms", f"{pass_ms:g}")
+    with _process(namespace, command) as process:
+        assert process.stdout is not None
+        found = _READY.search(process.stdout.readline())
+        if found is None:
+            raise RuntimeError("the verifier did not start")
+        _promptly(process)
+        yield int(found[1])
+
+
+def _promptly(process: subprocess.Popen[bytes]) -> None:
+    """All its threads, now that it has started; those that it starts later inherit it."""
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        be_prompt(int(task.name))
+
+
+@contextmanager
+def _process(namespace: Namespace, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Ended with the block, whatever ends that."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "sim"), str(ROOT / "benchmarks")))
+    process = namespace.start(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_WITHIN_S)
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _counted(relay: PacketRelay, before: dict[str, int], after: dict[str, int]) -> str:
+    up, down = relay.there.counts, relay.back.counts
+    late = sorted(up.late_s + down.late_s)
+    wanted = ("TCPTimeouts", "TCPLossProbes", "TCPSackRecovery", "TCPSpuriousRTOs")
+    return (
+        f"up {up.data} data of {up.packets} packets, {up.dropped_data} lost;"
+        f" down {down.data} of {down.packets}, {down.dropped_data} lost;"
+        f" relay late by {1e3 * late[len(late) // 2]:.2f} ms (p99"
+        f" {1e3 * late[int(0.99 * len(late))]:.1f}); verifier's kernel "
+        + ", ".join(
+            f"{name.removeprefix('TCP')} {after.get(name, 0) - before.get(name, 0)}"
+            for name in wanted
+        )
+    )
+
+
+# --- the simulated side ---------------------------------------------------------------------
+
+
+def scenario_of(cell: Cell, load: Load, costs: Costs) -> Scenario:
+    # A loss that never strikes, so that lossless cells are packets on a connection as well.
+    link = LinkSection(
+        rtt_ms=cell.rtt_ms,
+        loss=cell.loss or 1e-12,
+        one_connection=True,
+        framing_bytes=FRAMING_BYTES,
+    )
+    workload = WorkloadSection(
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.tokens,
+        think_s=load.think_s,
+        requests=load.requests + 1,
+        start_within_s=load.think_s,
+    )
+    return Scenario(
+        name="kernel",
+        duration_s=900.0,
+        tokens=TokensSection(source=TokensFrom.TOY),
+        arms=(cell.arm,),
+        links={"link": link},
+        devices={
+            "device": DeviceSection(
+                count=cell.sessions,
+                path=("link",),
+                draft=CostSection(ms=load.draft_ms),
+                workload=workload,
+            )
+        },
+        verifiers={
+            "verifier": VerifierSection(pass_time=CostSection(ms=load.pass_ms + costs.pass_ms))
+        },
+        message_ms=costs.message_ms,
+    )
+
+
+def simulated(cell: Cell, costs: Costs, seed: int) -> Rows:
+    """TTFT and TPOT of each request but each session's first."""
+    load = load_of(cell.arm.value, cell.sessions, seed)
+    scenario, source = scenario_of(cell, load, costs), source_of(load)
+    surrounding = Surrounding(source, association_policy("lowest-delay"), Path(), checks=False)
+    records = World(scenario, cell.arm, str(seed), surrounding).run().meters.records
+    begun: set[str] = set()
+    rows = []
+    for record in sorted(records, key=lambda one: one.started_s):
+        if record.device in begun and record.ttft_s is not None and record.tpot_s is not None:
+            rows.append((record.ttft_s, record.tpot_s))
+        begun.add(record.device)
+    return rows
+
+
+# --- both -----------------------------------------------------------------------------------
+
+
+def costs_of(sessions: int, arm: Arm, seen: Seen) -> Costs:
+    """From a run without distance or loss: what a pass of plain streaming takes beyond its time,
+    and what a message does, of which the first token takes one there and one back."""
+    load = load_of(arm.value, sessions, 1)
+    costs = Costs(pass_ms=max(0.0, seen.tpot - load.pass_ms))
+    without = seen_of(simulated(Cell(arm, sessions, 0.0, 0.0), costs, 1)).ttft
+    return replace(costs, message_ms=max(0.0, (seen.ttft - without) / 2.0))
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def plain(cell: Cell) -> dict[str, object]:
+    """For JSON."""
+    return {**asdict(cell), "arm": cell.arm.value}
+
+
+def row_of(cell: Cell, real_runs: Sequence[Seen], played: Sequence[Seen]) -> dict[str, object]:
+    row = plain(cell)
+    words = []
+    for name in FIGURES:
+        ours = [getattr(one, name) for one in real_runs]
+        theirs = [getattr(one, name) for one in played]
+        ratio = fmean(theirs) / fmean(ours)
+        row[name] = {"real": ours, "simulated": theirs, "ratio": ratio}
+        words.append(f"{name} {spread(ours)} | {spread(theirs)} | {ratio:.3f}")
+    print(f"{cell.name}: " + "; ".join(words), flush=True)
+    return row
+
+
+def measured(
+    cells: Sequence[Cell], repeats: int, beside: int, args: argparse.Namespace
+) -> dict[Cell, list[Seen]]:
+    """Repetitions of all cells one after another, so that a busy minute does not fall on one cell
+    alone; ``beside`` benches at a time. What ``--real`` holds already is not measured again."""
+    found: dict[Cell, list[Seen]] = {cell: [] for cell in cells}
+    known, jobs = _known(args.real), []
+    for repeat, cell in itertools.product(range(repeats), cells):
+        load = load_of(cell.arm.value, cell.sessions, args.seed + repeat)
+        if (rows := known.get((cell, load))) is not None:
+            found[cell].append(seen_of(rows))
+        else:
+            jobs.append((cell, load))
+    shares = [jobs[start::beside] for start in range(min(beside, len(jobs)))]
+    # A process each, or the relays would wait for one another.
+    with ProcessPoolExecutor(max(1, len(shares)), get_context("spawn"), die_with_parent) as pool:
+        for rows_of in pool.map(partial(_bench, args.real), shares):
+            for cell, seen in rows_of:
+                found[cell].append(seen)
+    return found
+
+
+def _bench(path: Path | None, jobs: Sequence[tuple[Cell, Load]]) -> list[tuple[Cell, Seen]]:
+    found = []
+    with Bench(jobs[0][1].pass_ms) as bench:
+        for cell, load in jobs:
+            rows, counted = bench.play(cell, load)
+            found.append((cell, seen_of(rows)))
+            print(f"{cell.name}: {found[-1][1]}; {counted}", file=sys.stderr, flush=True)
+            if path is not None:
+                line = {"cell": plain(cell), "load": asdict(load), "rows": rows, "about": counted}
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    return found
+
+
+def _known(path: Path | None) -> dict[tuple[Cell, Load], Rows]:
+    if path is None or not path.is_file():
+        return {}
+    known = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        cell = Cell(**{**line["cell"], "arm": Arm(line["cell"]["arm"])})
+        known[cell, Load(**line["load"])] = line["rows"]
+    return known
+
+
+def product(args: argparse.Namespace) -> list[dict[str, object]]:
+    rows = []
+    for sessions in args.sessions:
+        # Sixteen sessions fill a core; single ones can be measured beside one another.
+        beside = args.beside if sessions == 1 else 1
+        bare = Cell(Arm.TARGET_ONLY, sessions, 0.0, 0.0)
+        cells = [
+            Cell(Arm(arm), sessions, rtt_ms, loss / 100.0)
+            for rtt_ms, loss, arm in itertools.product(args.rtts, args.losses, args.arms)
+        ]
+        found = measured((bare, *cells), args.repeats, beside, args)
+        runs = found.pop(bare)
+        costs = costs_of(sessions, bare.arm, runs[len(runs) // 2])
+        print(f"{sessions} sessions: of the machine {costs}", flush=True)
+        with ProcessPoolExecutor(2) as pool:
+            for cell, ours in found.items():
+                seeds = range(args.seed, args.seed + SIMULATED_SEEDS[sessions])
+                theirs = pool.map(partial(simulated, cell, costs), seeds)
+                rows.append(row_of(cell, ours, [seen_of(one) for one in theirs]))
+    return rows
+
+
+def streams(args: argparse.Namespace) -> list[dict[str, object]]:
+    cells = [
+        StreamCell(rtt_ms, loss / 100.0, gap_ms, round(1e3 * args.seconds / gap_ms), args.seed)
+        for rtt_ms, loss in itertools.product(args.rtts, args.losses)
+        for gap_ms in args.gaps
+    ]
+    rows = []
+    for cell in cells:
+        ours, theirs = real_stream(cell), played_stream(cell)
+        row = {**asdict(cell), "real": asdict(ours), "simulated": asdict(theirs)}
+        print(f"{cell.name}: real {ours} | simulated {theirs}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("streams", "product"))
+    parser.add_argument("--rtts", type=_numbers, default=[20.0, 100.0], help="ms")
+    parser.add_argument("--losses", type=_numbers, default=[0.0, 0.1, 1.0, 3.0], help="per cent")
+    parser.add_argument("--gaps", type=_numbers, default=[8.0, 25.0, 500.0], help="ms, of streams")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each stream")
+    parser.add_argument("--sessions", type=lambda text: list(map(int, text.split(","))))
+    parser.add_argument(
+        "--arms", type=lambda text: text.split(","), default=["target-only", "edgespec"]
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--beside", type=int, default=4, help="cells of one session at a time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real", type=Path, help="keep what was measured here, and use it again")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.sessions = args.sessions or [1, 16]
+    began_s = time.monotonic()
+    print(f"load before: {os.getloadavg()}", flush=True)
+    try:
+        rows = product(args) if args.what == "product" else streams(args)
+    except NoNamespaces as error:
+        print(f"kernel_network: {error}", file=sys.stderr)
+        return 2
+    print(f"load after: {os.getloadavg()}; took {time.monotonic() - began_s:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
