@@ -40,7 +40,7 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.surrounding import Surrounding
 
 _BALANCED = (LowestDelay.name, MostCompute.name)
-_LEAST_THINK_S = 1e-3
+LEAST_THINK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MeanFieldModel:
         session_seconds: float = SESSION_SECONDS,
     ) -> None:
         """``session_seconds``: how much each small world plays; its square root is precision."""
-        _check(scenario)
+        check_mean_field(scenario)
         self._scenario, self._surrounding = scenario, surrounding
         self._seed, self._session_seconds = seed, session_seconds
         self._meters: dict[tuple[Arm, str], CurveMeter] = {}
@@ -83,7 +83,7 @@ class MeanFieldModel:
         """``scale`` multiplies devices and verifiers."""
         scenario = self._scenario
         counts = {kind: round(scale * one.count) for kind, one in scenario.verifiers.items()}
-        pooled = scenario.association in _BALANCED
+        pooled = pools(scenario)
         solved: list[tuple[Station, Law]] = []
         for kind, users in _users(scenario, self._surrounding, scale).items():
             curve = _wide_enough(scenario, kind, counts[kind], users, self._meter(arm, kind))
@@ -100,7 +100,13 @@ class MeanFieldModel:
         return self._meters[arm, kind]
 
 
-def _check(scenario: Scenario) -> None:
+def pools(scenario: Scenario) -> bool:
+    """Whether its association keeps equal verifiers equally full."""
+    return scenario.association in _BALANCED
+
+
+def check_mean_field(scenario: Scenario) -> None:
+    """Raises ``ValueError`` for what a mean field cannot say, naming key, value and limit."""
     if scenario.association not in (*_BALANCED, RandomAssociation.name):
         known = ", ".join((*_BALANCED, RandomAssociation.name))
         raise ValueError(
@@ -110,6 +116,11 @@ def _check(scenario: Scenario) -> None:
         raise ValueError(
             "tokens.source is tape, whose texts end by themselves, but a mean field "
             "needs lengths that the workload gives: process or toy"
+        )
+    if scenario.arrivals is not None:
+        raise ValueError(
+            f"arrivals are {scenario.arrivals.kind.value}, but users of a mean field think: "
+            "edgespec plan capacity --rate answers for an open loop"
         )
     for name, section in scenario.devices.items():
         if section.workload.requests:
@@ -131,7 +142,7 @@ def _users(
             users = Users(
                 group,
                 scale * section.count * scenario.verifiers[kind].count / total,
-                max(section.workload.think_s, _LEAST_THINK_S),
+                max(section.workload.think_s, LEAST_THINK_S),
                 section.workload.start_within_s,
             )
             found.setdefault(kind, []).append(users)

@@ -135,6 +135,8 @@ def _at(ordered: Sequence[float], share: float) -> float:
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
+    if ordered[low] == ordered[high]:  # both may be infinite
+        return ordered[low]
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
