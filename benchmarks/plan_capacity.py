@@ -20,7 +20,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.pool import Task, Workers, default_processes
 from edgespec_sim.planning.capacity import CapacityPlanner
 from edgespec_sim.planning.capacity_events import confirm, judged
-from edgespec_sim.planning.capacity_values import CapacityPlan, CapacityQuestion, Tested
+from edgespec_sim.planning.capacity_values import CapacityPlan, CapacityQuestion, Observed
 from edgespec_sim.scenario.arrival_sections import SloSection
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 from edgespec_sim.world.assembly import WorldOutcome
@@ -64,9 +64,9 @@ def player(workers: Workers, doing: str, jobs: Sequence[Job]) -> list[WorldOutco
     return [outcomes[index] for index in range(len(jobs))]
 
 
-def full(question: CapacityQuestion, arguments: argparse.Namespace) -> dict[Arm, Tested]:
+def full(question: CapacityQuestion, arguments: argparse.Namespace) -> dict[Arm, Observed]:
     """The first number of verifiers of each arm at which all is well; every world is told."""
-    found: dict[Arm, Tested] = {}
+    found: dict[Arm, Observed] = {}
     with Workers(arguments.processes) as workers:
         for number in range(1, arguments.most + 1):
             left = [arm for arm in question.arms if arm not in found]
@@ -93,7 +93,7 @@ def full(question: CapacityQuestion, arguments: argparse.Namespace) -> dict[Arm,
     return found
 
 
-def told(one: Tested) -> str:
+def told(one: Observed) -> str:
     ttft, tpot = ([1e3 * value for value in triple] for triple in (one.ttft_p95_s, one.tpot_p95_s))
     return (
         f"{one.verifiers} verifiers: TTFT p95 {ttft[0]:.0f} ({ttft[1]:.0f} to {ttft[2]:.0f}) ms,"
@@ -133,7 +133,7 @@ def main() -> int:
     )
     clock = Clock()
     answer = plan(question, arguments.processes)
-    for one in answer.tested.values():
+    for one in answer.observed.values():
         print(f"plan's events: {answer.arm.value if answer.arm else '-':10} {told(one)}")
     named = answer.arm.value if answer.arm else "nothing"
     print(f"plan:        {named} on {answer.verifiers}, {answer.interval}, in {clock}", flush=True)

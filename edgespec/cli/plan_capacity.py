@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ArmPlan,
         CapacityPlan,
         CapacityQuestion,
-        Tested,
+        Observed,
     )
     from edgespec_sim.scenario.sections import Scenario
     from edgespec_sim.world.assembly import WorldOutcome
@@ -255,10 +255,10 @@ def _show(
         table.add_column(name, justify="left" if name in ("arm", "by") else "right", no_wrap=True)
     for one in found.arms:
         table.add_row(*_predicted_row(one, price))
-    for tested in found.tested.values():
-        best = tested.verifiers == found.verifiers
+    for observed in found.observed.values():
+        best = observed.verifiers == found.verifiers
         assert found.arm is not None
-        table.add_row(*_tested_row(found.arm, tested, price), style="bold" if best else None)
+        table.add_row(*_observed_row(found.arm, observed, price), style="bold" if best else None)
     console.print(table)
     console.print("in brackets: 95 % intervals; events: requests that counted", style="dim")
     for one in found.arms:
@@ -294,7 +294,7 @@ def _predicted_row(one: ArmPlan, price: float) -> tuple[str, ...]:
     return one.arm.value, count, ttft, tpot, f"{found.utilisation:.0%}", cost, by
 
 
-def _tested_row(arm: Arm, one: Tested, price: float) -> tuple[str, ...]:
+def _observed_row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
     part = "" if one.played == one.verifiers else f" at {one.played} of them"
     return (
         arm.value,
@@ -316,7 +316,7 @@ def _because(question: CapacityQuestion, found: CapacityPlan) -> str:
     """One or two sentences: what decided."""
     if not found.confirmed:
         return f"not confirmed: {found.why_not}; --max-seconds gives it more"
-    mine, below = found.tested[found.verifiers], found.tested.get(found.verifiers - 1)
+    mine, below = found.observed[found.verifiers], found.observed.get(found.verifiers - 1)
     sure = "" if mine.meets.decided else ", though an interval reaches beyond them"
     verb = "meets" if found.verifiers == 1 else "meet"
     text = f"{found.verifiers} {verb} the objectives{sure}"
@@ -372,7 +372,7 @@ def _plain(
                 "utilisation": round(one.utilisation, 4),
                 "meets": one.meets.value,
             }
-            for one in found.tested.values()
+            for one in found.observed.values()
         ],
         "seconds": round(took_s, 1),
     }

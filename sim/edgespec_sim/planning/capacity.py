@@ -41,7 +41,7 @@ from edgespec_sim.world.run import Job
 Play = Callable[[str, Sequence[Job]], list[WorldOutcome]]
 """What is being done, and the worlds; outcomes in their order."""
 
-_SESSION_SECONDS = 100.0
+SESSION_SECONDS = 100.0
 _FIRST_SIZES = (1, 2, 4, 8)
 # A size that misses an objective by so much is large enough.
 _MARGIN = 1.25
@@ -64,14 +64,18 @@ class _Curves:
 class CapacityPlanner:
     """Answers one question by the mean field; ``play`` plays the small worlds."""
 
-    def __init__(self, question: CapacityQuestion, play: Play) -> None:
+    def __init__(
+        self, question: CapacityQuestion, play: Play, *, session_seconds: float = SESSION_SECONDS
+    ) -> None:
+        """``session_seconds``: how much each small world plays; its square root is precision."""
         self._question, self._play = question, play
+        self._session_seconds = session_seconds
         self._curves = {arm: _Curves() for arm in question.arms}
         self._made: dict[Arm, ServiceCurve] = {}
 
     def by_mean_field(self) -> tuple[ArmPlan, ...]:
         """Each arm's least number of verifiers."""
-        self._measure(_FIRST_SIZES)
+        self._measure([size for size in _FIRST_SIZES if size < 2 * self._most_sessions])
         while any(not one.done for one in self._curves.values()):
             self._measure(())
         return tuple(self._arm_plan(arm) for arm in self._question.arms)
@@ -139,19 +143,23 @@ class CapacityPlanner:
 
     def _small(self, arm: Arm, counts: dict[str, int]) -> Scenario:
         question = self._question
-        return point_world(question.scenario, arm, question.kind, counts, _SESSION_SECONDS)
+        return point_world(question.scenario, arm, question.kind, counts, self._session_seconds)
 
     def _is_enough(self, arm: Arm, largest: int) -> bool:
-        question = self._question
-        if largest >= question.scenario.verifiers[question.kind].max_sessions:
-            return True
-        if question.rate is None and largest >= question.users:
+        if largest >= self._most_sessions:
             return True
         groups = self._curve(arm).groups.values()
         ttft_s = max(float(one.ttft_s[-1][P95_QUANTILE]) for one in groups)
         tpot_s = max(float(one.tpot_s[-1][P95_QUANTILE]) for one in groups)
-        slo = question.slo
+        slo = self._question.slo
         return ttft_s > _MARGIN * slo.ttft_s or tpot_s > _MARGIN * slo.tpot_s
+
+    @property
+    def _most_sessions(self) -> int:
+        """At one verifier at once."""
+        question = self._question
+        most = question.scenario.verifiers[question.kind].max_sessions
+        return most if question.rate is not None else min(most, question.users)
 
     def _curve(self, arm: Arm) -> ServiceCurve:
         if arm not in self._made:

@@ -20,7 +20,7 @@ from edgespec_sim.planning.capacity_values import (
     CapacityPlan,
     CapacityQuestion,
     Meets,
-    Tested,
+    Observed,
 )
 from edgespec_sim.scenario.arrival_sections import SloSection
 from edgespec_sim.scenario.sections import Scenario
@@ -77,20 +77,20 @@ class Search:
     ) -> None:
         self._planner, self._question, self._arm, self._first = planner, question, arm, first
         self._worlds: dict[int, tuple[Scenario, list[WorldOutcome]]] = {}
-        self.tested: dict[int, Tested] = {}
+        self.observed: dict[int, Observed] = {}
 
     def wanted(self) -> list[int]:
         """Numbers of verifiers to play (once more); none: all is decided."""
         near = [one for one in (self.candidate, self.candidate - 1) if one >= 1]
-        new = [one for one in near if one not in self.tested]
-        return new or [one for one in near if not self.tested[one].meets.decided]
+        new = [one for one in near if one not in self.observed]
+        return new or [one for one in near if not self.observed[one].meets.decided]
 
     @property
     def candidate(self) -> int:
         """The least number that meets the objectives, as far as is known."""
-        failing = [n for n, one in self.tested.items() if not one.meets.by_value]
+        failing = [n for n, one in self.observed.items() if not one.meets.by_value]
         low = max(failing, default=0)
-        passing = [n for n, one in self.tested.items() if one.meets.by_value and n > low]
+        passing = [n for n, one in self.observed.items() if one.meets.by_value and n > low]
         high = min(passing, default=None)
         if high == low + 1:
             return high
@@ -116,11 +116,11 @@ class Search:
         outcomes = play(f"{self._arm.value} on {named} verifiers, by events", jobs)
         for number, outcome in zip(numbers, outcomes, strict=True):
             self._worlds[number][1].append(outcome)
-            self.tested[number] = judged(self._question.slo, number, *self._worlds[number])
+            self.observed[number] = judged(self._question.slo, number, *self._worlds[number])
 
     def plan(self, arms: tuple[ArmPlan, ...]) -> CapacityPlan:
         found = self.candidate
-        mine, below = self.tested.get(found), self.tested.get(found - 1)
+        mine, below = self.observed.get(found), self.observed.get(found - 1)
         if mine is None or (found > 1 and below is None):
             left = f"{found} and {found - 1}" if mine is None else str(found - 1)
             why_not = f"the time was up before {left} verifiers were played"
@@ -131,7 +131,7 @@ class Search:
             self._arm,
             found,
             self._interval(found),
-            dict(sorted(self.tested.items())),
+            dict(sorted(self.observed.items())),
             confirmed=not why_not,
             why_not=why_not,
         )
@@ -152,7 +152,7 @@ class Search:
         nearest to its first answer. ``end``: of a triple, 0 the value, 1 its lower end, 2 its upper
         one. None: nothing was played, or no number meets the objectives."""
         usable = []
-        for number, one in self.tested.items():
+        for number, one in self.observed.items():
             found = self._planner.predict(self._arm, number)
             if found.within and one.ttft_p95_s[2] < math.inf and one.tpot_p95_s[2] < math.inf:
                 usable.append((not one.meets.by_value, number, one, found))
@@ -167,15 +167,15 @@ class Search:
 
     def _interval(self, found: int) -> tuple[int, int]:
         low, high = self._corrected(1) or found, self._corrected(2) or found
-        for number, one in self.tested.items():
+        for number, one in self.observed.items():
             if one.meets is Meets.NO and number < found:
                 low = max(low, number + 1)
             if one.meets is Meets.YES and number >= found:
                 high = min(high, number)
-        mine = self.tested.get(found)
+        mine = self.observed.get(found)
         if mine is not None and mine.meets is Meets.LIKELY:
             high = max(high, found + 1)
-        below = self.tested.get(found - 1)
+        below = self.observed.get(found - 1)
         if below is not None and below.meets is Meets.UNLIKELY:
             low = min(low, found - 1)
         return min(low, found), max(high, found)
@@ -183,13 +183,13 @@ class Search:
 
 def judged(
     slo: SloSection, number: int, scenario: Scenario, outcomes: Sequence[WorldOutcome]
-) -> Tested:
+) -> Observed:
     """What worlds of ``scenario``, which stands for so many verifiers, say of the objectives."""
     groups = clusters(scenario, outcomes)
     ttft = p95(groups, _ttft_s) or (math.inf,) * 3
     tpot = p95(groups, _tpot_s) or (math.inf,) * 3
     busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
-    return Tested(
+    return Observed(
         verifiers=number,
         played=len(outcomes[0].verifiers),
         seeds=len(outcomes),

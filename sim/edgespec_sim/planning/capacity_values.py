@@ -146,7 +146,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class Observed:
     """What events say of one arm on so many verifiers. Triples are a value and its 95 % interval,
     in seconds."""
 
@@ -183,7 +183,7 @@ class CapacityPlan:
     verifiers: int
     interval: tuple[int, int]
     """95 %: what the intervals of the events leave open."""
-    tested: Mapping[int, Tested]
+    observed: Mapping[int, Observed]
     """By number of verifiers, of ``arm``."""
     confirmed: bool
     """Events say that so many meet the objectives and one less does not."""

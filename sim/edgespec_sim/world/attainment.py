@@ -89,7 +89,8 @@ def attains(one: RequestRecord, slo: SloSection) -> bool:
 
 
 def instability(scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int) -> str:
-    """In words, if what is under way grows by more than chance and by a share of what comes."""
+    """In words, if what is under way grows by more than two numbers of a steady state differ by (as
+    of Poisson), and by a share of what comes."""
     middle_s = scenario.duration_s - scenario.window_s / 2.0
     middle = int(middle_s / scenario.duration_s * SERIES_STEPS)
     active = [sum(o.meters.active_at[step] for o in outcomes) for step in range(SERIES_STEPS)]
@@ -97,7 +98,7 @@ def instability(scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int
     before, after = sum(around) / len(around), sum(active[-_STEPS:]) / _STEPS
     came = sum(one.started_s >= middle_s for o in outcomes for one in o.meters.records)
     growth = after - before
-    noise = _DEVIATIONS * math.sqrt(before + after + 1.0)
+    noise = _DEVIATIONS * math.sqrt(2.0 * before + 1.0)
     if growth <= max(noise, _GROWTH_SHARE * came):
         return ""
     half_s = seeds * scenario.window_s / 2.0
