@@ -93,7 +93,7 @@ def test_ttft_is_from_arrival() -> None:
 
 
 def test_too_much_is_told_in_words() -> None:
-    world = replace(WORLD, duration_s=7.0, drain_s=0.5, arrivals=ArrivalsSection(rate=12.0))
+    world = replace(WORLD, duration_s=12.0, drain_s=0.5, arrivals=ArrivalsSection(rate=12.0))
     outcome = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path()))
     found = summarise(
         replace(world, arms=(Arm.TARGET_ONLY,)), (1,), Path(), [(Arm.TARGET_ONLY, outcome)]

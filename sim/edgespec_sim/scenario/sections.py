@@ -320,9 +320,9 @@ class Scenario:
                     raise ValueError(
                         f"devices.{name}.workload.prompt_tokens is 0, which only a tape allows"
                     )
-        self._check_names()
         if self.arrivals is not None:
             self._check_arrivals(self.arrivals)
+        self._check_names()
 
     @property
     def window_s(self) -> float:
