@@ -24,7 +24,13 @@ from edgespec_sim.scenario.arrival_sections import (
     AtDevice,
     SloSection,
 )
-from edgespec_sim.scenario.sections import DeviceSection, Scenario, WorkloadSection
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    WorkloadSection,
+)
 from edgespec_sim.traces.arrival_times import read_arrivals
 from edgespec_sim.traces.network_trace import TraceError
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals
@@ -34,6 +40,7 @@ from edgespec_sim.world.run import Job, jobs_of, play, summarise
 
 WORLD = Scenario(
     name="open",
+    tokens=TokensSection(source=TokensFrom.TOY),
     duration_s=5.0,
     warm_up_s=1.0,
     drain_s=20.0,

@@ -33,6 +33,8 @@ from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
     Scenario,
+    TokensFrom,
+    TokensSection,
     VerifierSection,
     WorkloadSection,
 )
@@ -41,6 +43,7 @@ from edgespec_sim.world.run import Job, play
 
 SCENARIO = Scenario(
     name="planned",
+    tokens=TokensSection(source=TokensFrom.TOY),
     devices={
         "laptop": DeviceSection(
             count=4,
