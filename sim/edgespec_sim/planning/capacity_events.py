@@ -31,8 +31,8 @@ from edgespec_sim.world.run import Job
 
 # Sessions of a world, seconds of sessions in its window, and the window's bounds.
 _PLAYED_SESSIONS: Final = 64.0
-_SESSION_SECONDS: Final = 2000.0
-_CYCLES: Final = (6.0, 30.0)
+_SESSION_SECONDS: Final = 1500.0
+_CYCLES: Final = (4.0, 30.0)
 _MOST_ROUNDS: Final = 24
 
 Triple = tuple[float, float, float]
