@@ -1,6 +1,7 @@
-"""``edgespec plan``: which way of decoding suits a link, and what memory a draft would take.
+"""``edgespec plan``: which way of decoding suits a link, how many verifiers users need, and what
+memory a draft would take.
 
-Both before anything is installed; the second stands in ``plan_memory.py``.
+All before anything is installed; the others stand in ``plan_capacity.py`` and ``plan_memory.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli.plan_capacity import capacity
 from edgespec.cli.plan_memory import memory
 from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError
@@ -37,10 +39,11 @@ plan = typer.Typer(
 
 @plan.callback()
 def main() -> None:
-    """Plan a deployment: a link in virtual time, or a device's memory."""
+    """Plan a deployment: a link or its verifiers in virtual time, or a device's memory."""
 
 
 plan.command(name="memory", epilog=EXIT_CODES)(memory)
+plan.command(name="capacity", epilog=EXIT_CODES)(capacity)
 
 
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Texts and link of this one alone")]

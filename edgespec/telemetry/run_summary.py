@@ -92,6 +92,29 @@ class GroupSummary:
     """Of the device: drafting, and its radio in every state; None where a part is not known."""
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
+    unfinished: int = 0
+    """Asked, and not over when the run was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """What the requests of an arm came to beside objectives. Intervals are of 95 %, by pairs."""
+
+    asked: int
+    """Requests that were judged: all that count and were not cut off by the run's end."""
+    share: float
+    """Of them, those that ended well and kept to every objective."""
+    share_interval: tuple[float, float]
+    goodput: float
+    """Such requests a second."""
+    ttft_p95_interval: tuple[float, float] | None
+    """Seconds."""
+    tpot_p95_interval: tuple[float, float] | None
+    slo_ttft_s: float | None = None
+    """The objectives for 95 % of the requests; None: there is none."""
+    slo_tpot_s: float | None = None
+    unstable: str = ""
+    """In words, where more came than could be served; empty: no sign of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +177,8 @@ class ArmSummary:
     """Mean TPOT of ``target-only`` in the same run over this one's."""
     speedup_interval: tuple[float, float] | None = None
     """Its 95 % interval; None of a single world, or where it was not computed."""
+    attainment: Attainment | None = None
+    """None without objectives and arrivals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +231,17 @@ def _arm(data: dict[str, Any]) -> ArmSummary:
     if data.get("speedup_interval") is not None:
         low, high = data["speedup_interval"]
         data["speedup_interval"] = (low, high)
+    if data.get("attainment") is not None:
+        data["attainment"] = _attainment(data["attainment"])
     return ArmSummary(
         all=whole, groups=groups, verifiers=verifiers, series=series, rows=rows, **data
     )
+
+
+def _attainment(data: dict[str, Any]) -> Attainment:
+    pairs = ("share_interval", "ttft_p95_interval", "tpot_p95_interval")
+    ends = {name: None if data[name] is None else tuple(data[name]) for name in pairs}
+    return Attainment(**{**data, **ends})
 
 
 def _series(data: dict[str, Any]) -> Series:

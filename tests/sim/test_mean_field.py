@@ -15,8 +15,9 @@ import pytest
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import association_policy
-from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel, Station, Users
+from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.planning.service_curves import GroupCurve, ServiceCurve, dealt
+from edgespec_sim.planning.stations import Station, Users
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw

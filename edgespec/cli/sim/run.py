@@ -40,6 +40,14 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as links.wan.rtt_ms=80"),
     ] = None,
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option("--slo-ttft-p95", metavar="MS", help="95 % are to begin within so long"),
+    ] = None,
+    slo_tpot: Annotated[
+        float | None,
+        typer.Option("--slo-tpot-p95", metavar="MS", help="95 % are to take so long a token"),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Worlds side by side \\[default: all cores]")
     ] = None,
@@ -56,11 +64,14 @@ def run(
 
     edgespec-sim run household --seed 1
 
+    edgespec-sim run laptop-floor --slo-ttft-p95 1000 --slo-tpot-p95 40 --set verifiers.h200.count=2
+
     edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6
     """
     with reported():
         path = scenario_path(scenario)
-        loaded = load_scenario(scenario, parse_settings(settings or ()))
+        objectives = {"slo.ttft_p95_ms": slo_ttft, "slo.tpot_p95_ms": slo_tpot}
+        loaded = load_scenario(scenario, {**parse_settings(settings or ()), **objectives})
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()

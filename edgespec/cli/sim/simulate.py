@@ -103,6 +103,55 @@ def arms_table(summary: RunSummary) -> Table:
     return table
 
 
+def service_table(summary: RunSummary) -> Table | None:
+    """Arms beside their objectives; None where neither objectives nor arrivals are given."""
+    judged = [(arm, arm.attainment) for arm in summary.arms if arm.attainment is not None]
+    if not judged:
+        return None
+    first = judged[0][1]
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in (
+        "\narm",
+        "TTFT ms\np50",
+        f"p95 (95 %)\n{_objective(first.slo_ttft_s)}",
+        "TPOT ms\np50",
+        f"p95 (95 %)\n{_objective(first.slo_tpot_s)}",
+        "attained\n(95 %)",
+        "goodput\nrequests/s",
+        "\nasked",
+        "un-\nfinished",
+    ):
+        table.add_column(name, justify="left" if name == "\narm" else "right", no_wrap=True)
+    table.caption = (
+        "attained: share of the requests that ended and kept to every objective; goodput: those a"
+        " second; TTFT is from arrival"
+    )
+    for arm, found in judged:
+        low, high = found.share_interval
+        table.add_row(
+            arm.arm,
+            _ms(arm.all.ttft_s, 2),
+            _p95(arm.all.ttft_s, found.ttft_p95_interval),
+            _ms(arm.all.tpot_s, 2),
+            _p95(arm.all.tpot_s, found.tpot_p95_interval),
+            f"{100 * found.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
+            f"{found.goodput:.2f}",
+            str(found.asked),
+            str(arm.all.unfinished),
+        )
+    return table
+
+
+def _objective(slo_s: float | None) -> str:
+    return "no objective" if slo_s is None else f"objective {1e3 * slo_s:g}"
+
+
+def _p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
+    if spread is None or ends is None:
+        return "–"
+    return f"{1e3 * spread.p95:.1f} ({1e3 * ends[0]:.1f}–{1e3 * ends[1]:.1f})"
+
+
 def _cells(arm: ArmSummary) -> tuple[str, ...]:
     whole = arm.all
     busy = [one.utilisation for one in arm.verifiers]
@@ -135,6 +184,12 @@ def output() -> Console:
 
 def show(summary: RunSummary) -> None:
     output().print(arms_table(summary))
+    service = service_table(summary)
+    if service is not None:
+        output().print(service)
+    for arm in summary.arms:
+        if arm.attainment is not None and arm.attainment.unstable:
+            say(f"{arm.arm}: {arm.attainment.unstable}.")
     for note in summary.notes[:1]:
         if "peed-ups" in note:
             say(note)

@@ -1,19 +1,10 @@
 """A scenario of any size as a closed queueing network: seconds for ten million devices.
 
-Theory of operation. Each user either thinks (mean ``think_s``) or is being served; a verifier with
-n active sessions serves all of them at once, each at a rate that depends on n alone. Such a network
-of delay stations and processor-sharing stations has a product-form stationary law in which only the
-means of think and service times count, not their distributions (Baskett, Chandy, Muntz and Palacios
-1975; Kelly, Reversibility and Stochastic Networks, 1979, chapter 3; for one verifier it is the
-machine-repairman model). The service rates come from ``service_curves.py``.
-
-    balanced  policies that go where it is fastest keep equal verifiers equally full: all of a kind
-              are one station, and its sessions are dealt out evenly
-    random    each verifier is a station of its own; the others are there only as their mean
+Theory of operation. Each kind of verifier is a station of a product-form network (``stations.py``);
+how fast it serves so many sessions is measured on small worlds (``service_curves.py``).
 
 A scenario starts with nobody active. ``transient`` follows the mean of that over the scenario's
-duration (the fluid limit: Kurtz 1970), with Poisson numbers around it; without it, what is told is
-the law in the long run.
+duration; without it, what is told is the law in the long run.
 
 Assumptions, and so where it breaks. Verifiers of a kind are alike, and none restarts. A link that
 all devices share is shared here by the sessions of one verifier only. Users stay with the nearest
@@ -25,7 +16,7 @@ where refused devices come back later, there is no queue like it (``ValueError``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,18 +33,14 @@ from edgespec_sim.planning.service_curves import (
     ServiceCurve,
     mean_tokens,
 )
+from edgespec_sim.planning.stations import Law, Station, Users
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario, TokensFrom
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.surrounding import Surrounding
 
 _BALANCED = (LowestDelay.name, MostCompute.name)
-_STEP_S = 0.1
-# Numbers of sessions this many standard deviations from the mean are as good as impossible.
-_DEVIATIONS = 6.0
-_MOST_STATES = 400
-_LEAST_THINK_S = 1e-3
-_HALVINGS = 60
+LEAST_THINK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,144 +59,6 @@ class MeanField:
     tpot_s: Spread
 
 
-@dataclass(frozen=True, slots=True)
-class Users:
-    """Those of one group who use one kind of verifier."""
-
-    group: str
-    count: float
-    think_s: float
-    start_within_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Law:
-    """States of the verifiers of one kind."""
-
-    active: Floats
-    """Sessions at one verifier."""
-    time: Floats
-    """Share of time in that state; sum 1."""
-    ending: Mapping[str, Floats]
-    """Requests of each group that end per second, over all verifiers, while in that state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Station:
-    """The verifiers of one kind and who uses them. ``pooled``: how many of them act as one."""
-
-    count: int
-    pooled: int
-    users: tuple[Users, ...]
-    curve: ServiceCurve
-
-    def _cycle_s(self, active: float) -> Floats:
-        at = np.array([active])
-        return np.array([self.curve.groups[one.group].cycle_at(at)[0] for one in self.users])
-
-    def shares(self, active: float) -> Floats:
-        """Users of each group who are being served in the long run, if each verifier had
-        ``active`` sessions; in sessions a verifier."""
-        cycle_s = self._cycle_s(active)
-        think_s = np.array([one.think_s for one in self.users])
-        counts = np.array([one.count for one in self.users])
-        shares: Floats = counts * cycle_s / (think_s + cycle_s) / self.count
-        return shares
-
-    def mean_active(self) -> float:
-        """The number of sessions that keeps itself up: users served, if it is as full as that."""
-        low, high = 0.0, sum(one.count for one in self.users) / self.count
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.shares(middle).sum() > middle else (low, middle)
-        return low
-
-    def stationary(self) -> _Law:
-        """The product form over the sessions of ``pooled`` verifiers, on a window around its
-        mean."""
-        mean = self.mean_active()
-        mix = self.shares(mean) / self.shares(mean).sum()
-        states, weights = self._chain(mean, mix)
-        for _ in range(3):  # what the others hold on average is what this one does
-            mean = float(states @ weights) / self.pooled
-            states, weights = self._chain(mean, mix)
-        bins = max(1, math.ceil(len(states) / _MOST_STATES))
-        starts = np.arange(0, len(states), bins)
-        time = np.add.reduceat(weights, starts)
-        total = np.maximum(time, 1e-300)
-        active = np.add.reduceat(states * weights, starts) / total / self.pooled
-        return _Law(active, time, self._ending(active, mix))
-
-    def _chain(self, mean: float, mix: Floats) -> tuple[Floats, Floats]:
-        counts = np.array([one.count for one in self.users])
-        think_s = np.array([one.think_s for one in self.users])
-        centre = mean * self.pooled
-        reach = _DEVIATIONS * math.sqrt(centre + 1.0) + 2.0
-        low = max(0, int(centre - reach))
-        states = np.arange(low, min(int(centre + reach), int(counts.sum())) + 1, dtype=float)
-        elsewhere = (self.count - self.pooled) * mean
-        thinking = counts - np.outer(states + elsewhere, mix)
-        share = self.pooled / self.count
-        begin = (np.maximum(thinking, 0.0) / think_s).sum(axis=1) * share
-        ending = self._ending(states / self.pooled, mix)
-        end = np.sum(list(ending.values()), axis=0) * share
-        steps = np.log(np.maximum(begin[:-1], 1e-300)) - np.log(np.maximum(end[1:], 1e-300))
-        logs = np.concatenate([[0.0], np.cumsum(steps)])
-        weights = np.exp(logs - logs.max())
-        return states, weights / weights.sum()
-
-    def _ending(self, active: Floats, mix: Floats) -> dict[str, Floats]:
-        return {
-            one.group: self.count * active * part / self.curve.groups[one.group].cycle_at(active)
-            for one, part in zip(self.users, mix, strict=True)
-        }
-
-    def transient(self, duration_s: float) -> _Law:
-        """From nobody active to the end of the scenario."""
-        steps = max(1, round(duration_s / _STEP_S))
-        step_s = duration_s / steps
-        counts = np.array([one.count for one in self.users])
-        think_s = np.array([one.think_s for one in self.users])
-        start_s = np.array([max(one.start_within_s, step_s) for one in self.users])
-        thinking, active = np.zeros(len(counts)), np.zeros(len(counts))
-        laws: list[_Law] = []
-        for step in range(steps):
-            # The part of this step in which first questions still come.
-            fresh_s = np.clip(start_s - step * step_s, 0.0, step_s)
-            asking = counts / start_s * fresh_s + thinking * -np.expm1(-step_s / think_s)
-            thinking -= thinking * -np.expm1(-step_s / think_s)
-            active += asking
-            law = self._around(active)
-            laws.append(law)
-            ending = np.array([float(law.ending[one.group] @ law.time) for one in self.users])
-            left = np.minimum(active, ending * step_s)
-            active -= left
-            thinking += left
-        return _Law(
-            np.concatenate([law.active for law in laws]),
-            np.concatenate([law.time for law in laws]) / steps,
-            {
-                one.group: np.concatenate([law.ending[one.group] for law in laws])
-                for one in self.users
-            },
-        )
-
-    def _around(self, active: Floats) -> _Law:
-        """Poisson numbers of sessions about their mean, at one moment."""
-        total = float(active.sum())
-        mean = total * self.pooled / self.count
-        reach = _DEVIATIONS * math.sqrt(mean) + 1.0
-        low, high = max(0, int(mean - reach)), int(mean + reach) + 1
-        states = np.unique(np.linspace(low, high, 25).round())
-        logs = states * math.log(max(mean, 1e-300)) - mean - _log_factorial(states)
-        # A state stands for all numbers nearer to it than to its neighbours.
-        widths = np.gradient(states) if len(states) > 1 else np.ones(1)
-        weights = np.exp(logs) * widths
-        mix = active / total if total else np.full(len(active), 1.0 / len(active))
-        at = states / self.pooled
-        return _Law(at, weights / weights.sum(), self._ending(at, mix))
-
-
 class MeanFieldModel:
     """Solves one scenario for any arm and size; what was measured once is kept.
 
@@ -225,7 +74,7 @@ class MeanFieldModel:
         session_seconds: float = SESSION_SECONDS,
     ) -> None:
         """``session_seconds``: how much each small world plays; its square root is precision."""
-        _check(scenario)
+        check_mean_field(scenario)
         self._scenario, self._surrounding = scenario, surrounding
         self._seed, self._session_seconds = seed, session_seconds
         self._meters: dict[tuple[Arm, str], CurveMeter] = {}
@@ -234,8 +83,8 @@ class MeanFieldModel:
         """``scale`` multiplies devices and verifiers."""
         scenario = self._scenario
         counts = {kind: round(scale * one.count) for kind, one in scenario.verifiers.items()}
-        pooled = scenario.association in _BALANCED
-        solved: list[tuple[Station, _Law]] = []
+        pooled = pools(scenario)
+        solved: list[tuple[Station, Law]] = []
         for kind, users in _users(scenario, self._surrounding, scale).items():
             curve = _wide_enough(scenario, kind, counts[kind], users, self._meter(arm, kind))
             station = Station(counts[kind], counts[kind] if pooled else 1, users, curve)
@@ -251,7 +100,13 @@ class MeanFieldModel:
         return self._meters[arm, kind]
 
 
-def _check(scenario: Scenario) -> None:
+def pools(scenario: Scenario) -> bool:
+    """Whether its association keeps equal verifiers equally full."""
+    return scenario.association in _BALANCED
+
+
+def check_mean_field(scenario: Scenario) -> None:
+    """Raises ``ValueError`` for what a mean field cannot say, naming key, value and limit."""
     if scenario.association not in (*_BALANCED, RandomAssociation.name):
         known = ", ".join((*_BALANCED, RandomAssociation.name))
         raise ValueError(
@@ -261,6 +116,11 @@ def _check(scenario: Scenario) -> None:
         raise ValueError(
             "tokens.source is tape, whose texts end by themselves, but a mean field "
             "needs lengths that the workload gives: process or toy"
+        )
+    if scenario.arrivals is not None:
+        raise ValueError(
+            f"arrivals are {scenario.arrivals.kind.value}, but users of a mean field think: "
+            "edgespec plan capacity --rate answers for an open loop"
         )
     for name, section in scenario.devices.items():
         if section.workload.requests:
@@ -282,7 +142,7 @@ def _users(
             users = Users(
                 group,
                 scale * section.count * scenario.verifiers[kind].count / total,
-                max(section.workload.think_s, _LEAST_THINK_S),
+                max(section.workload.think_s, LEAST_THINK_S),
                 section.workload.start_within_s,
             )
             found.setdefault(kind, []).append(users)
@@ -332,7 +192,7 @@ def _summary(
     arm: Arm,
     scale: float,
     verifiers: int,
-    solved: Sequence[tuple[Station, _Law]],
+    solved: Sequence[tuple[Station, Law]],
 ) -> MeanField:
     def over_verifiers(values: Sequence[Floats]) -> float:
         parts = zip(values, solved, strict=True)
@@ -350,13 +210,13 @@ def _summary(
         utilisation=over_verifiers([s.curve.busy_at(law.active) for s, law in solved]),
         tokens_per_second=sum(tokens[group] * rate for group, rate in ended),
         requests_per_second=sum(rate for _, rate in ended),
-        ttft_s=_spread([_mixed(s, law, lambda curve: curve.ttft_s) for s, law in solved]),
-        tpot_s=_spread([_mixed(s, law, lambda curve: curve.tpot_s) for s, law in solved]),
+        ttft_s=weighted_spread([mixed(s, law, lambda curve: curve.ttft_s) for s, law in solved]),
+        tpot_s=weighted_spread([mixed(s, law, lambda curve: curve.tpot_s) for s, law in solved]),
     )
 
 
-def _mixed(
-    station: Station, law: _Law, table: Callable[[GroupCurve], Floats]
+def mixed(
+    station: Station, law: Law, table: Callable[[GroupCurve], Floats]
 ) -> tuple[Floats, Floats]:
     """Values and weights over requests."""
     values, weights = [], []
@@ -368,7 +228,7 @@ def _mixed(
     return np.concatenate(values), np.concatenate(weights)
 
 
-def _spread(parts: Sequence[tuple[Floats, Floats]]) -> Spread:
+def weighted_spread(parts: Sequence[tuple[Floats, Floats]]) -> Spread:
     values = np.concatenate([one for one, _ in parts])
     weights = np.concatenate([one for _, one in parts])
     order = np.argsort(values, kind="stable")
@@ -376,7 +236,3 @@ def _spread(parts: Sequence[tuple[Floats, Floats]]) -> Spread:
     reached = np.cumsum(weights) - weights / 2
     quantiles = np.interp(np.array(QUANTILES) * weights.sum(), reached, values)
     return Spread(0, float(np.average(values, weights=weights)), tuple(map(float, quantiles)))
-
-
-def _log_factorial(numbers: Floats) -> Floats:
-    return np.array([math.lgamma(number + 1.0) for number in numbers])

@@ -86,6 +86,60 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
+def share_interval(clusters: Sequence[tuple[int, int]]) -> tuple[float, tuple[float, float]]:
+    """A share and its 95 % interval, of clusters with so many hits among so many: a ratio estimate
+    (Cochran, 6.3), and never narrower than that of independent requests (Wilson, JASA 1927)."""
+    hits, asked = (sum(column) for column in zip(*clusters, strict=True))
+    if not asked:
+        return math.nan, (0.0, 1.0)
+    share = hits / asked
+    low, high = _wilson(share, asked)
+    half = _share_half_width(clusters, share, asked)
+    return share, (max(0.0, min(low, share - half)), min(1.0, max(high, share + half)))
+
+
+def quantile_interval(
+    clusters: Sequence[Sequence[float]], share: float
+) -> tuple[float, float, float] | None:
+    """A quantile and its 95 % interval: the quantiles at the ends of the interval of the share of
+    values below it (Woodruff, JASA 1952), clusters as above. None of no values."""
+    ordered = sorted(value for cluster in clusters for value in cluster)
+    if not ordered:
+        return None
+    found = _at(ordered, share)
+    below = [(sum(value <= found for value in cluster), len(cluster)) for cluster in clusters]
+    low, high = _wilson(share, len(ordered))
+    half = _share_half_width(below, share, len(ordered))
+    low, high = max(0.0, min(low, share - half)), min(1.0, max(high, share + half))
+    return found, _at(ordered, low), _at(ordered, high)
+
+
+def _share_half_width(clusters: Sequence[tuple[int, int]], share: float, asked: int) -> float:
+    """Half of the 95 % interval of a share, by what clusters differ from it; 0 of one cluster."""
+    count = len(clusters)
+    if count < 2:
+        return 0.0
+    square = sum((hits - share * one) ** 2 for hits, one in clusters)
+    return student(count - 1) * math.sqrt(count / (count - 1) * square) / asked
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    z = statistics.NormalDist().inv_cdf((1.0 + _CONFIDENCE) / 2.0)
+    centre = (share + z * z / (2.0 * count)) / (1.0 + z * z / count)
+    half = z * math.sqrt(share * (1.0 - share) / count + (z / (2.0 * count)) ** 2)
+    half /= 1.0 + z * z / count
+    return centre - half, centre + half
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    if ordered[low] == ordered[high]:  # both may be infinite
+        return ordered[low]
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
 def seeds_wanted(done: int, widest: float | None, within: float) -> int:
     """How many seeds to have in all, after ``done`` of them with a widest relative half-width so
     far (None: no interval yet). ``done`` itself: enough."""

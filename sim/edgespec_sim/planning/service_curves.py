@@ -8,13 +8,16 @@ of devices are mixed as they are among the active ones of the whole scenario. Th
 
 A moment of thought there has to be: without it a question follows the last commit by the same time
 always, so it meets the passes at the same phase always, and the TTFT is off by a part of a pass.
+Requests count that are asked after the first ones have ended, and they are waited for: at the start
+all prompts would stand in one queue, and without the wait short answers would weigh too much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +30,14 @@ from edgespec_sim.world.surrounding import Surrounding
 
 # Some hundred requests: texts differ, so a mean over them is good to 2 % or so.
 SESSION_SECONDS = 240.0
-_LEAST_CYCLES = 5.0
+_LEAST_CYCLES = 3.0
+# How many times as long as guessed requests may take that are waited for.
+_MOST_CYCLES = 8.0
 # Long beside a pass, short beside a request.
 _THINK_S = 0.1
 _QUANTILES = (np.arange(50) + 0.5) / 50
+P95_QUANTILE = 47
+"""Place of the p95 in a row of a curve's table."""
 
 Floats = NDArray[np.float64]
 
@@ -72,12 +79,11 @@ class ServiceCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class Point:
     """One world: its groups' records, and what the whole took."""
 
     counts: Mapping[str, int]
     outcome: WorldOutcome
-    duration_s: float
     tokens: Mapping[str, float]
     """Of a mean answer."""
 
@@ -85,21 +91,77 @@ class _Point:
         return [one for one in self.outcome.meters.records if one.group == group]
 
     def cycle_s(self, group: str) -> float:
-        """Of a whole request."""
-        # Requests cut off by the end count with what they got: the short ones, which are
-        # complete sooner, do not weigh more than they should.
-        delivered = sum(one.tokens for one in self.records(group))
-        asked = delivered / self.tokens[group]
-        return self.duration_s * self.counts[group] / max(1.0, asked) - _THINK_S
+        """Of a whole request with an answer of mean length: those that were played have another
+        mean by chance. Infinite where none ended."""
+        ended = [one for one in self.records(group) if one.complete and one.ttft_s is not None]
+        if not ended:
+            return math.inf
+        ttft_s = fmean(one.ttft_s for one in ended if one.ttft_s is not None)
+        steps = sum(one.tokens - 1 for one in ended)
+        spans_s = sum((one.tpot_s or 0.0) * (one.tokens - 1) for one in ended)
+        return ttft_s + (self.tokens[group] - 1.0) * spans_s / max(1, steps)
 
     @property
     def active(self) -> float:
         """Sessions, on average."""
-        cycles_s = {group: self.cycle_s(group) for group in self.counts}
         return sum(
-            count * cycles_s[group] / (cycles_s[group] + _THINK_S)
-            for group, count in self.counts.items()
+            count / (1.0 + _THINK_S / self.cycle_s(group)) for group, count in self.counts.items()
         )
+
+
+def point_world(
+    scenario: Scenario, arm: Arm, kind: str, counts: Mapping[str, int], session_seconds: float
+) -> Scenario:
+    """One verifier and so many users of each group who hardly think."""
+    total = sum(counts.values())
+    cycle_s = max(_guessed_cycle_s(scenario.devices[group]) for group in counts)
+    return replace(
+        scenario,
+        shards=1,
+        arms=(arm,),
+        arrivals=None,
+        warm_up_s=cycle_s,
+        duration_s=cycle_s + max(session_seconds / total, _LEAST_CYCLES * cycle_s),
+        drain_s=_MOST_CYCLES * cycle_s,
+        devices={
+            group: _restless(scenario.devices[group], count, cycle_s)
+            for group, count in counts.items()
+        },
+        verifiers={kind: replace(scenario.verifiers[kind], count=1)},
+        distances_ms={
+            group: row for group, row in scenario.distances_ms.items() if group in counts
+        },
+    )
+
+
+def point_of(scenario: Scenario, counts: Mapping[str, int], outcome: WorldOutcome) -> Point:
+    """What ``point_world`` came to."""
+    return Point(counts, outcome, {group: mean_tokens(scenario.devices[group]) for group in counts})
+
+
+def mixed_counts(weights: Mapping[str, float], size: int) -> list[dict[str, int]]:
+    """The worlds that stand for ``size`` sessions: a mixed one; of one session, one a group."""
+    return [{group: 1} for group in weights] if size == 1 else [dealt(weights, size)]
+
+
+def curve_of(points: Mapping[int, Sequence[Point]], weights: Mapping[str, float]) -> ServiceCurve:
+    """``points`` by size; ``weights``: devices of each group times the share of time for which they
+    are active (any unit)."""
+    ordered = [points[size] for size in sorted(points)]
+    active = [0.0, *(_mean_of(weights, one, lambda point: point.active) for one in ordered)]
+    busy = [0.0, *(_mean_of(weights, one, _busy) for one in ordered)]
+    groups = {group: _group(group, ordered) for group in weights}
+    return ServiceCurve(groups, np.array(active), np.array(busy), max(points))
+
+
+def _group(group: str, points: Sequence[Sequence[Point]]) -> GroupCurve:
+    found = [point for same in points for point in same if point.counts.get(group)]
+    return GroupCurve(
+        np.array([point.active for point in found]),
+        np.array([point.cycle_s(group) for point in found]),
+        np.stack([_spread([one.ttft_s for one in point.records(group)]) for point in found]),
+        np.stack([_spread([one.tpot_s for one in point.records(group)]) for point in found]),
+    )
 
 
 class CurveMeter:
@@ -117,72 +179,29 @@ class CurveMeter:
         self._scenario, self._arm, self._kind, self._seed = scenario, arm, kind, seed
         self._session_seconds = session_seconds
         self._surrounding = replace(surrounding, checks=False)
-        self._points: dict[int, list[_Point]] = {}
+        self._points: dict[int, list[Point]] = {}
 
     def curve(self, weights: Mapping[str, float], largest: int) -> ServiceCurve:
-        """Points at 1, 2, 4, ... up to ``largest`` or above; ``weights``: devices of each group
-        times the share of time for which they are active (any unit)."""
+        """Points at 1, 2, 4, ... up to ``largest`` or above; ``weights`` as in ``curve_of``."""
         for doublings in range((largest - 1).bit_length() + 1):
             size = 1 << doublings
             if size not in self._points:
-                self._points[size] = self._measure(weights, size)
-        points = [self._points[size] for size in sorted(self._points)]
-        active = [0.0, *(_mean_of(weights, one, lambda point: point.active) for one in points)]
-        busy = [0.0, *(_mean_of(weights, one, _busy) for one in points)]
-        groups = {group: self._group(group) for group in weights}
-        return ServiceCurve(groups, np.array(active), np.array(busy), max(self._points))
+                self._points[size] = [self._play(one) for one in mixed_counts(weights, size)]
+        return curve_of(self._points, weights)
 
-    def _measure(self, weights: Mapping[str, float], size: int) -> list[_Point]:
-        """A mixed world; of one session there is a world for each group."""
-        if size == 1:
-            return [self._play({group: 1}) for group in weights]
-        return [self._play(dealt(weights, size))]
-
-    def _play(self, counts: Mapping[str, int]) -> _Point:
-        scenario = self._scenario
-        total = sum(counts.values())
-        cycle_s = max(_guessed_cycle_s(scenario.devices[group]) for group in counts)
-        duration_s = max(self._session_seconds / total, _LEAST_CYCLES * cycle_s)
-        world = replace(
-            scenario,
-            shards=1,
-            arms=(self._arm,),
-            duration_s=duration_s,
-            devices={
-                group: _restless(scenario.devices[group], count, cycle_s)
-                for group, count in counts.items()
-            },
-            verifiers={self._kind: replace(scenario.verifiers[self._kind], count=1)},
-            distances_ms={
-                group: row for group, row in scenario.distances_ms.items() if group in counts
-            },
-        )
-        seed = f"{self._seed}/curve/{total}"
+    def _play(self, counts: Mapping[str, int]) -> Point:
+        world = point_world(self._scenario, self._arm, self._kind, counts, self._session_seconds)
+        seed = f"{self._seed}/curve/{sum(counts.values())}"
         outcome = World(world, self._arm, seed, self._surrounding).run()
-        tokens = {group: mean_tokens(scenario.devices[group]) for group in counts}
-        return _Point(counts, outcome, duration_s, tokens)
-
-    def _group(self, group: str) -> GroupCurve:
-        found = [
-            point
-            for _, points in sorted(self._points.items())
-            for point in points
-            if point.counts.get(group)
-        ]
-        return GroupCurve(
-            np.array([point.active for point in found]),
-            np.array([point.cycle_s(group) for point in found]),
-            np.stack([_spread([one.ttft_s for one in point.records(group)]) for point in found]),
-            np.stack([_spread([one.tpot_s for one in point.records(group)]) for point in found]),
-        )
+        return point_of(self._scenario, counts, outcome)
 
 
-def _busy(point: _Point) -> float:
+def _busy(point: Point) -> float:
     return point.outcome.verifiers[0].utilisation
 
 
 def _mean_of(
-    weights: Mapping[str, float], points: list[_Point], value: Callable[[_Point], float]
+    weights: Mapping[str, float], points: Sequence[Point], value: Callable[[Point], float]
 ) -> float:
     """Over the worlds of one size, each as heavy as its groups."""
     shares = [sum(weights[group] for group in point.counts) for point in points]
@@ -207,7 +226,13 @@ def dealt(weights: Mapping[str, float], size: int) -> dict[str, int]:
 
 
 def _restless(section: DeviceSection, count: int, within_s: float) -> DeviceSection:
-    load = replace(section.workload, think_s=_THINK_S, requests=0, start_within_s=within_s / 4)
+    load = replace(
+        section.workload,
+        think_s=_THINK_S,
+        requests=0,
+        start_within_s=within_s,
+        start_thinking=False,
+    )
     return replace(section, count=count, workload=load, battery_j=None)
 
 

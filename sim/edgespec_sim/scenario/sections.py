@@ -12,6 +12,12 @@ from edgespec.core.device.policy_names import PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec_sim.radio.power import RADIOS
+from edgespec_sim.scenario.arrival_sections import (
+    DRAIN_S,
+    ArrivalsSection,
+    SloSection,
+    window_s,
+)
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000
@@ -212,6 +218,8 @@ class WorkloadSection:
     """Stop after so many; 0: go on until the world ends."""
     start_within_s: float = 1.0
     """First questions come evenly within this time."""
+    start_thinking: bool = False
+    """First questions come after a pause like any other instead: near the long run at once."""
 
     def __post_init__(self) -> None:
         bounded("prompt_tokens", self.prompt_tokens, 0, 32_000)
@@ -270,6 +278,14 @@ class Scenario:
     links: Mapping[str, LinkSection] = field(default_factory=dict)
     about: str = ""
     duration_s: float = 60.0
+    warm_up_s: float = 0.0
+    """Requests that are asked before do not count; nor those after ``duration_s``."""
+    drain_s: float | None = None
+    """How long after ``duration_s`` requests that count may take to end, under the same load;
+    null: 60 with ``arrivals``, else 0, and then the world's end cuts them off."""
+    arrivals: ArrivalsSection | None = None
+    """An open loop in place of users who think; null: a closed one."""
+    slo: SloSection = field(default_factory=SloSection)
     tokens: TokensSection = field(default_factory=TokensSection)
     arms: tuple[Arm, ...] = tuple(Arm)
     gamma: int | None = None
@@ -297,6 +313,9 @@ class Scenario:
         if self.gamma is not None:
             bounded("gamma", self.gamma, 1, 32)
         bounded("duration_s", self.duration_s, 0.1, 1e6)
+        window_s(self.duration_s, self.warm_up_s)
+        if self.drain_s is not None:
+            bounded("drain_s", self.drain_s, 0.0, 1e5)
         bounded("shards", self.shards, 1, 1024)
         bounded("message_ms", self.message_ms, 0.0, 1000.0)
         bounded("lease_s", self.lease_s, 0.0, 86_400.0)
@@ -306,7 +325,20 @@ class Scenario:
                     raise ValueError(
                         f"devices.{name}.workload.prompt_tokens is 0, which only a tape allows"
                     )
+        if self.arrivals is not None:
+            self._check_arrivals(self.arrivals)
         self._check_names()
+
+    @property
+    def window_s(self) -> float:
+        """How long requests count that are asked in it."""
+        return window_s(self.duration_s, self.warm_up_s)
+
+    @property
+    def longest_drain_s(self) -> float:
+        if self.drain_s is not None:
+            return self.drain_s
+        return DRAIN_S if self.arrivals is not None else 0.0
 
     def verifier_name(self, kind: str, number: int) -> str:
         """Of the verifier of that kind and number (from 0)."""
@@ -315,6 +347,16 @@ class Scenario:
     def device_name(self, group: str, number: int) -> str:
         """Of the device of that group and number (from 0)."""
         return group if self.devices[group].count == 1 else f"{group}-{number + 1}"
+
+    def _check_arrivals(self, arrivals: ArrivalsSection) -> None:
+        if self.shards > 1:
+            arrivals.divided(self.shards)
+        for name, section in self.devices.items():
+            if section.workload.requests:
+                raise ValueError(
+                    f"devices.{name}.workload.requests is {section.workload.requests}, but with"
+                    " arrivals the requests come from there: 0"
+                )
 
     def _check_names(self) -> None:
         for kind, sections in (("devices", self.devices), ("verifiers", self.verifiers)):

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
@@ -22,18 +23,20 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.allocation import FixedAssociation
-from edgespec_sim.world.conservation import Conservation
+from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
+from edgespec_sim.world.conservation import ArrivalWatch, Conservation
 from edgespec_sim.world.hardware import Hardware, build_site
 from edgespec_sim.world.metered_stream import MeteredStream
-from edgespec_sim.world.meters import Meters
+from edgespec_sim.world.meters import Meters, never_begun
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.site import Site
+from edgespec_sim.world.site import Site, SiteCounters
 from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import User, UserSettings
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 _MAX_PROGRESS_STEPS = 200
+_DRAIN_STEPS = 100
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class World:
     ) -> None:
         self.scenario, self.arm, self.surrounding = scenario, arm, surrounding
         self.queue = EventQueue()
-        self.meters = Meters(scenario.duration_s)
+        self.meters = Meters(scenario.duration_s, scenario.window_s)
         self.conservation = Conservation() if surrounding.checks else None
         self.network = Network(
             self.queue,
@@ -88,6 +91,10 @@ class World:
             for number in range(section.count)
         ]
         self.users = self._make_users(seed)
+        self.reception = self._make_reception(seed)
+        self._before = [SiteCounters() for _ in self.sites]
+        self._after = self._before
+        """What verifiers had done when the requests that count began, and ended, to come."""
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
@@ -110,6 +117,19 @@ class World:
                 user_seed = f"{seed}/user/{number}"
                 users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
         return users
+
+    def _make_reception(self, seed: str) -> Reception | None:
+        """Of an open loop: it hands what comes to the users."""
+        section = self.scenario.arrivals
+        if section is None:
+            return None
+        arrivals = draw_arrivals(self.scenario, seed, self.surrounding.folder)
+        servers = [Server(user.serve, user.settings.group) for user in self.users]
+        watch = ArrivalWatch(section.at) if self.conservation is not None else None
+        reception = Reception(self.queue, arrivals, section.at, servers, watch)
+        for user in self.users:
+            user.on_free = partial(reception.free, user.number)
+        return reception
 
     # --- what users ask of the world -------------------------------------------------------
 
@@ -143,41 +163,94 @@ class World:
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
 
+    def counts(self, asked_s: float) -> bool:
+        return self.scenario.warm_up_s <= asked_s <= self.scenario.duration_s
+
     # --- play ------------------------------------------------------------------------------
 
     def run(self, progress: Callable[[float], None] = lambda now_s: None) -> WorldOutcome:
         """``progress`` hears of virtual time now and then. Raises ``ConservationError``."""
-        for user in self.users:
-            user.start()
+        self._start()
         duration_s = self.scenario.duration_s
         with _seldom_collected():
             for step in range(1, _MAX_PROGRESS_STEPS + 1):
                 now_s = duration_s * step / _MAX_PROGRESS_STEPS
                 self.meters.events += self.queue.run(now_s)
                 progress(now_s)
+            self._after = self._counters()
+            self._drain()
         for user in self.users:
             user.finish()
+        if self.reception is not None:
+            self._count_waiting(self.reception)
         if self.conservation is not None:
             self._check_end(self.conservation)
-        return WorldOutcome(self.meters, [self._verifier(*site) for site in self.sites])
+        return WorldOutcome(
+            self.meters, [self._verifier(index) for index in range(len(self.sites))]
+        )
+
+    def _start(self) -> None:
+        if self.scenario.warm_up_s:
+            self.queue.at(self.scenario.warm_up_s, self._warm)
+        if self.reception is not None:
+            self.reception.start()
+            return
+        for user in self.users:
+            user.start()
+
+    def _warm(self) -> None:
+        self._before = self._counters()
+
+    def _counters(self) -> list[SiteCounters]:
+        return [hardware.counters for _, hardware in self.sites]
+
+    def _drain(self) -> None:
+        """Under the same load, until the requests that count have ended, or for so long."""
+        drain_s = self.scenario.longest_drain_s
+        for step in range(1, _DRAIN_STEPS + 1):
+            if not drain_s or not self._counted_under_way():
+                return
+            until_s = self.scenario.duration_s + drain_s * step / _DRAIN_STEPS
+            self.meters.events += self.queue.run(until_s)
+
+    def _counted_under_way(self) -> bool:
+        waiting = self.reception.waiting if self.reception is not None else []
+        return any(
+            user.device is not None and self.counts(user.asked_s) for user in self.users
+        ) or any(self.counts(arrival.at_s) for arrival in waiting)
+
+    def _count_waiting(self, reception: Reception) -> None:
+        """Requests that no device has begun are unfinished like those under way."""
+        for arrival in reception.waiting:
+            self.meters.was_active(arrival.at_s, self.queue.now)
+            if self.counts(arrival.at_s):
+                user = self.users[arrival.device]
+                waited_s = self.queue.now - arrival.at_s
+                group, name = user.settings.group, user.name
+                self.meters.records.append(never_begun(group, name, arrival.at_s, waited_s))
 
     def _check_end(self, conservation: Conservation) -> None:
         now_s = self.queue.now
         conservation.check_end(now_s)
+        if self.reception is not None and self.reception.watch is not None:
+            serving = {user.number for user in self.users if user.cut_off}
+            self.reception.watch.check_end(now_s, self.reception.arrived, serving)
         for user in self.users:
             longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
             conservation.check_device(user.name, now_s, user.drafting_s, user.airtime_s, longest_s)
 
-    def _verifier(self, site: Site, hardware: Hardware) -> VerifierSummary:
-        counters = hardware.counters
+    def _verifier(self, index: int) -> VerifierSummary:
+        site, hardware = self.sites[index]
+        before, after = self._before[index], self._after[index]
+        passes, busy_s = after.passes - before.passes, after.busy_s - before.busy_s
         return VerifierSummary(
             name=site.name,
-            utilisation=min(1.0, counters.busy_s / (hardware.machines * self.scenario.duration_s)),
-            passes=counters.passes,
-            rows_per_pass=counters.rows / counters.passes if counters.passes else 0.0,
-            sessions_per_pass=counters.sessions / counters.passes if counters.passes else 0.0,
+            utilisation=min(1.0, busy_s / (hardware.machines * self.scenario.window_s)),
+            passes=passes,
+            rows_per_pass=(after.rows - before.rows) / passes if passes else 0.0,
+            sessions_per_pass=(after.sessions - before.sessions) / passes if passes else 0.0,
             queue_s=self.meters.queue_s(site.name),
-            energy_j=site.section.busy_w * counters.busy_s if site.section.busy_w else None,
+            energy_j=site.section.busy_w * busy_s if site.section.busy_w else None,
         )
 
 
@@ -197,10 +270,11 @@ def shard_of(scenario: Scenario) -> Scenario:
     """One of the equal worlds that a scenario with several shards consists of."""
     if scenario.shards == 1:
         return scenario
-    shards = scenario.shards
+    shards, arrivals = scenario.shards, scenario.arrivals
     return replace(
         scenario,
         shards=1,
+        arrivals=None if arrivals is None else arrivals.divided(shards),
         devices={
             name: replace(section, count=section.count // shards)
             for name, section in scenario.devices.items()

@@ -48,15 +48,41 @@ class RequestRecord:
     complete: bool
     """False: the world ended first."""
     failed: str = ""
+    waited_s: float = 0.0
+    """For a device to be free, in an open loop; a part of ``ttft_s``."""
     energy_known: bool = False
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
 
 
+def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> RequestRecord:
+    """A request that still waited for a device when the world ended."""
+    return RequestRecord(
+        group=group,
+        device=device,
+        verifier="",
+        started_s=asked_s,
+        ttft_s=None,
+        tpot_s=None,
+        tokens=0,
+        counters=DraftCounters(),
+        up_bytes=0,
+        down_bytes=0,
+        energy_j=0.0,
+        mismatches=0,
+        lossy=False,
+        complete=False,
+        waited_s=waited_s,
+    )
+
+
 @dataclass(slots=True)
 class Meters:
-    """Of one arm. Made to be merged: shards of a world add up."""
+    """Of one arm. Made to be merged: shards of a world add up. Records, ranks and gaps are those
+    of the requests that count; series are of the whole world up to ``duration_s``."""
 
     duration_s: float
+    window_s: float
+    """In which requests that count were asked; rates are over it."""
     records: list[RequestRecord] = field(default_factory=list)
     ranks: list[Sequence[int]] = field(default_factory=list)
     """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
@@ -69,9 +95,12 @@ class Meters:
     """How many are pooled here."""
 
     def delivered(self, now_s: float, count: int) -> None:
-        self.tokens_at[self._step(now_s)] += count
+        if now_s <= self.duration_s:
+            self.tokens_at[self._step(now_s)] += count
 
     def was_active(self, start_s: float, end_s: float) -> None:
+        if start_s > self.duration_s:
+            return
         step_s = self.duration_s / SERIES_STEPS
         for step in range(self._step(start_s), self._step(end_s) + 1):
             within_s = min(end_s, (step + 1) * step_s) - max(start_s, step * step_s)
@@ -93,6 +122,10 @@ class Meters:
         """Add another seed of the same arm."""
         self.merge(other)
         self.seeds += other.seeds
+
+    def under_way(self, at_s: float) -> float:
+        """Mean number of requests that had come and had not ended in the step around that time."""
+        return self.active_at[self._step(at_s)]
 
     @property
     def tpot(self) -> Total:
@@ -166,11 +199,12 @@ class Meters:
         return GroupSummary(
             requests=sum(one.complete and not one.failed for one in records),
             failed=sum(bool(one.failed) for one in records),
+            unfinished=sum(not one.complete for one in records),
             tokens=tokens,
             ttft_s=spread_of(_known(one.ttft_s for one in records)),
             tpot_s=spread_of(_known(one.tpot_s for one in records)),
             itl_s=gaps_s,
-            tokens_per_second=tokens / (self.duration_s * self.seeds),
+            tokens_per_second=tokens / (self.window_s * self.seeds),
             tokens_per_pass=_ratio(
                 total(lambda one: one.counters.committed), total(lambda one: one.counters.passes)
             ),

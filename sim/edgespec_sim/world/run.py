@@ -41,6 +41,7 @@ from edgespec_sim.token_sources.source import TokenSource
 from edgespec_sim.token_sources.tape import TapeSource, tape_named
 from edgespec_sim.token_sources.toy import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
+from edgespec_sim.world.attainment import attainment, service_notes
 from edgespec_sim.world.meters import Meters, pooled_series
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.surrounding import Surrounding
@@ -162,12 +163,15 @@ def summarise(
     losses = _losses(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds)
+    attained = {arm: attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
     arms = []
     for arm in scenario.arms:
         value, interval = speedups.get(arm, (None, None))
         summary = _arm_summary(scenario, folder, arm, worlds[arm], len(seeds))
         ends = (interval.low, interval.high) if interval is not None else None
-        arms.append(replace(summary, speedup=value, speedup_interval=ends))
+        arms.append(
+            replace(summary, speedup=value, speedup_interval=ends, attainment=attained[arm])
+        )
     return RunSummary(
         name=scenario.name,
         about=scenario.about.strip(),
@@ -177,7 +181,7 @@ def summarise(
         duration_s=scenario.duration_s,
         arms=tuple(arms),
         settings={"yaml": dump_config(scenario)},
-        notes=(*notes, *_notes(scenario), *losses),
+        notes=(*notes, *_notes(scenario), *losses, *service_notes(scenario, arms)),
         environment=environment or {},
         seeds=len(seeds),
     )

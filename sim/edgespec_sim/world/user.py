@@ -1,5 +1,7 @@
 """One user with a device: asks, waits for the text, thinks, asks again.
 
+In an open loop it does not think: it serves the requests that come (``arrivals.py``).
+
 Theory of operation. Each question is one ``DraftSession`` on the device's drafter. Before it opens,
 the association policy chooses the verifier from what is known at that moment. A device whose
 battery is used up goes on without drafting: that is slower, and nothing else.
@@ -8,8 +10,8 @@ battery is used up goes on without drafting: that is slower, and nothing else.
 from __future__ import annotations
 
 import itertools
-import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,6 +33,8 @@ from edgespec_sim.radio.power import RADIOS, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
+from edgespec_sim.world.arrivals import Arrival
+from edgespec_sim.world.lengths import drawn_length
 from edgespec_sim.world.metered_stream import MeteredStream
 from edgespec_sim.world.meters import MAX_ROWS, Meters, RequestRecord
 from edgespec_sim.world.site import REQUEST_MARK, Site
@@ -48,6 +52,9 @@ class Surroundings(Protocol):
         """A stream and its set-up time; None while the site is down."""
 
     def tracer(self, user: User) -> Tracer | None: ...
+
+    def counts(self, asked_s: float) -> bool:
+        """Whether a request that is asked at that time counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,8 @@ class UserSettings:
 
 
 class User:
-    """``start`` once; ``finish`` when the world ends, to count what is under way."""
+    """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
+    under way. ``on_free`` hears, in an open loop, that the next request may come."""
 
     def __init__(
         self,
@@ -87,6 +95,7 @@ class User:
         """Of all its requests."""
         power = RADIOS.get(settings.section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
+        self.on_free: Callable[[], None] | None = None
         self._last: RequestRecord | None = None
         """Its radio's tail and idle time until the next one are its own."""
         self._queue, self._surroundings, self._meters = queue, surroundings, meters
@@ -97,18 +106,28 @@ class User:
         self._prices: dict[str, RowPrice] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
+        self.asked_s = self._begun_s = 0.0
+        """Of the request under way; apart from each other where it had to wait here."""
+        self.cut_off = False
+        """Whether the world ended before its last request."""
         self._asked = 0
-        self._started_s = 0.0
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
 
     def start(self) -> None:
-        within_s = self.settings.section.workload.start_within_s
-        self._queue.after(self._dice.uniform(0.0, within_s), self._ask)
+        workload = self.settings.section.workload
+        first_s = self._dice.uniform(0.0, workload.start_within_s)
+        self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
+
+    def serve(self, arrival: Arrival) -> None:
+        """Begin a request that came at ``arrival.at_s``, now or earlier."""
+        self._settle_radio()
+        self._begin(arrival.number, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s)
 
     def finish(self) -> None:
         """Record the request that is under way, if any, as incomplete."""
         if self.device is not None:
+            self.cut_off = True
             self._record(self.device, complete=False)
             self.device = None
         self._settle_radio()
@@ -117,14 +136,17 @@ class User:
 
     def _ask(self) -> None:
         self._settle_radio()
-        section, source = self.settings.section, self.settings.source
-        load = section.workload
-        prompt_length = self._length(load.prompt_tokens)
-        max_tokens = self._length(load.output_tokens)
+        load = self.settings.section.workload
+        prompt_length = drawn_length(load.prompt_tokens, load.length_spread, self._dice)
+        max_tokens = drawn_length(load.output_tokens, load.length_spread, self._dice)
         number = self.number * REQUESTS_PER_USER + self._asked
+        self._begin(number, prompt_length, max_tokens, self._queue.now)
+
+    def _begin(self, number: int, prompt_length: int, max_tokens: int, asked_s: float) -> None:
+        section, source = self.settings.section, self.settings.source
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
-        self._started_s = self._queue.now
+        self.asked_s, self._begun_s = asked_s, self._queue.now
         self._streams = []
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
@@ -165,14 +187,6 @@ class User:
         )
         self.device.start()
 
-    def _length(self, typical: int) -> int:
-        """Log-normal around the typical one, drawn in the same order whatever the arm."""
-        spread = self.settings.section.workload.length_spread
-        if spread == 0.0 or typical == 0:
-            return typical
-        sigma = math.sqrt(math.log1p(spread * spread))
-        return max(1, min(round(typical * self._dice.lognormvariate(0.0, sigma)), 32_000))
-
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
         return self.settings.step.seconds(fed, kept, chance)
@@ -189,11 +203,17 @@ class User:
         device, self.device = self.device, None
         assert device is not None
         self._record(device, complete=True)
+        if self.on_free is not None:
+            self.on_free()
+            return
         workload = self.settings.section.workload
         if workload.requests and self._asked >= workload.requests:
             return
-        pause_s = self._dice.expovariate(1.0 / workload.think_s) if workload.think_s else 0.0
-        self._queue.after(pause_s, self._ask)
+        self._queue.after(self._pause_s(), self._ask)
+
+    def _pause_s(self) -> float:
+        think_s = self.settings.section.workload.think_s
+        return self._dice.expovariate(1.0 / think_s) if think_s else 0.0
 
     def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
         delivery, ended, site = device.delivery, device.delivery.ended, self.site
@@ -208,18 +228,20 @@ class User:
         energy_j = self._energy_j(device)
         if self.battery_j is not None:
             self.battery_j = max(0.0, self.battery_j - energy_j)
-        self._meters.gaps_s.extend(b - a for a, b in itertools.pairwise(times_s))
         for at_s in times_s:
             self._meters.delivered(at_s, 1)
-        self._meters.was_active(self._started_s, self._queue.now)
-        if count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
+        self._meters.was_active(self.asked_s, self._queue.now)
+        counts = self._surroundings.counts(self.asked_s)
+        if counts:
+            self._meters.gaps_s.extend(b - a for a, b in itertools.pairwise(times_s))
+        if counts and count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
             self._meters.ranks.append(source.ranks(self._request, count))
         self._last = RequestRecord(
             group=self.settings.group,
             device=self.name,
             verifier=site.name,
-            started_s=self._started_s,
-            ttft_s=times_s[0] - self._started_s if times_s else None,
+            started_s=self.asked_s,
+            ttft_s=times_s[0] - self.asked_s if times_s else None,
             tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
             tokens=count,
             counters=replace(device.session.counters),
@@ -231,8 +253,10 @@ class User:
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
             failed=ended.why if isinstance(ended, Fail) else "",
+            waited_s=self._begun_s - self.asked_s,
         )
-        self._meters.records.append(self._last)
+        if counts:
+            self._meters.records.append(self._last)
 
     def _energy_j(self, device: SimulatedDevice) -> float:
         section = self.settings.section

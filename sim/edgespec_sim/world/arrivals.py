@@ -1,0 +1,174 @@
+"""An open loop: when requests come, at which device, how long they are, and where they wait.
+
+Theory of operation. The whole list of arrivals is drawn before the world begins, from dice that
+know nothing of the arm: instant, device, lengths, number of the question. A Poisson stream is
+drawn gap by gap; one whose rate follows the day by thinning one of the highest rate (Lewis and
+Shedler 1979). Arrivals go on while the world drains, so those that count see no emptier verifier
+than the others. A ``Reception`` hands each to a device that is free, and keeps the rest in order.
+
+A device serves one request at a time. Where requests wait at their own device, each device is a
+queue of its own; where they take a free one, each group of devices has one common queue.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.scenario.arrival_sections import ArrivalKind, ArrivalsSection, AtDevice
+from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.traces.arrival_times import read_arrivals
+from edgespec_sim.world.conservation import ArrivalWatch
+from edgespec_sim.world.lengths import drawn_length
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request, as it is for every arm."""
+
+    number: int
+    """Of its question."""
+    at_s: float
+    device: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def draw_arrivals(scenario: Scenario, seed: str, folder: Path) -> tuple[Arrival, ...]:
+    """All that come up to the end of the longest drain. Raises ``TraceError``."""
+    section = scenario.arrivals
+    assert section is not None
+    until_s = scenario.duration_s + scenario.longest_drain_s
+    groups = [group for group, devices in scenario.devices.items() for _ in range(devices.count)]
+    dice = random.Random(f"{seed}/arrivals")
+    arrivals = []
+    for number, (at_s, prompt, output) in enumerate(_times(section, until_s, dice, folder)):
+        device = dice.randrange(len(groups))
+        load = scenario.devices[groups[device]].workload
+        # Drawn in any case: a file with some lengths leaves the other requests as they are.
+        drawn = [
+            drawn_length(typical, load.length_spread, dice)
+            for typical in (load.prompt_tokens, load.output_tokens)
+        ]
+        arrivals.append(Arrival(number, at_s, device, prompt or drawn[0], output or drawn[1]))
+    return tuple(arrivals)
+
+
+def _times(
+    section: ArrivalsSection, until_s: float, dice: random.Random, folder: Path
+) -> Iterator[tuple[float, int | None, int | None]]:
+    if section.kind is ArrivalKind.RECORDED:
+        beside = folder / section.file
+        recorded = read_arrivals(beside if beside.is_file() else Path(section.file))
+        for one in recorded:
+            at_s = one.time_s / section.speed
+            if at_s > until_s:
+                return
+            yield at_s, one.prompt_tokens, one.output_tokens
+        return
+    at_s = 0.0
+    while True:
+        at_s += dice.expovariate(section.most)
+        if at_s > until_s:
+            return
+        if section.rate_at(at_s) >= dice.random() * section.most:
+            yield at_s, None, None
+
+
+class Server:
+    """What a ``Reception`` needs of a device: ``busy``, and ``serve`` while it is not."""
+
+    def __init__(self, serve: Callable[[Arrival], None], group: str) -> None:
+        self.serve, self.group, self.busy = serve, group, False
+
+
+class Reception:
+    """Hands arrivals to devices; ``free`` has to hear of each that has ended."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        arrivals: Sequence[Arrival],
+        at: AtDevice,
+        servers: Sequence[Server],
+        watch: ArrivalWatch | None = None,
+    ) -> None:
+        self.arrived, self.watch = 0, watch
+        self._queue, self._arrivals, self._at, self._servers = queue, arrivals, at, servers
+        self._waiting: dict[int | str, deque[Arrival]] = {}
+        self._groups: Mapping[str, list[int]] = _by_group(servers)
+        self._place = {
+            device: place
+            for devices in self._groups.values()
+            for place, device in enumerate(devices)
+        }
+        if watch is not None:
+            for device, server in enumerate(servers):
+                watch.device(device, server.group)
+
+    def start(self) -> None:
+        for arrival in self._arrivals:
+            self._queue.at(arrival.at_s, partial(self._arrive, arrival))
+
+    @property
+    def waiting(self) -> list[Arrival]:
+        """Requests that no device has begun, in order of arrival."""
+        found = [arrival for line in self._waiting.values() for arrival in line]
+        return sorted(found, key=lambda arrival: arrival.number)
+
+    def free(self, device: int) -> None:
+        """That device has ended its request: it begins the next one that waits for it."""
+        self._servers[device].busy = False
+        if self.watch is not None:
+            self.watch.ended(device, self._queue.now)
+        line = self._waiting.get(self._line(device))
+        if line:
+            self._begin(device, line.popleft())
+        if self.watch is not None:
+            self.watch.settled(self._queue.now)
+
+    def _line(self, device: int) -> int | str:
+        return device if self._at is AtDevice.OWN else self._servers[device].group
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.arrived += 1
+        if self.watch is not None:
+            now_s = self._queue.now
+            self.watch.came(arrival.number, arrival.device, arrival.at_s, now_s)
+        device = self._free_device(arrival.device)
+        if device is None:
+            self._waiting.setdefault(self._line(arrival.device), deque()).append(arrival)
+        else:
+            self._begin(device, arrival)
+        if self.watch is not None:
+            self.watch.settled(self._queue.now)
+
+    def _free_device(self, drawn: int) -> int | None:
+        if not self._servers[drawn].busy:
+            return drawn
+        if self._at is AtDevice.OWN:
+            return None
+        alike = self._groups[self._servers[drawn].group]
+        place = self._place[drawn]
+        for device in (*alike[place + 1 :], *alike[:place]):
+            if not self._servers[device].busy:
+                return device
+        return None
+
+    def _begin(self, device: int, arrival: Arrival) -> None:
+        if self.watch is not None:
+            self.watch.begun(arrival.number, device, self._queue.now)
+        self._servers[device].busy = True
+        self._servers[device].serve(arrival)
+
+
+def _by_group(servers: Sequence[Server]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for device, server in enumerate(servers):
+        found.setdefault(server.group, []).append(device)
+    return found

@@ -1,0 +1,352 @@
+"""Open loops: the same load for every arm, nobody forgotten, no law of queues broken.
+
+Oracles: the arrivals themselves, listed beforehand; the mean wait of an M/D/1 queue by Pollaczek
+and Khinchine; the integral of a day's curve; mutants, each of which a law has to find.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from edgespec.benchmark.arms import Arm
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.scenario.arrival_sections import (
+    ArrivalKind,
+    ArrivalsSection,
+    AtDevice,
+    SloSection,
+)
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    WorkloadSection,
+)
+from edgespec_sim.traces.arrival_times import read_arrivals
+from edgespec_sim.traces.network_trace import TraceError
+from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals
+from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.conservation import ArrivalWatch
+from edgespec_sim.world.run import Job, jobs_of, play, summarise
+
+WORLD = Scenario(
+    name="open",
+    tokens=TokensSection(source=TokensFrom.TOY),
+    duration_s=5.0,
+    warm_up_s=1.0,
+    drain_s=20.0,
+    arrivals=ArrivalsSection(rate=2.0),
+    slo=SloSection(ttft_p95_ms=500.0, tpot_p95_ms=30.0),
+    arms=(Arm.TARGET_ONLY, Arm.EDGESPEC),
+    devices={
+        "laptop": DeviceSection(
+            count=2,
+            workload=WorkloadSection(prompt_tokens=16, output_tokens=24, length_spread=0.5),
+        ),
+        "phone": DeviceSection(
+            count=1, workload=WorkloadSection(prompt_tokens=8, output_tokens=12)
+        ),
+    },
+)
+
+
+def listed(of: Scenario) -> tuple[Arrival, ...]:
+    return draw_arrivals(of, "1/0", Path())
+
+
+def counted(of: Scenario) -> list[float]:
+    return [one.at_s for one in listed(of) if of.warm_up_s <= one.at_s <= of.duration_s]
+
+
+@pytest.mark.parametrize("at", list(AtDevice))
+def test_every_arm_meets_the_same_load(at: AtDevice) -> None:
+    assert WORLD.arrivals is not None
+    world = replace(WORLD, arrivals=replace(WORLD.arrivals, at=at))
+    for arm in world.arms:
+        records = play(Job(world, arm, 0, 1, Path())).meters.records
+        assert sorted(one.started_s for one in records) == pytest.approx(counted(world))
+        assert all(one.complete and one.mismatches == 0 for one in records)
+
+
+def test_equal_seeds_give_equal_summaries() -> None:
+    once, again = (
+        summarise(
+            WORLD, (1,), Path(), [(job.arm, play(job)) for job in jobs_of(WORLD, 1, Path())]
+        ).to_json()
+        for _ in range(2)
+    )
+    assert once == again
+
+
+def test_ttft_is_from_arrival() -> None:
+    """One device, and the second request comes while the first is served."""
+    one = replace(WORLD.devices["phone"], count=1)
+    world = replace(WORLD, devices={"phone": one}, arrivals=ArrivalsSection(rate=6.0))
+    records = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path())).meters.records
+    waited = [one for one in records if one.waited_s > 0.0]
+    assert waited
+    for late in waited:
+        assert late.ttft_s is not None
+        assert late.ttft_s > late.waited_s
+
+
+def test_too_much_is_told_in_words() -> None:
+    world = replace(WORLD, duration_s=12.0, drain_s=0.5, arrivals=ArrivalsSection(rate=12.0))
+    outcome = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path()))
+    found = summarise(
+        replace(world, arms=(Arm.TARGET_ONLY,)), (1,), Path(), [(Arm.TARGET_ONLY, outcome)]
+    )
+    (arm,) = found.arms
+    assert arm.attainment is not None
+    assert arm.all.unfinished > 0
+    assert arm.attainment.asked == len(counted(world)) == arm.all.requests + arm.all.unfinished
+    assert "more comes than is served" in arm.attainment.unstable
+    assert any("were not over by then" in note for note in found.notes)
+    assert any("more comes than is served" in note for note in found.notes)
+
+
+def test_little_load_is_stable_and_attained() -> None:
+    world = replace(WORLD, arrivals=ArrivalsSection(rate=0.5), arms=(Arm.TARGET_ONLY,))
+    found = summarise(
+        world, (1,), Path(), [(job.arm, play(job)) for job in jobs_of(world, 1, Path())]
+    )
+    reached = found.arms[0].attainment
+    assert reached is not None
+    assert (reached.unstable, reached.share) == ("", 1.0)
+    assert reached.goodput == pytest.approx(reached.asked / world.window_s)
+    assert reached.share_interval[0] < 1.0 == reached.share_interval[1]
+
+
+# --- when they come ------------------------------------------------------------------------
+
+
+def test_poisson_rate() -> None:
+    world = replace(WORLD, duration_s=1000.0, arrivals=ArrivalsSection(rate=4.0), drain_s=0.0)
+    times_s = [one.at_s for one in listed(world)]
+    assert len(times_s) == pytest.approx(4000, abs=5 * math.sqrt(4000))
+    gaps_s = [b - a for a, b in itertools.pairwise(times_s)]
+    mean_s = sum(gaps_s) / len(gaps_s)
+    deviation_s = math.sqrt(sum((gap - mean_s) ** 2 for gap in gaps_s) / len(gaps_s))
+    assert deviation_s / mean_s == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_day_in_24_minutes() -> None:
+    rates = tuple(2.0 + 10.0 * (8 <= hour < 20) for hour in range(24))
+    day = ArrivalsSection(ArrivalKind.DIURNAL, rates=rates, from_h=6.0, compress=60.0)
+    world = replace(WORLD, duration_s=24 * 60.0, arrivals=day, drain_s=0.0)
+    hours = [0] * 24
+    for one in listed(world):
+        hours[int(6 + one.at_s / 60.0) % 24] += 1
+    for hour, came in enumerate(hours):
+        expected = 60.0 * (rates[hour] + rates[(hour + 1) % 24]) / 2.0
+        assert came == pytest.approx(expected, abs=5 * math.sqrt(expected))
+
+
+CSV = "time_s,prompt_tokens,output_tokens\n10,7,5\n10.5,,9\n12,3,\n"
+JSONL = (
+    '{"timestamp": 10, "prompt_tokens": 7, "output_tokens": 5}\n\n'
+    '{"timestamp": 10.5, "output_tokens": 9}\n{"timestamp": 12, "prompt_tokens": 3}\n'
+)
+PUBLISHED = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.680590,7,5\n2023-11-16 18:15:47.180590,,9\n2023-11-16 18:15:48.680590,3,\n"
+)
+
+
+@pytest.mark.parametrize("text", [CSV, JSONL, PUBLISHED])
+def test_recorded_ones_are_played_as_they_were(text: str, tmp_path: Path) -> None:
+    (tmp_path / "load").write_text(text, encoding="utf-8")
+    recorded = ArrivalsSection(ArrivalKind.RECORDED, file="load", speed=0.5)
+    found = draw_arrivals(replace(WORLD, arrivals=recorded), "1/0", tmp_path)
+    assert [one.at_s for one in found] == pytest.approx([0.0, 1.0, 4.0])
+    assert (found[0].prompt_tokens, found[0].output_tokens) == (7, 5)
+    assert (found[1].output_tokens, found[2].prompt_tokens) == (9, 3)
+    assert found[2].output_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no arrivals in it"),
+        ("when\n3\n", "2: no time_s or timestamp"),
+        ("time_s\nsoon\n", "2: time is 'soon', but must be seconds or a date and time"),
+        ("time_s\nnan\n", "2: time is 'nan', but must be finite"),
+        ("time_s\n3\n1\n", "arrival 2 is earlier than the one before it"),
+        ("time_s,output_tokens\n3,0\n", "2: output_tokens is '0', but must be a whole number"),
+        ("time_s,output_tokens\n3\n", "2: 1 columns, but the header has 2"),
+        ("{nonsense\n", "1: not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "load.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TraceError, match=says):
+        read_arrivals(path)
+
+
+def test_no_such_file() -> None:
+    with pytest.raises(TraceError, match=r"nowhere\.csv"):
+        read_arrivals(Path("nowhere.csv"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rate": 0.0}, "rate is missing, but poisson arrivals take rate"),
+        ({"rate": 1.0, "file": "x"}, "file is given, but poisson arrivals take rate"),
+        ({"kind": ArrivalKind.DIURNAL, "rates": (1.0,)}, "rates has 1 numbers, but must have 24"),
+        ({"kind": ArrivalKind.DIURNAL, "rates": (0.0,) * 24}, "rates are all 0"),
+        ({"rate": -1.0}, "rate is -1.0"),
+        ({"rate": 1.0, "compress": 0.5}, "compress is 0.5"),
+    ],
+)
+def test_sections_check_themselves(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ArrivalsSection(**changes)  # type: ignore[arg-type] # on purpose
+
+
+def test_a_scenario_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="warm_up_s is 5, but must be at least 0 and less than"):
+        replace(WORLD, warm_up_s=5.0)
+    twice = replace(WORLD.devices["laptop"].workload, requests=2)
+    devices = {"laptop": replace(WORLD.devices["laptop"], workload=twice)}
+    with pytest.raises(ValueError, match=r"workload\.requests is 2, but with arrivals"):
+        replace(WORLD, devices=devices)
+    recorded = ArrivalsSection(ArrivalKind.RECORDED, file="x")
+    with pytest.raises(ValueError, match="shards is 2, but recorded arrivals"):
+        replace(WORLD, devices={"laptop": WORLD.devices["laptop"]}, arrivals=recorded, shards=2)
+
+
+# --- where they wait -----------------------------------------------------------------------
+
+
+class Counter:
+    """Devices that take a fixed time, and what became of each request."""
+
+    def __init__(self, at: AtDevice, groups: str, service_s: float) -> None:
+        self.queue, self.waits_s = EventQueue(), {}
+        self.began: list[tuple[int, int]] = []
+        self._service_s = service_s
+        self.servers = [
+            Server(partial(self._serve, device), group) for device, group in enumerate(groups)
+        ]
+        self.watch = ArrivalWatch(at)
+        self.at = at
+
+    waits_s: dict[int, float]
+
+    def play(self, arrivals: list[Arrival]) -> None:
+        self.reception = Reception(self.queue, arrivals, self.at, self.servers, self.watch)
+        self.reception.start()
+        self.queue.run(math.inf)
+        self.watch.check_end(self.queue.now, len(arrivals), set())
+
+    def _serve(self, device: int, arrival: Arrival) -> None:
+        self.began.append((arrival.number, device))
+        self.waits_s[arrival.number] = self.queue.now - arrival.at_s
+        self.queue.after(self._service_s, partial(self.reception.free, device))
+
+
+def coming(*pairs: tuple[float, int]) -> list[Arrival]:
+    return [Arrival(number, at_s, device, 1, 1) for number, (at_s, device) in enumerate(pairs)]
+
+
+def test_at_its_own_device_it_waits_though_another_is_free() -> None:
+    counter = Counter(AtDevice.OWN, "aab", 1.0)
+    counter.play(coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1)))
+    assert counter.began == [(0, 0), (3, 1), (1, 0), (2, 0)]
+    assert counter.waits_s[2] == pytest.approx(1.8)
+
+
+def test_it_takes_a_free_device_of_its_group_and_no_other() -> None:
+    counter = Counter(AtDevice.FREE, "aab", 1.0)
+    counter.play(coming((0.0, 1), (0.1, 1), (0.2, 0), (0.3, 0), (0.4, 2)))
+    assert counter.began == [(0, 1), (1, 0), (4, 2), (2, 1), (3, 0)]
+    assert counter.waits_s[2] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_one_device_waits_like_m_d_1(load: float) -> None:
+    world = replace(
+        WORLD,
+        devices={"laptop": replace(WORLD.devices["laptop"], count=1)},
+        duration_s=20_000.0,
+        drain_s=0.0,
+        arrivals=ArrivalsSection(rate=load),
+    )
+    counter = Counter(AtDevice.OWN, "a", 1.0)
+    counter.play(list(listed(world)))
+    mean_s = sum(counter.waits_s.values()) / len(counter.waits_s)
+    assert mean_s == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.1)
+
+
+# --- mutants -------------------------------------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def the_last_comes_first(patch: pytest.MonkeyPatch) -> None:
+    class Stack(deque[Arrival]):
+        def popleft(self) -> Arrival:
+            return self.pop()
+
+    patch.setattr("edgespec_sim.world.arrivals.deque", Stack)
+
+
+def a_busy_device_takes_another(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reception, "_free_device", lambda self, drawn: drawn)
+
+
+def a_free_device_is_overlooked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reception, "_free_device", lambda self, drawn: None)
+
+
+def who_waits_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    original = Reception.free
+
+    def free(self: Reception, device: int) -> None:
+        self._waiting.clear()
+        original(self, device)
+
+    patch.setattr(Reception, "free", free)
+
+
+def requests_come_late(patch: pytest.MonkeyPatch) -> None:
+    def start(self: Reception) -> None:
+        for arrival in self._arrivals:
+            self._queue.at(arrival.at_s + 0.01, partial(self._arrive, arrival))
+
+    patch.setattr(Reception, "start", start)
+
+
+MUTANTS = (
+    the_last_comes_first,
+    a_busy_device_takes_another,
+    a_free_device_is_overlooked,
+    who_waits_is_forgotten,
+    requests_come_late,
+)
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_is_caught(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    counter = Counter(AtDevice.OWN, "aa", 1.0)
+    with pytest.raises(ConservationError):
+        counter.play(coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1)))
+
+
+def test_the_watch_is_on_in_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    who_waits_is_forgotten(monkeypatch)
+    busy = replace(WORLD, arrivals=ArrivalsSection(rate=12.0), drain_s=0.0)
+    with pytest.raises(ConservationError):
+        play(Job(busy, Arm.TARGET_ONLY, 0, 1, Path()))
