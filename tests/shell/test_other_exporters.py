@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,10 +182,10 @@ def _lives(pid: int) -> bool:
 
 
 def _wait_for(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + WITHIN_S
+    until, pause = time.monotonic() + WITHIN_S, threading.Event()
     while not done():
         assert time.monotonic() < until
-        time.sleep(0.02)
+        pause.wait(0.02)
 
 
 @pytest.mark.slow
