@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.exporters.child import Hear, run_child
 from edgespec.exporters.environment import exporter_python
-from edgespec.exporters.kinds import SCRIPTS, ExporterKind
+from edgespec.exporters.kinds import REFERENCE, ExporterKind, script
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import ModelFolderError
 from edgespec.setup_error import needs
@@ -116,8 +116,7 @@ async def _reference(
     with tempfile.TemporaryDirectory(prefix="edgespec-reference-") as name:
         out = Path(name) / "logits.npy"
         words = ",".join(map(str, tokens))
-        script = str(SCRIPTS / "reference_logits.py")
-        command = (str(python), script, str(source), str(out), words)
+        command = (str(python), script(REFERENCE), str(source), str(out), words)
         await run_child("the checkpoint itself", command, hear)
         logits: NDArray[np.float32] = np.load(out, allow_pickle=False)
     return tokens, logits
