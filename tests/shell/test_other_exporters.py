@@ -45,7 +45,8 @@ WITHIN_S = 60.0
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exporters") / "source"
-    write_checkpoint(folder, tiny_config(), tiny_tensors(tiny_config(), 0))
+    config = tiny_config(rope_theta=1000.0)  # as transformers 4 has it
+    write_checkpoint(folder, config, tiny_tensors(config, 0))
     # transformers 5 wants special tokens as texts here.
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|end|>"}))
     return folder
@@ -158,6 +159,13 @@ def test_wrong_usage_is_told(
     result = export(source, tmp_path / "out", Path("nowhere/python"), *options, by=by)
     assert result.exit_code in (1, 2)
     assert message in result.stderr
+
+
+def test_a_config_that_transformers_4_misreads_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    result = export(source, tmp_path / "out", interpreter("good", source, tmp_path))
+    assert result.exit_code == 1
+    assert "has rope_parameters and no rope_theta" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
