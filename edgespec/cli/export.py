@@ -96,13 +96,9 @@ def export(
     with reported():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
+        own = (table_bits, context_length, layers, keep_vocabulary, kv_type)
         if exporter != OWN:
-            own = (table_bits, context_length, layers, keep_vocabulary, kv_type)
-            if own != (0, 0, 0, None, KvType.FLOAT32):
-                raise ConfigError(
-                    "--table-bits, --context-length, --layers, --keep-vocabulary and --kv-type are"
-                    f" of --exporter {OWN} only"
-                )
+            _check_own(default=own == (0, 0, 0, None, KvType.FLOAT32))
             run(_export_by_another(exporter, exporter_python, source, out, bits, check))
             return
         if exporter_python is not None:
@@ -142,6 +138,15 @@ def export(
         typer.echo(
             f"{out}: {manifest.layers} layers, {manifest.bits} bits, {size_mb:.1f} MB, vocabulary"
             f" {manifest.model.vocabulary}{proposes}\nuse it: edgespec generate ... --draft {out}"
+        )
+
+
+def _check_own(*, default: bool) -> None:
+    """Raises ``ConfigError`` unless what our own exporter alone knows is as it is by default."""
+    if not default:
+        raise ConfigError(
+            "--table-bits, --context-length, --layers, --keep-vocabulary and --kv-type are of"
+            f" --exporter {OWN} only"
         )
 
 

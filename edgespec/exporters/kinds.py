@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent / "scripts"
+TORCH_EXPORT = "edgespec.exporters.scripts.torch_export"
+REFERENCE = "edgespec.exporters.scripts.reference_logits"
 OWN = "edgespec"
 """The exporter of this project, which needs no torch."""
 
@@ -31,6 +32,11 @@ class ExporterKind:
     """Is what it writes float32 whatever the bits, so that it is rounded afterwards?"""
 
 
+def script(module: str) -> str:
+    """The file of a stand-alone program of this package, by its module's name."""
+    return str(Path(__file__).parent / "scripts" / f"{module.rpartition('.')[2]}.py")
+
+
 def _optimum(source: Path, target: Path, bits: int) -> tuple[str, ...]:
     task = ("--task", "text-generation-with-past")
     return ("-m", "optimum.exporters.onnx", "--model", str(source), *task, str(target))
@@ -45,7 +51,7 @@ def _genai(source: Path, target: Path, bits: int) -> tuple[str, ...]:
 
 
 def _torch(source: Path, target: Path, bits: int) -> tuple[str, ...]:
-    return (str(SCRIPTS / "torch_export.py"), str(source), str(target))
+    return (script(TORCH_EXPORT), str(source), str(target))
 
 
 KINDS = {

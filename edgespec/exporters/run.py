@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from edgespec.exporters.child import Hear, run_child
 from edgespec.exporters.environment import exporter_python
-from edgespec.exporters.kinds import SCRIPTS, ExporterKind
+from edgespec.exporters.kinds import REFERENCE, ExporterKind, script
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import ModelFolderError
+from edgespec.models.folders import ModelFolderError, read_json
 from edgespec.setup_error import needs
 
 Say = Callable[[str], None]
@@ -59,6 +59,8 @@ async def export_by(
     if bits not in kind.bits:
         raise ValueError(f"bits is {bits}, but {kind.name} writes one of {kind.bits}")
     source, target = _absolute(source), _absolute(target)
+    if kind.name == "optimum":
+        _refuse_newer_config(source)
     python = await exporter_python(kind, python, say, hear)
     command = (str(python), *kind.arguments(source, target, bits))
     await run_child(f"the exporter {kind.name}", command, hear)
@@ -79,6 +81,18 @@ async def export_by(
             if reference is not None:
                 difference = await asyncio.to_thread(_compare, target, source, bits, *reference)
         return await asyncio.to_thread(_described, target, path, difference)
+
+
+def _refuse_newer_config(source: Path) -> None:
+    """transformers 4 passes over what it does not know, and its rotations would be others: the
+    comparison, which it makes too, would not see it. Raises ``ModelFolderError``."""
+    config = read_json(source / "config.json")
+    if "rope_parameters" in config and "rope_theta" not in config:
+        raise ModelFolderError(
+            f"{source / 'config.json'}: has rope_parameters and no rope_theta, which transformers 4"
+            " reads wrongly; write rope_theta and rope_scaling there, too, or use --exporter genai"
+            " or torch"
+        )
 
 
 def _absolute(path: Path) -> Path:
@@ -116,8 +130,7 @@ async def _reference(
     with tempfile.TemporaryDirectory(prefix="edgespec-reference-") as name:
         out = Path(name) / "logits.npy"
         words = ",".join(map(str, tokens))
-        script = str(SCRIPTS / "reference_logits.py")
-        command = (str(python), script, str(source), str(out), words)
+        command = (str(python), script(REFERENCE), str(source), str(out), words)
         await run_child("the checkpoint itself", command, hear)
         logits: NDArray[np.float32] = np.load(out, allow_pickle=False)
     return tokens, logits

@@ -8,9 +8,11 @@ real ones are tried where ``OPTIMUM_PYTHON``, ``GENAI_PYTHON`` or
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +45,11 @@ WITHIN_S = 60.0
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exporters") / "source"
-    return write_checkpoint(folder, tiny_config(), tiny_tensors(tiny_config(), 0))
+    config = tiny_config(rope_theta=1000.0)  # as transformers 4 has it
+    write_checkpoint(folder, config, tiny_tensors(config, 0))
+    # transformers 5 wants special tokens as texts here.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|end|>"}))
+    return folder
 
 
 def interpreter(mode: str, source: Path, folder: Path) -> Path:
@@ -155,6 +161,13 @@ def test_wrong_usage_is_told(
     assert message in result.stderr
 
 
+def test_a_config_that_transformers_4_misreads_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    result = export(source, tmp_path / "out", interpreter("good", source, tmp_path))
+    assert result.exit_code == 1
+    assert "has rope_parameters and no rope_theta" in result.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_exporter_and_all_it_started(
     number: signal.Signals, source: Path, tmp_path: Path
@@ -181,10 +194,10 @@ def _lives(pid: int) -> bool:
 
 
 def _wait_for(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + WITHIN_S
+    until, pause = time.monotonic() + WITHIN_S, threading.Event()
     while not done():
         assert time.monotonic() < until
-        time.sleep(0.02)
+        pause.wait(0.02)
 
 
 @pytest.mark.slow

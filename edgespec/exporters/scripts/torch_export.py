@@ -63,7 +63,7 @@ def main(source: Path, target: Path) -> None:
     parts = [f"{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
     dynamic = torch.export.Dim.DYNAMIC
     target.mkdir(parents=True, exist_ok=True)
-    print(f"tracing {layers} layers", flush=True)
+    sys.stderr.write(f"tracing {layers} layers\n")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -83,7 +83,6 @@ def main(source: Path, target: Path) -> None:
             ),
             external_data=True,
         )
-    print("written", flush=True)
 
 
 if __name__ == "__main__":
