@@ -37,6 +37,9 @@ from edgespec_sim.world.surrounding import Surrounding
 LawOfShare = Callable[[float], TimeLaw]
 # What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
+# Where passes are bound by memory a further session costs nothing, and every policy that goes where
+# it is fastest would fill the first verifier alone: of equal ones the emptier is taken.
+_LEAST_SESSION_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +210,7 @@ def build_site(
         surrounding.source,
         computes,
         pass_s,
-        law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1),
+        max(law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1), _LEAST_SESSION_S),
         {device: index for index, device in enumerate(slices)},
         tracer,
     )
