@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from edgespec.benchmark.arms import Arm
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.tcp_connection import MESSAGE_BYTES, TcpConnection
+from edgespec_sim.links.tcp_connection import MESSAGE_BYTES, TcpConnection, TcpPath
 from edgespec_sim.links.tcp_receiver import TcpReceiver
 from edgespec_sim.links.tcp_segments import (
     FIRST_WINDOW,
@@ -214,6 +215,13 @@ def test_a_loss_holds_up_other_sessions_of_the_same_connection() -> None:
 MESSAGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40_000)), max_size=25)
 
 
+def _send_and_log(
+    queue: EventQueue, path: TcpPath, size: int, log: list[tuple[float, float]]
+) -> None:
+    sent_s = queue.now
+    path.send(size, lambda: log.append((sent_s, queue.now)))
+
+
 @settings(deadline=None, max_examples=30)
 @given(up=MESSAGES, down=MESSAGES, loss=st.sampled_from([0.0, 0.05, 0.3]), seed=st.integers(0, 99))
 def test_every_message_arrives_once_in_order_and_not_before_it_could(
@@ -238,13 +246,7 @@ def test_every_message_arrives_once_in_order_and_not_before_it_could(
             for gap_ms, size in messages:
                 now_s += gap_ms / 1e3
 
-                def send(
-                    path: object = path, size: int = size, log: list[tuple[float, float]] = log
-                ) -> None:
-                    sent_s = queue.now
-                    path.send(size, lambda: log.append((sent_s, queue.now)))  # type: ignore[attr-defined]
-
-                queue.at(now_s, send)
+                queue.at(now_s, partial(_send_and_log, queue, path, size, log))
         queue.run(math.inf)
         assert connection.up.counts.messages_in_flight == 0
         return found
