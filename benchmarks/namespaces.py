@@ -17,9 +17,10 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from packet_relay import LineSettings, PacketRelay
 
@@ -74,11 +75,9 @@ class Namespace:
         """Do it in the namespace: sockets and processes that it opens stay there."""
         return self._thread.submit(action).result()
 
-    def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """A process in the namespace, that is killed when this one dies."""
-        return self.run(
-            lambda: subprocess.Popen(command, preexec_fn=die_with_parent, **options)  # type: ignore[call-overload,no-any-return]
-        )
+        return self.run(partial(subprocess.Popen, command, preexec_fn=die_with_parent, **options))
 
     def counters(self) -> dict[str, int]:
         """TCP's counters of the namespace since it was made (TcpExt, those that are not 0)."""

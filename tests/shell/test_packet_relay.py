@@ -195,7 +195,7 @@ def test_an_exception_leaves_no_process_behind(relays: Any) -> None:
 @pytest.mark.slow  # two processes that import the product: some ten seconds
 def test_the_product_runs_over_the_kernel_and_not_faster_than_light(relays: Any) -> None:
     namespaces()
-    bench = importlib.import_module("kernel_network")
+    bench = importlib.import_module("kernel_bench")
     device = importlib.import_module("kernel_device")
     cell = bench.Cell(bench.Arm.EDGESPEC, 2, 30.0, 0.02)
     load = device.Load(arm="edgespec", sessions=2, requests=2, tokens=8, pass_ms=20.0)
