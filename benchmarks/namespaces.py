@@ -15,6 +15,7 @@ import os
 import signal
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,6 +42,13 @@ KERNEL_SETTINGS: Mapping[str, str] = {
 
 _Result = TypeVar("_Result")
 _libc = ctypes.CDLL(None, use_errno=True)
+# Run by the new process itself and not between fork and exec: a fork would call the handlers of
+# libraries, and gRPC's starts its threads anew, in this thread's namespace and for good.
+_LAUNCH = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 class NoNamespaces(Exception):
@@ -77,7 +85,8 @@ class Namespace:
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """A process in the namespace, that is killed when this one dies."""
-        return self.run(partial(subprocess.Popen, command, preexec_fn=die_with_parent, **options))
+        launched = (sys.executable, "-c", _LAUNCH, *command)
+        return self.run(partial(subprocess.Popen, launched, **options))
 
     def counters(self) -> dict[str, int]:
         """TCP's counters of the namespace since it was made (TcpExt, those that are not 0)."""
@@ -135,5 +144,5 @@ def _ip(*words: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends, in whatever way."""
+    """Have this process killed when the thread that started it ends, in whatever way."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -34,7 +34,6 @@ from edgespec.models.folders import (
     resolve_model,
     token_count,
 )
-from edgespec.models.kept_vocabulary import read_kept_ids
 
 DEFAULT_BITS = 4
 _SHOWN = 100
@@ -106,6 +105,7 @@ def export(
         with needs("onnx", "edgespec[export]"):
             from edgespec.drafters.export import export_draft
             from edgespec.drafters.parity import check_parity
+            from edgespec.models.kept_vocabulary import read_kept_ids
 
             folder = resolve_model(source, Role.TARGET)
             check_checkpoint(folder)

@@ -35,8 +35,8 @@ async def run_child(
     """Run ``command`` to its end; ``hear`` gets each line it writes, ``more`` are further
     variables of its environment. Raises ``ChildError`` that calls it ``what``."""
     environment = {key: value for key, value in os.environ.items() if key not in _NOT_PASSED_ON}
-    try:
-        process = await asyncio.create_subprocess_exec(
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -45,6 +45,14 @@ async def run_child(
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
         )
+    )
+    try:
+        process = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # asyncio itself would end the child alone, and not what the child has started.
+        with suppress(OSError):
+            await _end(await starting)
+        raise
     except OSError as error:
         raise ChildError(f"{what} cannot be started: {command[0]}: {error.strerror}") from error
     last: deque[str] = deque(maxlen=_KEPT_LINES)

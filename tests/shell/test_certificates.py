@@ -26,7 +26,10 @@ from edgespec.transport.tls import (
 )
 from tests.shell.pki import Pki, certs
 
-NOW = datetime.now(UTC)
+
+def now() -> datetime:
+    """Not a constant of the module: the whole suite takes longer than a certificate's leeway."""
+    return datetime.now(UTC)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_what_is_made_says_what_it_is_for(pki: Pki) -> None:
         key = leaf.public_key()
         assert isinstance(key, ec.EllipticCurvePublicKey)
         assert key.curve.name == "secp256r1"
-        assert timedelta(396) < leaf.not_valid_after_utc - NOW < timedelta(398)
+        assert timedelta(396) < leaf.not_valid_after_utc - now() < timedelta(398)
     for name in ("ca", "server", "device"):
         assert stat.S_IMODE((pki.folder / f"{name}.key").stat().st_mode) == 0o600
 
@@ -137,7 +140,7 @@ def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
 
 def test_good_files_are_taken(pki: Pki) -> None:
     shown, key, ca = (pki.folder / name for name in ("server.pem", "server.key", "ca.pem"))
-    identity = load_server_identity(shown, key, ca, NOW)
+    identity = load_server_identity(shown, key, ca, now())
     assert identity.expires == certificate(shown).not_valid_after_utc
     assert b"PRIVATE" not in repr(identity).encode()
 
@@ -147,21 +150,21 @@ def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
     rubbish, empty = tmp_path / "rubbish.pem", tmp_path / "empty.pem"
     rubbish.write_text("-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n")
     empty.write_text("")
-    later = NOW + timedelta(days=500)
+    later = now() + timedelta(days=500)
     cases = [
-        ((tmp_path / "none", key, None, NOW), "none: No such file"),
-        ((rubbish, key, None, NOW), "rubbish.pem: holds no PEM certificate"),
-        ((empty, key, None, NOW), "empty.pem: holds no PEM certificate"),
-        ((key, key, None, NOW), "server.key: holds no PEM certificate"),
-        ((good, good, None, NOW), "server.pem: holds no PEM private key"),
-        ((good, pki.folder / "device.key", None, NOW), "device.key: the key does not belong"),
-        ((good, key, rubbish, NOW), "rubbish.pem: holds no PEM certificate"),
+        ((tmp_path / "none", key, None, now()), "none: No such file"),
+        ((rubbish, key, None, now()), "rubbish.pem: holds no PEM certificate"),
+        ((empty, key, None, now()), "empty.pem: holds no PEM certificate"),
+        ((key, key, None, now()), "server.key: holds no PEM certificate"),
+        ((good, good, None, now()), "server.pem: holds no PEM private key"),
+        ((good, pki.folder / "device.key", None, now()), "device.key: the key does not belong"),
+        ((good, key, rubbish, now()), "rubbish.pem: holds no PEM certificate"),
         ((good, key, None, later), "server.pem: the certificate expired on"),
-        ((good, key, None, NOW - timedelta(days=1)), "server.pem: the certificate is not valid"),
+        ((good, key, None, now() - timedelta(days=1)), "server.pem: the certificate is not valid"),
     ]
-    for (certificate_path, key_path, client_ca, now), why in cases:
+    for (certificate_path, key_path, client_ca, at), why in cases:
         with pytest.raises(TlsFileError) as caught:
-            load_server_identity(certificate_path, key_path, client_ca, now)
+            load_server_identity(certificate_path, key_path, client_ca, at)
         assert why in str(caught.value)
 
 
@@ -173,7 +176,7 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_
     locked = form.BestAvailableEncryption(b"secret")
     path.write_bytes(plain.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked))
     with pytest.raises(TlsFileError, match=r"locked\.key: a password protects the key"):
-        load_server_identity(pki.folder / "server.pem", path, None, NOW)
+        load_server_identity(pki.folder / "server.pem", path, None, now())
     with pytest.raises(TlsFileError, match=r"locked\.key: no PEM certificate and plain"):
         channel_credentials(None, pki.folder / "server.pem", path)
 
@@ -207,4 +210,4 @@ def test_certs_of_days_out_of_range_are_wrong_usage(tmp_path: Path) -> None:
     assert call("ca", "--dir", tmp_path, "--days", "0").exit_code == 2
     certs("ca", "--dir", tmp_path, "--days", "1", "--name", "tomorrow")
     ends = certificate(tmp_path / "ca.pem").not_valid_after_utc
-    assert timedelta(0) < ends - NOW <= timedelta(days=1, minutes=5)
+    assert timedelta(0) < ends - now() <= timedelta(days=1, minutes=5)
