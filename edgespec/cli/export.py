@@ -25,7 +25,6 @@ from edgespec.compose import needs
 from edgespec.config import ConfigError
 from edgespec.core.device.kv_type import KvType
 from edgespec.exporters.kinds import KINDS, OWN
-from edgespec.exporters.run import export_by
 from edgespec.models.folders import (
     ModelFolderError,
     Role,
@@ -153,6 +152,8 @@ def _check_own(*, default: bool) -> None:
 async def _export_by_another(
     name: str, python: Path | None, source: str, out: Path, bits: int, check: bool
 ) -> None:
+    from edgespec.exporters.run import export_by  # numpy is late
+
     if (kind := KINDS.get(name)) is None:
         known = ", ".join((OWN, *KINDS))
         raise ConfigError(f"--exporter is {name!r}, but must be one of: {known}")
