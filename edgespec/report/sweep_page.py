@@ -51,7 +51,7 @@ _METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...
 
 def render_sweep(points: Points, title: str = "sweep") -> str:
     """One HTML file; ``points`` pair what was varied (the same keys in each) with its run. Raises
-    ``ValueError`` without points, ``ReportError`` if plotly is missing."""
+    ``ValueError`` without points."""
     if not points:
         raise ValueError("a sweep without points: there is nothing to draw")
     keys = list(points[0][0])

@@ -16,7 +16,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import VerifierSummary
+from edgespec.telemetry.run_summary import LinkLoad, Station, VerifierSummary, Watched
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
@@ -30,6 +30,7 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.site import Site
 from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import User, UserSettings
+from edgespec_sim.world.watch import Watch
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
@@ -42,6 +43,10 @@ class WorldOutcome:
 
     meters: Meters
     verifiers: list[VerifierSummary]
+    links: tuple[LinkLoad, ...] = ()
+    watched: Watched | None = None
+    """The first device."""
+    stations: tuple[Station, ...] = ()
 
 
 class World:
@@ -88,6 +93,7 @@ class World:
             for number in range(section.count)
         ]
         self.users = self._make_users(seed)
+        self.watch = Watch(self.users[0], scenario, self.network)
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
@@ -140,6 +146,9 @@ class World:
         self.network.watch_breaks(user.settings.group, user.number, stream)
         return stream, rtt_s
 
+    def place_m(self, user: User) -> tuple[float, float] | None:
+        return self.network.place_m(user.number)
+
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
 
@@ -154,12 +163,19 @@ class World:
             for step in range(1, _MAX_PROGRESS_STEPS + 1):
                 now_s = duration_s * step / _MAX_PROGRESS_STEPS
                 self.meters.events += self.queue.run(now_s)
+                self.watch.sample(now_s)
                 progress(now_s)
         for user in self.users:
             user.finish()
         if self.conservation is not None:
             self._check_end(self.conservation)
-        return WorldOutcome(self.meters, [self._verifier(*site) for site in self.sites])
+        return WorldOutcome(
+            self.meters,
+            [self._verifier(*site) for site in self.sites],
+            self.network.loads(),
+            self.watch.result(self.meters.records),
+            self.network.stations,
+        )
 
     def _check_end(self, conservation: Conservation) -> None:
         now_s = self.queue.now

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
 
 from edgespec.core.association.policies import LinkView
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station
 from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
@@ -32,13 +33,13 @@ from edgespec_sim.traces.readers import read_trace
 from edgespec_sim.traces.statistics import TraceStatistics
 from edgespec_sim.world.allocation import Allocation
 from edgespec_sim.world.audit import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.world.link_load import Queues, load_of
 from edgespec_sim.world.radio_network import RadioNetwork
+from edgespec_sim.world.weather import Weather, recorded_outages
 
 _GENERATE = "generate:"
 # A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
 _ASSUMED_UP_BITS_PER_S = 20e6
-
-Queues = tuple[SharedQueue, SharedQueue]
 
 
 class Network:
@@ -76,8 +77,7 @@ class Network:
     def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
         """Paths up and down for one stream of device ``number``, and what connecting takes."""
         self._streams += 1
-        kind = self._kind(verifier)
-        names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+        names = self._names(group, verifier)
         up_s = down_s = self.fixed_s(group, verifier)
         hops: list[tuple[Link, Link]] = []
         if self._radio is not None:
@@ -109,8 +109,7 @@ class Network:
         )
 
     def _wired_view(self, group: str, verifier: str) -> LinkView:
-        kind = self._kind(verifier)
-        names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+        names = self._names(group, verifier)
         links = [self._links[name] for name in names]
         rtt_s = 2 * self.fixed_s(group, verifier) + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
@@ -119,8 +118,7 @@ class Network:
 
     def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
         """What a small message takes up and down on a good day."""
-        kind = self._kind(verifier)
-        names = self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+        names = self._names(group, verifier)
         fixed_s = self.fixed_s(group, verifier) + self._access_s / 2.0
         up_s = sum(self._links[name].least_ways_s[0] for name in names)
         down_s = sum(self._links[name].least_ways_s[1] for name in names)
@@ -145,7 +143,44 @@ class Network:
         if any(self._breaks(name) for name in self._scenario.devices[group].path):
             self._current[number] = stream
 
+    # --- what a reader is told -------------------------------------------------------------
+
+    def round_trip_s(self, group: str, number: int, verifier: str, now_s: float) -> float:
+        """Of a small message there and back now, without queues, jitter and loss."""
+        fixed_s = 2 * self.fixed_s(group, verifier) + self._access_s
+        return fixed_s + sum(
+            self._links[name].round_trip_s(number, now_s) for name in self._names(group, verifier)
+        )
+
+    def interruptions(self, group: str, number: int) -> list[Interruption]:
+        """Of a device's own links."""
+        path = self._scenario.devices[group].path
+        return [one for name in path for one in self._links[name].interruptions(number)]
+
+    def loads(self) -> tuple[LinkLoad, ...]:
+        duration_s = self._scenario.duration_s
+        loads = [link.load(name) for name, link in self._links.items()]
+        if self._radio is not None:
+            loads += self._radio.loads(tuple(self._stations), duration_s)
+        return tuple(load for load in loads if load is not None)
+
+    def place_m(self, number: int) -> tuple[float, float] | None:
+        return None if self._radio is None else self._radio.place_m(number)
+
+    @property
+    def stations(self) -> tuple[Station, ...]:
+        """Empty without radio."""
+        if self._radio is None:
+            return ()
+        places = self._radio.stations_m.tolist()
+        return tuple(Station(name, *places[index]) for name, index in self._stations.items())
+
     # --- parts -----------------------------------------------------------------------------
+
+    def _names(self, group: str, verifier: str) -> tuple[str, ...]:
+        """Of the links from device to verifier."""
+        kind = self._kind(verifier)
+        return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
 
     def _kind(self, verifier: str) -> str:
         if verifier in self._scenario.verifiers:
@@ -214,14 +249,6 @@ class Network:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
 
-@dataclass(slots=True)
-class _Weather:
-    """What one device sees of a link over time."""
-
-    handovers_s: tuple[float, ...]
-    outages_s: tuple[tuple[float, float], ...]
-
-
 class _Link:
     """One link of the scenario, in as many instances as it has devices."""
 
@@ -235,7 +262,7 @@ class _Link:
             TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
         )
         self._queues: dict[int, Queues] = {}
-        self._weather: dict[int, _Weather] = {}
+        self._weather: dict[int, Weather] = {}
         least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         if self._trace is not None:
@@ -305,24 +332,35 @@ class _Link:
     def _offset_s(self, number: int) -> float:
         return self.section.trace_spread_s * number
 
-    def _weather_of(self, number: int) -> _Weather:
+    def _weather_of(self, number: int) -> Weather:
         if number not in self._weather:
-            self._weather[number] = self._make_weather(number)
+            seed = f"{self._seed}/handover/{number}"
+            self._weather[number] = Weather.of(self.section, self._duration_s, seed)
         return self._weather[number]
 
-    def _make_weather(self, number: int) -> _Weather:
-        gaps = [(one.at_s, one.at_s + one.for_s) for one in self.section.outages]
-        times_s: list[float] = []
-        handover = self.section.handover
-        if handover is not None:
-            dice = random.Random(f"{self._seed}/handover/{number}")
-            at_s = dice.uniform(0.0, handover.every_s)
-            while at_s < self._duration_s:
-                times_s.append(at_s)
-                at_s += handover.every_s * dice.uniform(0.75, 1.25)
-            if handover.gap_ms:
-                gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
-        return _Weather(tuple(times_s), _joined(gaps))
+    # --- what a reader is told -------------------------------------------------------------
+
+    def round_trip_s(self, number: int, now_s: float) -> float:
+        """Now, without queues and jitter."""
+        if self._traced is None:
+            return self.section.rtt_ms / 1e3
+        at_s = now_s + self._offset_s(number)
+        return self._traced.up_delay.at(at_s) + self._traced.down_delay.at(at_s)
+
+    def interruptions(self, number: int) -> list[Interruption]:
+        told = self._weather_of(number).interruptions(self.section)
+        if self._traced is not None:
+            offset_s = self._offset_s(number)
+            told += recorded_outages(self._traced.outages, offset_s, self._duration_s)
+        return told
+
+    def load(self, name: str) -> LinkLoad | None:
+        """None where the capacity is not known, or nothing was sent."""
+        traced = self._traced
+        measured = traced is not None and traced.up_capacity is not None
+        return load_of(
+            name, self.section, tuple(self._queues.values()), self._duration_s, measured=measured
+        )
 
 
 def _trace(
@@ -350,17 +388,6 @@ def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
     if bits_per_s == math.inf:
         return SharedQueue()
     return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
-
-
-def _joined(gaps: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """In order, and one where they overlap."""
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(gaps):
-        if joined and start_s <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
-        else:
-            joined.append((start_s, end_s))
-    return tuple(joined)
 
 
 def _number(seed: str) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link
 from edgespec_sim.radio.gains import Floats, Gains, RecordedGains, UmiGains, UmiSettings
@@ -129,6 +130,33 @@ class RadioNetwork:
     def transmit_w(self) -> float:
         """What a device's battery gives while it sends at full power."""
         return TRANSMIT_FACTOR * _watts(self._section.device_dbm)
+
+    def place_m(self, device: int) -> tuple[float, float]:
+        """Where it is, as of the last step."""
+        x_m, y_m = self._walk.positions_m[device].tolist()
+        return x_m, y_m
+
+    def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
+        """Of the air of each station, in their order: others' part of the airtime comes first."""
+        sent_s = dict.fromkeys(
+            ((down, cell) for down in (False, True) for cell in range(len(names))), 0.0
+        )
+        for (down, station, device), queue in self._queues.items():
+            sent_s[down, station] += queue.sent_s * (self._share(device) if device >= 0 else 1.0)
+        return [
+            LinkLoad(
+                f"air of {name}",
+                *(
+                    min(
+                        1.0,
+                        self._section.load
+                        + sent_s[down, cell] * (1.0 - self._section.load) / duration_s,
+                    )
+                    for down in (False, True)
+                ),
+            )
+            for cell, name in enumerate(names)
+        ]
 
     # --- parts -----------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ battery is used up goes on without drafting: that is slower, and nothing else.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from dataclasses import dataclass, replace
@@ -46,6 +45,9 @@ class Surroundings(Protocol):
 
     def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         """A stream and its set-up time; None while the site is down."""
+
+    def place_m(self, user: User) -> tuple[float, float] | None:
+        """Where it is now; None in a world without places."""
 
     def tracer(self, user: User) -> Tracer | None: ...
 
@@ -99,6 +101,7 @@ class User:
         self._learned = Learned()
         self._asked = 0
         self._started_s = 0.0
+        self._place_m: tuple[float, float] | None = None
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
 
@@ -125,6 +128,7 @@ class User:
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
         self._started_s = self._queue.now
+        self._place_m = self._surroundings.place_m(self)
         self._streams = []
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
@@ -208,9 +212,7 @@ class User:
         energy_j = self._energy_j(device)
         if self.battery_j is not None:
             self.battery_j = max(0.0, self.battery_j - energy_j)
-        self._meters.gaps_s.extend(b - a for a, b in itertools.pairwise(times_s))
-        for at_s in times_s:
-            self._meters.delivered(at_s, 1)
+        self._meters.delivered(times_s)
         self._meters.was_active(self._started_s, self._queue.now)
         if count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
             self._meters.ranks.append(source.ranks(self._request, count))
@@ -230,6 +232,8 @@ class User:
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
+            ended_s=self._queue.now,
+            place_m=self._place_m,
             failed=ended.why if isinstance(ended, Fail) else "",
         )
         self._meters.records.append(self._last)
