@@ -13,8 +13,8 @@ from edgespec.report.plots import axis, label, layout
 from edgespec.report.spans import Lane, Mark, Span, rows_apart
 from edgespec.report.timeline import Timeline
 
-SESSIONS_DRAWN: Final = 2
-SPANS_DRAWN: Final = 1500
+SESSIONS_DRAWN: Final = 3
+SPANS_DRAWN: Final = 1000
 WINDOW_S: Final = 1.5
 _ROWS_DRAWN: Final = 8
 OF_DEVICES: Final = (Lane.DRAFT, Lane.STALL)
