@@ -143,6 +143,7 @@ def _mean_utilisation(arm: ArmSummary) -> float | None:
 
 def requests_ended_table(run: RunSummary) -> str:
     header = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    handed = any(arm.all.handovers for arm in run.arms)
     rows = [
         (
             arm.arm,
@@ -152,6 +153,7 @@ def requests_ended_table(run: RunSummary) -> str:
             figures.count(arm.all.tokens),
             _ms(arm.all.itl_s, _MEDIAN),
             _ms(arm.all.itl_s, _P99),
+            *(_handed(arm.all) if handed else ()),
         )
         for arm in run.arms
     ]
@@ -159,7 +161,18 @@ def requests_ended_table(run: RunSummary) -> str:
         "How the requests ended, and the gaps between deliveries (ITL): tokens that come together "
         "are one delivery, without gaps within it."
     )
+    if handed:
+        header = (*header, "handovers", "moved, recomputed", "moved with KV")
+        caption += " Handovers are those of running requests; moved: to another verifier."
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
+
+
+def _handed(group: GroupSummary) -> tuple[str, ...]:
+    return (
+        figures.count(group.handovers),
+        figures.count(group.moves_recomputed),
+        figures.count(group.moves_with_kv),
+    )
 
 
 def bounds_table(run: RunSummary) -> str:

@@ -92,6 +92,12 @@ class GroupSummary:
     reconnects: int
     energy_j_per_token: float | None = None
     """Of the device: drafting, and its radio in every state; None where a part is not known."""
+    handovers: int = 0
+    """Changes of cell while a request ran."""
+    moves_recomputed: int = 0
+    """Running sessions that went to another verifier, which computed their prefix again."""
+    moves_with_kv: int = 0
+    """Those whose keys and values went along."""
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
 

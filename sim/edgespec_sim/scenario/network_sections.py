@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from edgespec.core.protocol.ranges import bounded
+from edgespec_sim.scenario.handover_sections import CellHandoverSection
 
 _HOUR_MS = 3_600_000.0
 _MAX_MBPS = 1e6
@@ -120,6 +121,8 @@ class RadioSection:
     gains: str = ""
     """An .npz file of gains (``radio.RecordedGains``), of a ray tracer for one, in place of the
     3GPP model: one row a step."""
+    handover: CellHandoverSection | None = None
+    """None: a phone is in the cell of the verifier that it uses."""
 
     def __post_init__(self) -> None:
         bounded("area_m", self.area_m, 10.0, 1e5)

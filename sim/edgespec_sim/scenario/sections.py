@@ -311,6 +311,17 @@ class Scenario:
         """Of the device of that group and number (from 0)."""
         return group if self.devices[group].count == 1 else f"{group}-{number + 1}"
 
+    def _check_handover(self) -> None:
+        if self.radio is None or self.radio.handover is None:
+            return
+        for name, section in self.verifiers.items():
+            for link in section.path:
+                if self.links[link].loss or self.links[link].trace:
+                    raise ValueError(
+                        f"radio.handover: verifiers.{name} lies behind {link!r}, but with handover"
+                        " such a link has no loss and no trace"
+                    )
+
     def _check_names(self) -> None:
         for kind, sections in (("devices", self.devices), ("verifiers", self.verifiers)):
             for name, section in sections.items():
@@ -327,6 +338,7 @@ class Scenario:
                         f"devices.{name}.path names links, but with radio the air is the first hop"
                         " and what lies behind a base station belongs to verifiers"
                     )
+            self._check_handover()
         for group, row in self.distances_ms.items():
             if group not in self.devices:
                 raise ValueError(f"distances_ms.{group} is no group of devices")

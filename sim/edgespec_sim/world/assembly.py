@@ -16,13 +16,14 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import LinkLoad, Station, VerifierSummary, Watched
+from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station, VerifierSummary, Watched
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.allocation import FixedAssociation
 from edgespec_sim.world.conservation import Conservation
+from edgespec_sim.world.handing_over import HandingOver
 from edgespec_sim.world.hardware import Hardware, build_site
 from edgespec_sim.world.metered_stream import MeteredStream
 from edgespec_sim.world.meters import Meters
@@ -94,6 +95,15 @@ class World:
         ]
         self.users = self._make_users(seed)
         self.watch = Watch(self.users[0], scenario, self.network)
+        if self.network.cells is not None:
+            HandingOver(
+                self.network,
+                self.network.cells,
+                self.sites,
+                self.users,
+                self._handed,
+                lambda: self.queue.now,
+            )
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
@@ -148,6 +158,11 @@ class World:
 
     def place_m(self, user: User) -> tuple[float, float] | None:
         return self.network.place_m(user.number)
+
+    def _handed(self, user: User, what: str) -> None:
+        if user is self.watch.user and self.network.cells is not None:
+            now_s = self.queue.now
+            self.watch.moved.append(Interruption(now_s, now_s + self.network.cells.gap_s, what))
 
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None

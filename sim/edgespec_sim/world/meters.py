@@ -31,6 +31,18 @@ PACE_STEPS = 30
 
 
 @dataclass(slots=True)
+class Handed:
+    """What changes of cell did to one request."""
+
+    handovers: int = 0
+    """While it ran."""
+    recomputed: int = 0
+    """Moves to another verifier that computed the prefix again."""
+    with_kv: int = 0
+    """Moves with the keys and values."""
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """One request, as far as it came."""
 
@@ -51,6 +63,7 @@ class RequestRecord:
     complete: bool
     """False: the world ended first."""
     failed: str = ""
+    handed: Handed = field(default_factory=Handed)
     ended_s: float = 0.0
     """Or the world's end."""
     place_m: tuple[float, float] | None = None
@@ -203,6 +216,9 @@ class Meters:
             up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
+            handovers=int(total(lambda one: one.handed.handovers)),
+            moves_recomputed=int(total(lambda one: one.handed.recomputed)),
+            moves_with_kv=int(total(lambda one: one.handed.with_kv)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
         )

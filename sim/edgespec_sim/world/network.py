@@ -10,7 +10,6 @@ the first hop is the air (``radio_network.py``), which knows devices and station
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,17 +26,15 @@ from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.links.path import Link, ManyHops, OneHop, Path
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.network_trace import NetworkTrace
-from edgespec_sim.traces.readers import read_trace
 from edgespec_sim.traces.statistics import TraceStatistics
 from edgespec_sim.world.allocation import Allocation
 from edgespec_sim.world.audit import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.world.cells import Cells
 from edgespec_sim.world.link_load import Queues, load_of
+from edgespec_sim.world.link_trace import number_of, trace_of
 from edgespec_sim.world.radio_network import RadioNetwork
 from edgespec_sim.world.weather import Weather, recorded_outages
 
-_GENERATE = "generate:"
 # A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
 _ASSUMED_UP_BITS_PER_S = 20e6
 
@@ -63,6 +60,8 @@ class Network:
             )
         }
         self._radio = self._make_radio(seed, folder, audited, allocation)
+        self.cells = self._make_cells(audited)
+        """With handover: which cell each device is in."""
         self._links = {
             name: _Link(section, scenario.duration_s, f"{seed}/link/{name}", folder, audited)
             for name, section in scenario.links.items()
@@ -77,21 +76,27 @@ class Network:
     def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
         """Paths up and down for one stream of device ``number``, and what connecting takes."""
         self._streams += 1
-        names = self._names(group, verifier)
+        make = partial(self._paths, group, number, verifier, self._streams)
+        up, down = make() if self.cells is None else self.cells.ride(number, make)
+        return up, down, self.view(group, number, verifier).rtt_s
+
+    def _paths(self, group: str, number: int, verifier: str, stream: int) -> tuple[Path, Path]:
         up_s = down_s = self.fixed_s(group, verifier)
         hops: list[tuple[Link, Link]] = []
-        if self._radio is not None:
+        if self.cells is not None:
+            hops += self.cells.hops(number, verifier)
+        elif self._radio is not None:
             hops.append(self._radio.hop(number, self._stations[verifier]))
-        for name in names:
+        for name in self._names(group, verifier):
             link = self._links[name]
             if link.plain:
                 up_s += link.least_ways_s[0]
                 down_s += link.least_ways_s[1]
             else:
-                hops.append(link.models(number, self._streams))
+                hops.append(link.models(number, stream))
         up = self._path([up for up, _ in hops], up_s)
         down = self._path([down for _, down in reversed(hops)], down_s)
-        return up, down, self.view(group, number, verifier).rtt_s
+        return up, down
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
         """What a device could know: typical round trip, capacities, signal."""
@@ -100,9 +105,9 @@ class Network:
             view = self._wired[group, verifier] = self._wired_view(group, verifier)
         if self._radio is None:
             return view
-        signal = self._radio.signal(number, self._stations[verifier])
+        signal = self._radio.signal(number, self._station(number, verifier))
         return LinkView(
-            view.rtt_s + self._access_s,
+            view.rtt_s + self._access_s + self._backhaul_rtt_s(number, verifier),
             min(view.up_bits_per_s, signal.up_bits_per_s),
             min(view.down_bits_per_s, signal.down_bits_per_s),
             signal.snr_db,
@@ -132,7 +137,8 @@ class Network:
     def airtime(self, group: str, number: int, verifier: str) -> Callable[[int], float]:
         """Seconds that a message of a size keeps the device's radio sending."""
         if self._radio is not None:
-            return self._radio.airtime(number, self._stations[verifier])
+            radio = self._radio
+            return lambda size: radio.airtime(number, self._station(number, verifier))(size)
         path = self._scenario.devices[group].path
         section = self._links[path[0]].section if path else LinkSection()
         bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
@@ -148,6 +154,7 @@ class Network:
     def round_trip_s(self, group: str, number: int, verifier: str, now_s: float) -> float:
         """Of a small message there and back now, without queues, jitter and loss."""
         fixed_s = 2 * self.fixed_s(group, verifier) + self._access_s
+        fixed_s += self._backhaul_rtt_s(number, verifier)
         return fixed_s + sum(
             self._links[name].round_trip_s(number, now_s) for name in self._names(group, verifier)
         )
@@ -162,6 +169,8 @@ class Network:
         loads = [link.load(name) for name, link in self._links.items()]
         if self._radio is not None:
             loads += self._radio.loads(tuple(self._stations), duration_s)
+        if self.cells is not None:
+            loads += self.cells.loads(duration_s)
         return tuple(load for load in loads if load is not None)
 
     def place_m(self, number: int) -> tuple[float, float] | None:
@@ -176,6 +185,19 @@ class Network:
         return tuple(Station(name, *places[index]) for name, index in self._stations.items())
 
     # --- parts -----------------------------------------------------------------------------
+
+    def _station(self, number: int, verifier: str) -> int:
+        """Whose air a device is on when it uses that verifier."""
+        return self._stations[verifier] if self.cells is None else self.cells.of(number)
+
+    def _backhaul_rtt_s(self, number: int, verifier: str) -> float:
+        return 0.0 if self.cells is None else self.cells.backhaul_rtt_s(number, verifier)
+
+    def _make_cells(self, audited: bool) -> Cells | None:
+        radio = self._scenario.radio
+        if self._radio is None or radio is None or radio.handover is None:
+            return None
+        return Cells(self._queue, self._radio, radio.handover, self._stations, audited=audited)
 
     def _names(self, group: str, verifier: str) -> tuple[str, ...]:
         """Of the links from device to verifier."""
@@ -257,7 +279,7 @@ class _Link:
     ) -> None:
         self.section = section
         self._duration_s, self._seed, self._audited = duration_s, seed, audited
-        self._trace = _trace(section, seed, duration_s, folder)
+        self._trace = trace_of(section, seed, duration_s, folder)
         self._traced = (
             TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
         )
@@ -285,7 +307,7 @@ class _Link:
 
     def models(self, number: int, stream: int) -> tuple[LinkModel, LinkModel]:
         """Up and down, for one stream of one device."""
-        section, seed = self.section, _number(f"{self._seed}/stream/{stream}")
+        section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
         queues, outages_s = self._queues_of(number), self._weather_of(number).outages_s
         if self._traced is not None:
             return self._traced.pair(
@@ -320,7 +342,7 @@ class _Link:
         return self._queues[key]
 
     def _make_queues(self, key: int) -> Queues:
-        section, seed = self.section, _number(f"{self._seed}/queue/{key}")
+        section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
         if self._traced is not None and self._traced.up_capacity is not None:
             return self._traced.queues(self._offset_s(key))
         make = _audited_queue if self._audited else _queue
@@ -363,23 +385,6 @@ class _Link:
         )
 
 
-def _trace(
-    section: LinkSection, seed: str, duration_s: float, folder: FilePath
-) -> NetworkTrace | None:
-    """Raises ``TraceError`` or ``ValueError``."""
-    if not section.trace:
-        return None
-    if section.trace.startswith(_GENERATE):
-        kind = section.trace.removeprefix(_GENERATE)
-        trace = generate(kind, _number(seed), max(60.0, min(2 * duration_s, 3600.0)))
-    else:
-        beside = folder / section.trace
-        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
-    if section.rtt_ms:
-        trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
-    return trace
-
-
 def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
     return LoadedQueue(bits_per_s, share, seed=seed) if share else SharedQueue(bits_per_s)
 
@@ -388,8 +393,3 @@ def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
     if bits_per_s == math.inf:
         return SharedQueue()
     return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
-
-
-def _number(seed: str) -> int:
-    """A seed for what wants a number."""
-    return random.Random(seed).getrandbits(31)

@@ -20,7 +20,7 @@ from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import WORTH
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Open
+from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.ports import Drafter
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
@@ -31,7 +31,7 @@ from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
 from edgespec_sim.world.metered_stream import MeteredStream
-from edgespec_sim.world.meters import MAX_ROWS, Meters, RequestRecord
+from edgespec_sim.world.meters import MAX_ROWS, Handed, Meters, RequestRecord
 from edgespec_sim.world.site import REQUEST_MARK, Site
 
 # Requests of different users never meet: each has this many numbers of its own.
@@ -102,6 +102,13 @@ class User:
         self._asked = 0
         self._started_s = 0.0
         self._place_m: tuple[float, float] | None = None
+        self.handed = Handed()
+        """Of the request that runs, or of the last one."""
+        self.key = ""
+        """Its session's."""
+        self.run_ahead = RunAhead.NEVER
+        self._ready_s = 0.0
+        """When the verifier that it moved to has what it needs."""
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
 
@@ -130,6 +137,7 @@ class User:
         self._started_s = self._queue.now
         self._place_m = self._surroundings.place_m(self)
         self._streams = []
+        self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
         policy, floor = None, 0.0
@@ -138,6 +146,7 @@ class User:
             floor = WORTH[section.prefer].row_chance
         settings = arm_settings(arm, self.settings.gamma, policy)
         key = f"{self.name}{REQUEST_MARK}{self._asked}"
+        self.key, self.run_ahead = key, settings.run_ahead
         drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
         request = Open(
             session_id=key,
@@ -163,7 +172,7 @@ class User:
             session,
             self._drafter,
             self._step_s,
-            lambda: self._connect(site, key),
+            lambda: self._connect(self.site or site, key),
             self._surroundings.tracer(self),
             self._ended,
         )
@@ -185,7 +194,37 @@ class User:
         opened = self._surroundings.connect(self, site, key)
         if opened is not None:
             self._streams.append(opened[0])
+            stream, setup_s = opened
+            opened = stream, max(setup_s, self._ready_s - self._queue.now)
         return opened
+
+    # --- a session that moves --------------------------------------------------------------
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of the session that runs: its prompt and what it has delivered."""
+        assert self.device is not None
+        return len(self.device.session.request.prompt) + len(self.device.delivery.tokens)
+
+    @property
+    def tokens_left(self) -> int:
+        """At most, of its answer."""
+        assert self.device is not None
+        most = self.device.session.request.sampling.max_tokens
+        return max(0, most - len(self.device.delivery.tokens))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """So far; 1 before anything is known."""
+        assert self.device is not None
+        counters = self.device.session.counters
+        return max(1.0, counters.committed / counters.passes) if counters.passes else 1.0
+
+    def move_to(self, site: Site, ready_s: float = 0.0) -> None:
+        """Go on with the session there, no sooner than at ``ready_s``."""
+        assert self.device is not None
+        self.site, self._ready_s = site, ready_s
+        self.device.reconnect(f"moved to {site.name}")
 
     # --- the end of a request --------------------------------------------------------------
 
@@ -233,6 +272,7 @@ class User:
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
             ended_s=self._queue.now,
+            handed=self.handed,
             place_m=self._place_m,
             failed=ended.why if isinstance(ended, Fail) else "",
         )

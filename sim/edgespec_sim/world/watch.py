@@ -26,7 +26,7 @@ class Watch:
     """``sample`` is called at the end of each step of the run."""
 
     def __init__(self, user: User, scenario: Scenario, network: Network) -> None:
-        self._user, self._scenario, self._network = user, scenario, network
+        self.user, self._scenario, self._network = user, scenario, network
         self._round_trips_ms: list[float | None] = []
         self._queues_ms: list[float | None] = []
         self._session: DraftSession | None = None
@@ -35,7 +35,7 @@ class Watch:
         """Changes of cell, as they happen."""
 
     def sample(self, now_s: float) -> None:
-        user = self._user
+        user = self.user
         group, site = user.settings.group, user.site
         rtt_s = (
             None
@@ -47,7 +47,7 @@ class Watch:
 
     def _queue_ms(self) -> float | None:
         """The mean wait of the passes since the last sample, of one session."""
-        device = self._user.device
+        device = self.user.device
         if device is None:
             return None
         counters = device.session.counters
@@ -60,7 +60,7 @@ class Watch:
         return 1e3 * (counters.queue_s - before_s) / passes
 
     def result(self, records: Sequence[RequestRecord]) -> Watched:
-        user, duration_s = self._user, self._scenario.duration_s
+        user, duration_s = self.user, self._scenario.duration_s
         requests = [_request(one) for one in records if one.device == user.name]
         told = self._network.interruptions(user.settings.group, user.number)
         told += self.moved + _restarts(self._scenario)
