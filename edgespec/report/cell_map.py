@@ -50,7 +50,7 @@ def _map(
     scale_ms: tuple[float, float],
 ) -> Figure:
     data = [
-        _lines(*borders, "border of a cell", {"color": _INK, "width": 1.5, "dash": "dot"}),
+        _lines(*borders, "border of a cell", {"color": _INK, "width": 1.5}),
         _lines(*_ways(rows, stations), "to its verifier", {"color": _INK, "width": 0.4}),
         _dots(rows, scale_ms),
         _stations(stations),
@@ -61,17 +61,18 @@ def _map(
         "constrain": "domain",
     }
     shape = layout(
-        430,
+        520,
         xaxis=axis("metres", **edge),
         yaxis=axis(scaleanchor="x", **edge),
         showlegend=False,
-        margin={"l": 12, "r": 8, "t": 34, "b": 22},
+        title={"text": f"<b>{label(arm.arm)}</b>", "font": {"size": 14}, "x": 0.02},
+        margin={"l": 12, "r": 8, "t": 40, "b": 22},
     )
     mean_ms = 1e3 * math.fsum(row.tpot_s or 0.0 for row in rows) / len(rows)
     caption = (
         f"{arm.arm}: {len(rows):,} requests where they were asked, by their time per token; "
-        "squares are base stations with their verifiers, dotted lines the borders between the "
-        "nearest ones, thin lines lead to the verifier that was used."
+        "squares are base stations with their verifiers, thick lines the borders between the "
+        "nearest ones, thin ones lead to the verifier that was used."
     )
     told = f"Map of the cells for {arm.arm}: {len(rows)} requests, {mean_ms:.3g} ms a token"
     return Figure(data, shape, caption, told)
@@ -93,7 +94,13 @@ def _dots(rows: Sequence[RequestRow], scale_ms: tuple[float, float]) -> dict[str
             "cmin": scale_ms[0],
             "cmax": scale_ms[1],
             "line": {"width": 0.6, "color": _INK},
-            "colorbar": {"title": {"text": "ms a token"}, "thickness": 12, "len": 0.9},
+            "colorbar": {
+                "title": {"text": "ms a token", "side": "top"},
+                "orientation": "h",
+                "thickness": 10,
+                "y": -0.16,
+                "yanchor": "top",
+            },
         },
         "hovertemplate": "%{text}: %{marker.color:.3g} ms a token<extra></extra>",
     }

@@ -10,6 +10,8 @@ from edgespec.report.plots import axis, colors, label, layout
 from edgespec.telemetry.run_summary import RunSummary
 
 _BARS_MAX: Final = 40
+_ACROSS_MAX: Final = 5
+"""Of more than so many, names stand beside the bars."""
 
 
 def verifier_load_plot(run: RunSummary) -> Figure | None:
@@ -47,24 +49,30 @@ def _bars(loads: Mapping[str, Mapping[str, float]], caption: str, what: str) -> 
             most[name] = max(most.get(name, 0.0), share)
     shown = sorted(most, key=lambda name: (-most[name], name))[:_BARS_MAX]
     paint = colors(list(loads))
+    across = len(shown) > _ACROSS_MAX
     data: list[dict[str, Any]] = []
     for arm, mine in loads.items():
         names = [name for name in shown if name in mine]
         if names:
+            ends = [label(name) for name in names], [round(100 * mine[name], 3) for name in names]
+            xs, ys = reversed(ends) if across else ends
+            told = ("%{y}", "%{x:.3g}") if across else ("%{x}", "%{y:.3g}")
             data.append(
                 {
                     "type": "bar",
+                    "orientation": "h" if across else "v",
                     "name": label(arm),
-                    "x": [label(name) for name in names],
-                    "y": [round(100 * mine[name], 3) for name in names],
+                    "x": xs,
+                    "y": ys,
                     "marker": {"color": paint[arm]},
-                    "hovertemplate": f"{label(arm)}, %{{x}}: busy %{{y:.3g}} %<extra></extra>",
+                    "hovertemplate": f"{label(arm)}, {told[0]}: busy {told[1]} %<extra></extra>",
                 }
             )
+    busy = axis("busy, %", range=[0, max(5.0, 108 * max(most[name] for name in shown))])
     shape = layout(
-        320,
-        xaxis=axis(type="category"),
-        yaxis=axis("busy, %", range=[0, max(5.0, 108 * max(most[name] for name in shown))]),
+        130 + (6 + 9 * len(loads)) * len(shown) if across else 320,
+        xaxis=busy if across else axis(type="category"),
+        yaxis=axis(type="category", autorange="reversed") if across else busy,
         barmode="group",
         showlegend=True,
     )

@@ -82,6 +82,7 @@ async function load() {
   const script = document.createElement("script");
   script.textContent = await new Response(stream).text();
   document.head.append(script);
+  script.remove();
 }
 async function draw() {
   await load();
