@@ -142,7 +142,8 @@ def _mean_utilisation(arm: ArmSummary) -> float | None:
 
 
 def requests_ended_table(run: RunSummary) -> str:
-    header = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    ended = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    header: tuple[str, ...] = ended
     handed = any(arm.all.handovers for arm in run.arms)
     rows = [
         (
