@@ -78,9 +78,12 @@ const repaint = () => Promise.all(
 async function load() {
   const packed = Uint8Array.from(
     atob(document.getElementById("plotly").textContent), letter => letter.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const script = document.createElement("script");
-  script.textContent = await new Response(stream).text();
+  const bytes = new ReadableStream({ start(to) { to.enqueue(packed); to.close(); } });
+  const reader = bytes.pipeThrough(new DecompressionStream("gzip"))
+    .pipeThrough(new TextDecoderStream()).getReader();
+  const script = document.createElement("script"), parts = [];
+  for (let part; !(part = await reader.read()).done;) parts.push(part.value);
+  script.textContent = parts.join("");
   document.head.append(script);
   script.remove();
 }

@@ -50,7 +50,7 @@ def looked_at(html: str, folder: Path, *options: str) -> str:
     page.write_text(html, encoding="utf-8")
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *("--virtual-time-budget=10000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
+        *("--virtual-time-budget=60000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
         *("--window-size=1280,2000", *options, page.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
