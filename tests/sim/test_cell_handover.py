@@ -73,7 +73,8 @@ def cellular(
 
 
 def section(sessions: Sessions, **changes: object) -> CellHandoverSection:
-    return replace(CellHandoverSection(sessions=sessions, filter_k=0), **changes)  # type: ignore[arg-type]
+    plain = CellHandoverSection(sessions=sessions, filter_k=0)
+    return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def play(scenario: Scenario, arm: Arm, folder: Path) -> WorldOutcome:
