@@ -1,19 +1,24 @@
 """One HTML file that needs nothing else: styles, scripts and data inside, no request ever made.
 
-Figures are plain data for plotly.js (``{"data": [...], "layout": {...}}``), whose minified source
-is inlined once, and only if there is a figure. The page follows the reader's light or dark scheme,
-and prints in the light one.
+Figures are plain data for plotly.js (``{"data": [...], "layout": {...}}``), of which a part is
+inlined once, compressed, and only if there is a figure. The page follows the reader's light or dark
+scheme, and prints in the light one.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from edgespec.report.style import SCRIPT, STYLE
+
+LIBRARY: Final = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,6 @@ class Figure:
     """Below the plot."""
     label: str
     """What is plotted, read out in place of the plot."""
-
-
-class ReportError(ValueError):
-    """A page cannot be drawn; the message says what to install."""
 
 
 class Document:
@@ -72,7 +73,6 @@ class Document:
         )
 
     def html(self) -> str:
-        """Raises ``ReportError`` if there are figures and plotly is missing."""
         title = escape(self.title)
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -87,15 +87,16 @@ class Document:
     def _scripts(self) -> str:
         if not self._figures:
             return ""
-        try:
-            from plotly.offline import get_plotlyjs
-        except ImportError:
-            why = "the pages of reports need plotly: pip install 'edgespec[sim]'"
-            raise ReportError(why) from None
         plots = [{"data": figure.data, "layout": figure.layout} for figure in self._figures]
         # "<" would let a name end the script; JSON may spell any character by its number.
         data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         return (
-            f'<script id="plotly">{get_plotlyjs()}</script>\n'
+            f'<script id="plotly" type="text/plain">{_library()}</script>\n'
             f"<script>const FIGURES = {data};\n{SCRIPT}</script>\n"
         )
+
+
+@cache
+def _library() -> str:
+    """The compressed script as text; a browser expands it with ``DecompressionStream``."""
+    return base64.b64encode(LIBRARY.read_bytes()).decode("ascii")

@@ -3,57 +3,124 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
 from edgespec.benchmark.arms import Arm
 from edgespec.report import figures, plots, tables
 from edgespec.report.answer_plot import answer_plot
-from edgespec.report.document import Document
+from edgespec.report.arms_over_time import arms_over_time
+from edgespec.report.cell_map import cell_maps
+from edgespec.report.document import Document, Figure
+from edgespec.report.load_plots import link_load_plot, verifier_load_plot
+from edgespec.report.pace_plot import pace_plot
+from edgespec.report.question_plot import question_plot
 from edgespec.report.timeline import Timeline
 from edgespec.report.timeline_plot import SESSIONS_DRAWN, timeline_plots
+from edgespec.report.work_plots import energy_plot, wasted_plot
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 
 # Less than this is what an estimate finds between two clocks that are one.
 _CLOCKS_APART_S: Final = 5e-3
 
 
-def render(summary: RunSummary, timeline: Timeline | None = None, trace_note: str = "") -> str:
-    """One HTML file without outside references. ``trace_note`` says of what the timeline is.
-    Raises ``ReportError`` if plotly is missing."""
+def render(
+    summary: RunSummary,
+    timeline: Timeline | None = None,
+    trace_note: str = "",
+    firsts: Mapping[str, Timeline] | None = None,
+) -> str:
+    """One HTML file without outside references. ``trace_note`` says of what the timeline is;
+    ``firsts`` are the arms' timelines of the same question."""
     page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
-    if summary.about:
-        page.paragraph(summary.about)
+    page.paragraph(asked(summary), "asked")
     page.paragraph(headline(summary), "headline")
+    first, more = pace_plot(summary), answer_plot(summary)
+    for picture in (first or more,):
+        if picture is not None:
+            page.figure(picture)
     page.paragraph(_facts(summary), "facts")
-    picture = answer_plot(summary)
-    if picture is not None:
-        page.figure(picture)
-    page.heading("Arms")
-    page.add(tables.arms_table(summary))
+    _side_by_side(page, summary, firsts or {})
+    _load(page, summary)
+    _map(page, summary)
+    _together(page, "Wasted work and energy", (wasted_plot(summary), energy_plot(summary)))
+    _distributions(page, summary, more if first is not None else None)
+    _tables(page, summary)
+    if timeline is not None and timeline.spans:
+        _timeline(page, timeline, trace_note)
+    _requests(page, summary)
+    _settings(page, summary)
+    return page.html()
+
+
+def _side_by_side(page: Document, summary: RunSummary, firsts: Mapping[str, Timeline]) -> None:
+    pictures = [arms_over_time(summary), question_plot(firsts)]
+    shown = [figure for figure in pictures if figure is not None]
+    if shown:
+        page.heading("All arms side by side")
+    for figure in shown:
+        page.figure(figure)
+
+
+def _load(page: Document, summary: RunSummary) -> None:
+    _together(page, "Load", (verifier_load_plot(summary), link_load_plot(summary)))
+
+
+def _map(page: Document, summary: RunSummary) -> None:
+    _together(page, "Map of the cells", cell_maps(summary))
+
+
+def _together(page: Document, heading: str, figures_: Sequence[Figure | None]) -> None:
+    """Beside each other where there is room."""
+    shown = [figure for figure in figures_ if figure is not None]
+    if not shown:
+        return
+    page.heading(heading)
+    page.add('<div class="grid">')
+    for figure in shown:
+        page.figure(figure)
+    page.add("</div>")
+
+
+def _distributions(page: Document, summary: RunSummary, answer: Figure | None) -> None:
+    page.heading("How sure, and how spread")
+    if answer is not None:
+        page.figure(answer)
     few = plots.few_requests(summary)
     drawn = (plots.itl_plot,) if few else (plots.tpot_plot, plots.ttft_plot)
     for plot in drawn:
         figure = plot(summary)
         if figure is not None:
             page.figure(figure)
-    page.add(tables.requests_ended_table(summary))
-    _optional(page, "How far from the limit", tables.bounds_table(summary))
-    if summary.notes:
-        page.heading("What to know")
-        page.items(summary.notes)
     series = plots.series_plots(summary)
     if series:
         page.heading("Over time")
     for figure in series:
         page.figure(figure)
-    _verifiers(page, summary)
+
+
+def _tables(page: Document, summary: RunSummary) -> None:
+    page.heading("Arms")
+    page.add(tables.arms_table(summary))
+    page.add(tables.requests_ended_table(summary))
+    _optional(page, "How far from the limit", tables.bounds_table(summary))
+    if summary.notes:
+        page.heading("What to know")
+        page.items(summary.notes)
+    _optional(page, "Verifiers", tables.verifiers_table(summary))
     _optional(page, "Groups", tables.groups_table(summary))
-    if timeline is not None and timeline.spans:
-        _timeline(page, timeline, trace_note)
-    _requests(page, summary)
-    _settings(page, summary)
-    return page.html()
+
+
+def asked(summary: RunSummary) -> str:
+    """What the run was to find out, in plain text."""
+    arms = [arm.arm for arm in summary.arms]
+    about = f"{summary.about} " if summary.about else ""
+    if len(arms) < 2:
+        return f"{about}Asked: how fast is {arms[0]} here?" if arms else about
+    others = f"{', '.join(arms[:-1])} or {arms[-1]}"
+    same = ", all with the same questions and the same dice" if summary.simulated else ""
+    return f"{about}Asked: which way of decoding is fastest here{same}: {others}?"
 
 
 def _optional(page: Document, heading: str, html: str) -> None:
@@ -127,19 +194,8 @@ def _facts(summary: RunSummary) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _verifiers(page: Document, summary: RunSummary) -> None:
-    html = tables.verifiers_table(summary)
-    if not html:
-        return
-    page.heading("Verifiers")
-    figure = plots.load_plot(summary)
-    if figure is not None:
-        page.figure(figure)
-    page.add(html)
-
-
 def _timeline(page: Document, timeline: Timeline, note: str) -> None:
-    page.heading("Timeline")
+    page.heading("Timelines of single sessions")
     if note:
         page.paragraph(note)
     for figure in timeline_plots(timeline):

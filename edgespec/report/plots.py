@@ -15,13 +15,12 @@ from edgespec.benchmark.arms import Arm
 from edgespec.report.document import Figure
 from edgespec.report.figures import shortened
 from edgespec.report.tables import is_ours
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Series, Spread
+from edgespec.telemetry.run_summary import PACE, ArmSummary, RunSummary, Series, Spread
 
 BASE_COLOR: Final = "#8a929c"
 OURS_COLOR: Final = "#d55e00"
 _OTHERS: Final = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc2")
 _SERIES_MAX: Final = 6
-_BARS_MAX: Final = 40
 _REQUESTS_MIN: Final = 3
 
 
@@ -85,8 +84,9 @@ def itl_plot(run: RunSummary) -> Figure | None:
     """For runs of so few requests that distributions over them say nothing."""
     spreads = [(arm, arm.all.itl_s) for arm in run.arms if arm.all.itl_s is not None]
     caption = (
-        "Gaps between deliveries (ITL): box from the 25th to the 75th percentile with the median, "
-        "whiskers from the 5th to the 95th, a dot at the 99th."
+        "Gaps between deliveries (ITL), tokens that come together being one delivery: box from the "
+        "25th to the 75th percentile with the median, whiskers from the 5th to the 95th, a dot at "
+        "the 99th."
     )
     return _boxes(spreads, "ms between deliveries", "Gaps between deliveries by arm", caption, [])
 
@@ -167,8 +167,9 @@ def _box(arm: ArmSummary, spread: Spread, color: str) -> dict[str, Any]:
 
 
 def series_plots(run: RunSummary) -> list[Figure]:
-    """One a quantity, one line an arm."""
+    """One a quantity, one line an arm; the time per token is ``pace_plot``'s."""
     names = list(dict.fromkeys(one.name for arm in run.arms for one in arm.series))
+    names = [name for name in names if name != PACE]
     paint = colors([arm.arm for arm in run.arms])
     plots = []
     for name in names[:_SERIES_MAX]:
@@ -207,8 +208,15 @@ def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: 
 def _band(series: Series, color: str) -> list[dict[str, Any]]:
     if len(series.low) != len(series.values):
         return []
-    xs = [round(index * series.step_s, 6) for index in range(len(series.values))]
-    return [band(xs, series.low, series.high, color)]
+    points = [
+        (round(index * series.step_s, 6), low, high)
+        for index, (low, high) in enumerate(zip(series.low, series.high, strict=True))
+        if low is not None and high is not None
+    ]
+    if len(points) < 2:
+        return []
+    xs, lows, highs = (list(column) for column in zip(*points, strict=True))
+    return [band(xs, lows, highs, color)]
 
 
 def _line(arm: str, series: Series, color: str) -> dict[str, Any]:
@@ -220,43 +228,3 @@ def _line(arm: str, series: Series, color: str) -> dict[str, Any]:
         "y": list(series.values),
         "line": {"color": color, "width": 2.5 if is_ours(arm) else 1.5},
     }
-
-
-def load_plot(run: RunSummary) -> Figure | None:
-    """How busy each verifier was, arms beside each other; None unless there is something to
-    compare."""
-    loads: dict[str, float] = {}
-    for arm in run.arms:
-        for one in arm.verifiers:
-            loads[one.name] = max(loads.get(one.name, 0.0), one.utilisation)
-    if sum(len(arm.verifiers) for arm in run.arms) < 2:
-        return None
-    shown = sorted(loads, key=lambda name: (-loads[name], name))[:_BARS_MAX]
-    paint = colors([arm.arm for arm in run.arms])
-    data = []
-    for arm in run.arms:
-        busy = {one.name: one.utilisation for one in arm.verifiers}
-        names = [name for name in shown if name in busy]
-        if names:
-            data.append(
-                {
-                    "type": "bar",
-                    "name": label(arm.arm),
-                    "x": [label(name) for name in names],
-                    "y": [100 * busy[name] for name in names],
-                    "marker": {"color": paint[arm.arm]},
-                    "hovertemplate": "%{x}: busy %{y:.3g} %<extra></extra>",
-                }
-            )
-    top = max(5.0, 108 * max(loads[name] for name in shown))
-    shape = layout(
-        320,
-        xaxis=axis(type="category"),
-        yaxis=axis("busy, %", range=[0, top]),
-        barmode="group",
-        showlegend=True,
-    )
-    left = len(loads) - len(shown)
-    caption = "Share of the run in which a pass ran, by verifier and arm."
-    caption += f" The {left:,} least busy verifiers are left out." if left > 0 else ""
-    return Figure(data, shape, caption, "Load of the verifiers by arm")

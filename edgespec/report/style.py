@@ -24,6 +24,7 @@ h3 { font-size: 1rem; margin: 1.4rem 0 0.3rem; overflow-wrap: anywhere; }
 p, li { overflow-wrap: anywhere; max-width: 48rem; }
 .headline { font-size: 1.15rem; border-left: 4px solid var(--accent); padding: 0.3rem 0.9rem;
   margin: 1rem 0; max-width: none; }
+.asked { max-width: none; }
 .facts { color: var(--soft); font-size: 0.9rem; }
 .scroll { overflow-x: auto; margin: 0.8rem 0; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums;
@@ -74,10 +75,29 @@ function themed(layout) {
 const plots = FIGURES.map((figure, i) => [document.getElementById("plot-" + i), figure]);
 const repaint = () => Promise.all(
   plots.map(([place, figure]) => Plotly.relayout(place, themed(figure.layout))));
-for (const [place, figure] of plots) place.replaceChildren();
-Promise.all(plots.map(([place, figure]) => Plotly.newPlot(place, figure.data, figure.layout,
-  { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] })))
-  .then(repaint).then(() => { document.documentElement.dataset.drawn = plots.length; });
+async function load() {
+  const packed = Uint8Array.from(
+    atob(document.getElementById("plotly").textContent), letter => letter.charCodeAt(0));
+  const bytes = new ReadableStream({ start(to) { to.enqueue(packed); to.close(); } });
+  const reader = bytes.pipeThrough(new DecompressionStream("gzip"))
+    .pipeThrough(new TextDecoderStream()).getReader();
+  const script = document.createElement("script"), parts = [];
+  for (let part; !(part = await reader.read()).done;) parts.push(part.value);
+  script.textContent = parts.join("");
+  document.head.append(script);
+  script.remove();
+}
+async function draw() {
+  await load();
+  for (const [place, figure] of plots) {
+    place.replaceChildren();
+    await Plotly.newPlot(place, figure.data, figure.layout,
+      { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+    await Plotly.relayout(place, themed(figure.layout));
+  }
+  document.documentElement.dataset.drawn = plots.length;
+}
+draw();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 addEventListener("beforeprint", repaint);
 addEventListener("afterprint", repaint);

@@ -1,8 +1,8 @@
 """Many runs of one scenario side by side: each metric against what was varied.
 
 The first varied setting is the x axis, one line an arm; every combination of the others has a panel
-of its own, and the panels of a metric share their scale. A band is the speed-up's 95 % interval.
-Runs that differ in nothing but their seed are one point, the median.
+of its own, and the panels of a metric share their scale. Bands are 95 % intervals, a dotted line is
+what our arm's bound allows. Runs that differ in nothing but their seed are one point, the median.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from edgespec.benchmark.arms import Arm
 from edgespec.report import figures
 from edgespec.report.csv_table import csv_text
 from edgespec.report.document import Document, Figure
 from edgespec.report.plots import axis, band, colors, label, layout
 from edgespec.report.tables import is_ours, table
+from edgespec.report.winner_map import answer, winner_maps, with_unit
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 
 Varied = Mapping[str, Any]
@@ -42,8 +44,8 @@ def _per_pass(arm: ArmSummary) -> float | None:
 
 
 _METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...]] = (
-    ("Time per output token", "mean TPOT, ms", _tpot_ms),
     ("Speed-up over target-only", "speed-up, ×", _speedup),
+    ("Time per output token", "mean TPOT, ms", _tpot_ms),
     ("Tokens per pass", "tokens per pass", _per_pass),
     ("Time to first token", "median TTFT, ms", _ttft_ms),
 )
@@ -51,13 +53,16 @@ _METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...
 
 def render_sweep(points: Points, title: str = "sweep") -> str:
     """One HTML file; ``points`` pair what was varied (the same keys in each) with its run. Raises
-    ``ValueError`` without points, ``ReportError`` if plotly is missing."""
+    ``ValueError`` without points."""
     if not points:
         raise ValueError("a sweep without points: there is nothing to draw")
     keys = list(points[0][0])
     page = Document(f"{title}: sweep")
-    page.paragraph(points[0][1].about)
+    asked = f"Asked: which way of decoding is fastest where, over {_over(keys)}?"
+    page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
+    page.paragraph(answer(points), "headline")
     page.paragraph(_extent(points, keys), "facts")
+    maps = winner_maps(points, [key for key in keys if key != _SEED])
     for name, unit, metric in _METRICS:
         panels = _panels(points, keys, name, unit, metric)
         if panels:
@@ -66,6 +71,10 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
             for figure in panels:
                 page.figure(figure)
             page.add("</div>")
+        if metric is _speedup and maps:
+            page.heading("Which arm wins where")
+            for figure in maps:
+                page.figure(figure)
     notes = list(dict.fromkeys(note for _, run in points for note in run.notes))
     if notes:
         page.heading("What to know")
@@ -116,6 +125,10 @@ def _extent(points: Points, keys: Sequence[str]) -> str:
     return " · ".join([f"{len(points):,} runs, {kind}", *parts])
 
 
+def _over(keys: Sequence[str]) -> str:
+    return " and ".join(keys) if keys else "its one point"
+
+
 def _panels(
     points: Points,
     keys: Sequence[str],
@@ -162,7 +175,8 @@ def _panel(
         line = [(x, statistics.median(found)) for x, found in values.items()]
         if _numeric(xs):
             line.sort()
-        if metric is _speedup and (sure := _sure(points, xs, arm_name)):
+        ends = _ENDS.get(metric)
+        if ends is not None and (sure := _sure(points, xs, arm_name, ends)):
             data.append(band(*sure, paint[arm_name]))
         data.append(
             {
@@ -175,9 +189,13 @@ def _panel(
                 "marker": {"size": 6},
             }
         )
+    limit = _limit_line(points, xs, metric, paint)
+    if limit is not None:
+        data.append(limit)
+        top = max(top, 1.06 * max(limit["y"]))
     shape = layout(
         400,
-        xaxis=axis(label(x_key), **_scale(xs)),
+        xaxis=axis(label(with_unit(x_key)), **_scale(xs)),
         yaxis=axis(unit, range=[0, top]),
         showlegend=True,
         # Below, because a narrow panel has no room for it beside the buttons.
@@ -186,16 +204,33 @@ def _panel(
     )
     where = f" ({rest})" if rest else ""
     bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
+    bands += " Dotted: what our bound allows." if limit is not None else ""
     what = f"{name} against {x_key}{where}, a line an arm"
     return Figure(data, shape, f"{name}{where}.{bands}", what)
 
 
+def _speedup_ends(arm: ArmSummary) -> tuple[float, float] | None:
+    return arm.speedup_interval
+
+
+def _tpot_ends(arm: ArmSummary) -> tuple[float, float] | None:
+    ends = arm.tpot_interval
+    return None if ends is None else (1e3 * ends[0], 1e3 * ends[1])
+
+
+_Ends = Callable[[ArmSummary], tuple[float, float] | None]
+_ENDS: Final[Mapping[Callable[[ArmSummary], float | None], _Ends]] = {
+    _speedup: _speedup_ends,
+    _tpot_ms: _tpot_ends,
+}
+
+
 def _sure(
-    points: Points, xs: Sequence[Any], arm_name: str
+    points: Points, xs: Sequence[Any], arm_name: str, ends_of: _Ends
 ) -> tuple[list[Any], list[float], list[float]] | None:
-    """Where an arm's speed-up is known and how well; None unless at each of several points."""
+    """Where an arm's value is known and how well; None unless at each of several points."""
     ends = {
-        x: arm.speedup_interval
+        x: ends_of(arm)
         for x, (_, run) in zip(xs, points, strict=True)
         for arm in run.arms
         if arm.arm == arm_name
@@ -207,6 +242,38 @@ def _sure(
         known.sort()
     columns = [list(column) for column in zip(*known, strict=True)]
     return [label(x) if isinstance(x, str) else x for x in columns[0]], columns[1], columns[2]
+
+
+def _limit_line(
+    points: Points,
+    xs: Sequence[Any],
+    metric: Callable[[ArmSummary], float | None],
+    paint: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """Of our arm: its bound on the time per token, or the speed-up that this would be."""
+    line: dict[Any, float] = {}
+    name = ""
+    for x, (_, run) in zip(xs, points, strict=True):
+        arm = next((one for one in run.arms if is_ours(one.arm) and one.bounds), None)
+        base = next((one.all.tpot_s for one in run.arms if one.arm == Arm.TARGET_ONLY.value), None)
+        if arm is None or base is None:
+            continue
+        name, bound_s = arm.arm, max(arm.bounds.values())
+        if metric is _tpot_ms:
+            line[x] = 1e3 * bound_s
+        elif metric is _speedup and bound_s > 0.0:
+            line[x] = base.mean / bound_s
+    if len(line) < 2:
+        return None
+    points_ = sorted(line.items()) if _numeric(xs) else list(line.items())
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": label(f"bound of {name}"),
+        "x": [label(x) if isinstance(x, str) else x for x, _ in points_],
+        "y": [value for _, value in points_],
+        "line": {"color": paint[name], "width": 1.5, "dash": "dot"},
+    }
 
 
 def _numeric(xs: Sequence[object]) -> bool:

@@ -86,17 +86,18 @@ def arms_table(run: RunSummary) -> str:
 
 def _energy(run: RunSummary) -> dict[str, Callable[[ArmSummary], float | None]]:
     """The columns of energy of which anything is known."""
-    columns = {"device J": _device_j, "GPU J, at most": _verifiers_j}
+    columns = {"device J": device_j, "GPU J, at most": verifiers_j}
     return {
         name: of for name, of in columns.items() if any(of(arm) is not None for arm in run.arms)
     }
 
 
-def _device_j(arm: ArmSummary) -> float | None:
+def device_j(arm: ArmSummary) -> float | None:
+    """A token; None where a part is not known."""
     return arm.all.energy_j_per_token
 
 
-def _verifiers_j(arm: ArmSummary) -> float | None:
+def verifiers_j(arm: ArmSummary) -> float | None:
     """A token, while passes ran."""
     known = [one.energy_j for one in arm.verifiers]
     if not arm.all.tokens or not known or None in known:
@@ -141,7 +142,9 @@ def _mean_utilisation(arm: ArmSummary) -> float | None:
 
 
 def requests_ended_table(run: RunSummary) -> str:
-    header = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    ended = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
+    header: tuple[str, ...] = ended
+    handed = any(arm.all.handovers for arm in run.arms)
     rows = [
         (
             arm.arm,
@@ -151,11 +154,26 @@ def requests_ended_table(run: RunSummary) -> str:
             figures.count(arm.all.tokens),
             _ms(arm.all.itl_s, _MEDIAN),
             _ms(arm.all.itl_s, _P99),
+            *(_handed(arm.all) if handed else ()),
         )
         for arm in run.arms
     ]
-    caption = "How the requests ended, and the gaps between deliveries (ITL)."
+    caption = (
+        "How the requests ended, and the gaps between deliveries (ITL): tokens that come together "
+        "are one delivery, without gaps within it."
+    )
+    if handed:
+        header = (*header, "handovers", "moved, recomputed", "moved with KV")
+        caption += " Handovers are those of running requests; moved: to another verifier."
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
+
+
+def _handed(group: GroupSummary) -> tuple[str, ...]:
+    return (
+        figures.count(group.handovers),
+        figures.count(group.moves_recomputed),
+        figures.count(group.moves_with_kv),
+    )
 
 
 def bounds_table(run: RunSummary) -> str:
@@ -199,10 +217,14 @@ def verifiers_table(run: RunSummary) -> str:
         for one in busiest[:ROWS_SHOWN]:
             load = (figures.percent(one.utilisation), figures.count(one.passes))
             sizes = (figures.number(one.rows_per_pass), figures.number(one.sessions_per_pass))
-            rows.append((one.name, arm.arm, *load, *sizes, *_queue(one.queue_s)))
+            waits = _queue(None if arm.all.acceptance is None else one.queue_s)
+            rows.append((one.name, arm.arm, *load, *sizes, *waits))
             ours.append(is_ours(arm.arm))
     more = f" {left:,} less busy ones are left out." if left else ""
-    caption = f"Verifiers; the queue is from a draft's arrival to its pass.{more}"
+    caption = (
+        "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
+        f"drafts.{more}"
+    )
     queue = ("queue p50 ms", "queue p95 ms")
     return table(caption, (*header, *queue), rows, ours, texts=(1,)) if rows else ""
 

@@ -14,11 +14,11 @@ from edgespec.report.spans import Lane, Mark, Span, rows_apart
 from edgespec.report.timeline import Timeline
 
 SESSIONS_DRAWN: Final = 3
-SPANS_DRAWN: Final = 1500
+SPANS_DRAWN: Final = 1000
 WINDOW_S: Final = 1.5
 _ROWS_DRAWN: Final = 8
-_OF_DEVICES: Final = (Lane.DRAFT, Lane.STALL)
-_COLORS: Final = {
+OF_DEVICES: Final = (Lane.DRAFT, Lane.STALL)
+LANE_COLORS: Final = {
     Lane.DRAFT: "#d55e00",
     Lane.UPLINK: "#56b4e9",
     Lane.QUEUE: "#e69f00",
@@ -26,7 +26,7 @@ _COLORS: Final = {
     Lane.DOWNLINK: "#0072b2",
     Lane.STALL: "#9aa2ac",
 }
-_EDGE: Final = "rgba(255,255,255,0.7)"
+EDGE: Final = "rgba(255,255,255,0.7)"
 _MARKS: Final = {
     "correction": ("x", "#cc3377"),
     "connected": ("triangle-up", "#009e73"),
@@ -37,7 +37,7 @@ _OTHER_MARK: Final = ("triangle-down", "#cc3377")
 
 def timeline_plots(timeline: Timeline) -> list[Figure]:
     """Of the first sessions whose device is in the trace, or of the first ones without any."""
-    known = {span.session for span in timeline.spans if span.lane in _OF_DEVICES}
+    known = {span.session for span in timeline.spans if span.lane in OF_DEVICES}
     drawn = [name for name in timeline.sessions if name in known or not known][:SESSIONS_DRAWN]
     spans: dict[str, list[tuple[int, Span]]] = {name: [] for name in drawn}
     marks: dict[str, list[Mark]] = {name: [] for name in drawn}
@@ -102,7 +102,7 @@ def _bars(number: int, lane: Lane, placed: list[tuple[int, Span]]) -> dict[str, 
         "x": [round(span.end_s - span.start_s, 6) for _, span in own],
         "y": [number + 0.1 + height * (row + 0.5) for row, _ in own],
         "width": height * 0.92,
-        "marker": {"color": _COLORS[lane], "line": {"width": 0.5, "color": _EDGE}},
+        "marker": {"color": LANE_COLORS[lane], "line": {"width": 0.5, "color": EDGE}},
         "text": [_told(span) for _, span in own],
         "textposition": "none",
         "hovertemplate": "%{text}<extra></extra>",

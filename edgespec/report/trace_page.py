@@ -31,7 +31,7 @@ def render_trace(trace: Mapping[str, Any]) -> str:
     """One HTML file. ``trace``: ``name``, ``source``, ``duration_s``, ``row_count``,
     ``statistics``, ``series`` (by column: ``start_s``, ``min``, ``median``, ``max``),
     ``outages_s`` ([start, end]), ``outages_left_out``, ``rtt_cdf`` ([seconds, share]) and
-    ``rtt_histogram`` (``edges_s``, ``share``). Raises ``ReportError`` if plotly is missing."""
+    ``rtt_histogram`` (``edges_s``, ``share``)."""
     page = Document(f"{trace['name']}: network trace")
     page.paragraph(_facts(trace), "facts")
     page.add(_statistics(trace["statistics"]))

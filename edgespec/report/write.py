@@ -24,6 +24,7 @@ from edgespec.telemetry.run_summary import RunSummary, read_summary
 
 SUMMARY: Final = "summary.json"
 TRACE: Final = "trace.jsonl"
+FIRST_QUESTIONS: Final = "first-questions"
 PAGE: Final = "report.html"
 _BOTH_MAX: Final = 2
 
@@ -36,10 +37,20 @@ class RunNotFound(ValueError):
     """There is no run at the path given; the message says what was looked for."""
 
 
+def first_question(folder: Path, arm: str) -> Path:
+    """Where a simulated run leaves the trace of an arm's first question."""
+    return folder / FIRST_QUESTIONS / f"{arm}.jsonl"
+
+
+def first_questions(folder: Path) -> dict[str, Path]:
+    """Those that are there, by arm."""
+    return {path.stem: path for path in sorted((folder / FIRST_QUESTIONS).glob("*.jsonl"))}
+
+
 def write_report(folder: Path, out: Path | None = None, *, force: bool = False) -> list[Path]:
     """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
 
-    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
+    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``OSError``, and
     ``ResultInTheWay`` unless ``force`` is given.
     """
     summary, trace = folder / SUMMARY, folder / TRACE
@@ -104,7 +115,8 @@ def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
     clocks = Clocks.SHARED if run.simulated else Clocks.ESTIMATED
     timeline = build_timeline(read_lines(traces), clocks) if traces else None
     out.mkdir(parents=True, exist_ok=True)
-    texts = {PAGE: render(run, timeline, _note(run, timeline))}
+    firsts = _firsts(run, timeline, traces[0].parent) if traces else {}
+    texts = {PAGE: render(run, timeline, _note(run, timeline), firsts)}
     texts |= {"arms.csv": arms_csv(run), "requests.csv": requests_csv(run)}
     if timeline is not None:
         texts["timeline.json"] = perfetto_json(timeline)
@@ -115,6 +127,21 @@ def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
         path.write_text(text, encoding="utf-8", newline="")
         written.append(path)
     return written
+
+
+def _firsts(run: RunSummary, timeline: Timeline | None, folder: Path) -> dict[str, Timeline]:
+    """The first question of each arm; the whole trace is that of the arm without a file."""
+    if not run.simulated:
+        return {}
+    found = first_questions(folder)
+    firsts = {}
+    for arm in run.arms:
+        if arm.arm in found:
+            lines = read_lines([found[arm.arm]])
+            firsts[arm.arm] = build_timeline(lines, Clocks.SHARED)
+        elif timeline is not None:
+            firsts[arm.arm] = timeline
+    return firsts if len(found) + 1 == len(run.arms) else {}
 
 
 def _note(run: RunSummary, timeline: Timeline | None) -> str:

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 FORMAT: Final = "edgespec-run"
 VERSION: Final = 1
+PACE: Final = "time per token"
+"""The name of the series of that, in ms."""
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -77,7 +79,7 @@ class GroupSummary:
     tpot_s: Spread | None
     """Over requests of two tokens or more: (last - first) / (tokens - 1)."""
     itl_s: Spread | None
-    """Over gaps between deliveries."""
+    """Over gaps between deliveries: tokens that come together are one delivery, without a gap."""
     tokens_per_second: float
     """Of all requests together, per second of the run."""
     tokens_per_pass: float
@@ -90,6 +92,12 @@ class GroupSummary:
     reconnects: int
     energy_j_per_token: float | None = None
     """Of the device: drafting, and its radio in every state; None where a part is not known."""
+    handovers: int = 0
+    """Changes of cell while a request ran."""
+    moves_recomputed: int = 0
+    """Running sessions that went to another verifier, which computed their prefix again."""
+    moves_with_kv: int = 0
+    """Those whose keys and values went along."""
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
     unfinished: int = 0
@@ -138,10 +146,64 @@ class Series:
     name: str
     unit: str
     step_s: float
-    values: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    values: tuple[float | None, ...]
+    """None where there was nothing to measure."""
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
     """The 95 % interval of the mean over several seeds; empty for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """How busy one link, or the air of one cell, was each way: a share of the run, warm-up included
+    and what comes behind its end not, the mean over its queues, other people's traffic included."""
+
+    name: str
+    up: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """A base station: the verifier that stands there, and where, in metres from a corner."""
+
+    name: str
+    x_m: float
+    y_m: float
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRequest:
+    """When a device asked, got its first token, and had the answer."""
+
+    started_s: float
+    first_s: float | None
+    ended_s: float
+    verifier: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Nothing passed for a while, or a device changed its cell."""
+
+    start_s: float
+    end_s: float
+    """Equal to ``start_s`` where it took no time."""
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What one device went through in the first world of a run; bounded whatever its length."""
+
+    device: str
+    requests: tuple[WatchedRequest, ...]
+    series: tuple[Series, ...]
+    """Of its way and of its verifier, on the run's axis."""
+    interruptions: tuple[Interruption, ...]
+    left_out: int = 0
+    """Requests and interruptions beyond those that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +220,9 @@ class RequestRow:
     acceptance: float | None
     failed: str = ""
     """Why; empty if it did not."""
+    x_m: float | None = None
+    y_m: float | None = None
+    """Where the device asked; None where it has no place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +244,12 @@ class ArmSummary:
     """Its 95 % interval; None of a single world, or where it was not computed."""
     attainment: Attainment | None = None
     """None without objectives and arrivals."""
+    tpot_interval: tuple[float, float] | None = None
+    """The 95 % interval of the mean TPOT, seconds; None as for ``speedup_interval``."""
+    links: tuple[LinkLoad, ...] = ()
+    """Those whose capacity is known."""
+    watched: Watched | None = None
+    """The same device in every arm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +271,8 @@ class RunSummary:
     """Versions, machine, command."""
     seeds: int = 1
     """How many were played, ``seed`` the first of them."""
+    stations: tuple[Station, ...] = ()
+    """Where verifiers stand, if they have places."""
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -214,7 +287,8 @@ def read_summary(path: Path) -> RunSummary:
             raise ValueError(f"not a summary of format {FORMAT} version {VERSION}")
         arms = tuple(_arm(arm) for arm in data.pop("arms"))
         notes = tuple(data.pop("notes"))
-        return RunSummary(arms=arms, notes=notes, **data)
+        stations = tuple(Station(**one) for one in data.pop("stations", ()))
+        return RunSummary(arms=arms, notes=notes, stations=stations, **data)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise SummaryError(f"{path}: not readable as a summary: {error}") from error
 
@@ -228,13 +302,35 @@ def _arm(data: dict[str, Any]) -> ArmSummary:
     rows = tuple(RequestRow(**one) for one in data.pop("rows"))
     groups = {name: _group(one) for name, one in data.pop("groups").items()}
     whole = _group(data.pop("all"))
-    if data.get("speedup_interval") is not None:
-        low, high = data["speedup_interval"]
-        data["speedup_interval"] = (low, high)
+    for key in ("speedup_interval", "tpot_interval"):
+        if data.get(key) is not None:
+            low, high = data[key]
+            data[key] = (low, high)
     if data.get("attainment") is not None:
         data["attainment"] = _attainment(data["attainment"])
+    links = tuple(LinkLoad(**one) for one in data.pop("links", ()))
+    watched = _watched(data.pop("watched", None))
     return ArmSummary(
-        all=whole, groups=groups, verifiers=verifiers, series=series, rows=rows, **data
+        all=whole,
+        groups=groups,
+        verifiers=verifiers,
+        series=series,
+        rows=rows,
+        links=links,
+        watched=watched,
+        **data,
+    )
+
+
+def _watched(data: dict[str, Any] | None) -> Watched | None:
+    if data is None:
+        return None
+    return Watched(
+        device=data["device"],
+        requests=tuple(WatchedRequest(**one) for one in data["requests"]),
+        series=tuple(_series(one) for one in data["series"]),
+        interruptions=tuple(Interruption(**one) for one in data["interruptions"]),
+        left_out=data["left_out"],
     )
 
 

@@ -21,13 +21,21 @@ from edgespec.config import (
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.report.spans import Lane, Span
+from edgespec.report.timeline import Timeline
 from edgespec.telemetry.run_summary import (
+    PACE,
     ArmSummary,
     GroupSummary,
+    Interruption,
+    LinkLoad,
     RequestRow,
     RunSummary,
     Series,
+    Station,
     VerifierSummary,
+    Watched,
+    WatchedRequest,
     spread_of,
 )
 from edgespec.telemetry.trace import TraceFile
@@ -111,6 +119,63 @@ def _group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
         energy_j_per_token=0.021 if drafts else None,
         mismatches=0,
     )
+
+
+def pictured() -> RunSummary:
+    """Two of the arms with all that pictures are made of: places, a watched device, links."""
+    run = five_arms()
+    base, ours = run.arms[0], run.arms[4]
+    stations = (Station("edge-1", 100.0, 100.0), Station("edge-2", 300.0, 100.0))
+    arms = tuple(_pictured(arm, index) for index, arm in enumerate((base, ours)))
+    return replace(run, arms=arms, stations=stations, seeds=4)
+
+
+def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
+    levels = tuple(None if i == 3 else 40.0 - 20.0 * index + i for i in range(6))
+    pace = Series(
+        PACE,
+        "ms",
+        10.0,
+        levels,
+        tuple(None if value is None else value - 2.0 for value in levels),
+        tuple(None if value is None else value + 2.0 for value in levels),
+    )
+    requests = tuple(
+        WatchedRequest(10.0 * i, 10.0 * i + 0.2, 10.0 * i + 4.0 - index, "edge-1", 64)
+        for i in range(5)
+    )
+    watched = Watched(
+        "laptop 1",
+        requests,
+        (
+            Series("round trip of the network", "ms", 10.0, (40.0, 41.0, None, 60.0, 40.0, 40.0)),
+            Series("wait for a pass", "ms", 10.0, (None, 2.0 + index, 3.0, 4.0, 1.0, 0.5)),
+        ),
+        (Interruption(12.0, 13.5, "outage"), Interruption(30.0, 30.06, "handover")),
+    )
+    rows = tuple(
+        replace(row, x_m=60.0 * place, y_m=30.0 * place, verifier="edge-2")
+        for place, row in enumerate(arm.rows)
+    )
+    links = (LinkLoad("access", 0.2 + 0.1 * index, 0.1),)
+    return replace(arm, series=(pace, *arm.series), watched=watched, rows=rows, links=links)
+
+
+def asked_alike() -> dict[str, Timeline]:
+    """A first question of each arm of ``pictured``."""
+    return {
+        arm: _question(arm, step_s) for arm, step_s in (("target-only", 0.04), ("edgespec", 0.02))
+    }
+
+
+def _question(arm: str, step_s: float) -> Timeline:
+    lanes = (Lane.STALL, Lane.PASS) if arm == "target-only" else (Lane.DRAFT, Lane.PASS)
+    spans = tuple(
+        Span(f"{arm}#1", lane, 5.0 + step_s * number, 5.0 + step_s * (number + 1), lane.value)
+        for number in range(30)
+        for lane in lanes
+    )
+    return Timeline((f"{arm}#1",), spans, (), {})
 
 
 @asynccontextmanager

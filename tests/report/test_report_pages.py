@@ -18,15 +18,24 @@ from edgespec.report.sweep_page import render_sweep
 from edgespec.report.timeline import build_timeline
 from edgespec.report.trace_lines import read_lines
 from edgespec.report.trace_page import render_trace
-from tests.report.samples import SAMPLED, five_arms, made_up_sweep, made_up_trace, traced_run
+from tests.report.samples import (
+    SAMPLED,
+    asked_alike,
+    five_arms,
+    made_up_sweep,
+    made_up_trace,
+    pictured,
+    traced_run,
+)
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 DARK = "--blink-settings=preferredColorScheme=0"
 PLOT = re.compile(r'<div class="plot[^"]*" id="plot-(\d+)"')
-# A box, a bar or a point of a scatter, a line of one: each has a shape that is drawn.
-MARK = re.compile(r'<path class="(?:box|point|js-line|js-fill)|<g class="point"><path')
+# A box, a bar or a point of a scatter, a line of one: each has a shape that is drawn; a heatmap is
+# an image.
+MARK = re.compile(r'<path class="(?:box|point|js-line|js-fill)|<g class="point"><path|<image')
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +50,7 @@ def looked_at(html: str, folder: Path, *options: str) -> str:
     page.write_text(html, encoding="utf-8")
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *("--virtual-time-budget=10000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
+        *("--virtual-time-budget=60000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
         *("--window-size=1280,2000", *options, page.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -68,8 +77,8 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
     lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
     html = render(five_arms(), build_timeline(lines))
     dom = looked_at(html, tmp_path)
-    # The answer, TPOT, TTFT, two series, load, one session.
-    check_plots(dom, 7)
+    # The answer, load, wasted work, energy, TPOT, TTFT, two series, one session.
+    check_plots(dom, 9)
     assert dom.count("<table") == html.count("<table") == 10
     for lane in ("draft", "uplink", "queue", "pass", "downlink", "stall"):
         assert f">{lane}</text>" in dom, lane
@@ -78,14 +87,23 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
     dom = looked_at(render(five_arms()), tmp_path, *options)
-    check_plots(dom, 6)
+    check_plots(dom, 8)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
 
 
+def test_a_run_with_every_picture(tmp_path: Path) -> None:
+    html = render(pictured(), None, "", asked_alike())
+    assert len(html) < 1.5e6
+    # Time per token, all arms over the run, one question, load of verifiers and of links, two maps,
+    # wasted work, energy, the answer, TPOT, TTFT, two series.
+    check_plots(looked_at(html, tmp_path), 14)
+
+
 def test_a_sweep(tmp_path: Path) -> None:
     dom = looked_at(render_sweep(made_up_sweep(), "household"), tmp_path)
-    check_plots(dom, 8)
+    # Four metrics at two numbers of devices, and who wins where.
+    check_plots(dom, 9)
     assert dom.count("<table") == 1
 
 

@@ -36,6 +36,7 @@ from edgespec_sim.traces.network_trace import TraceError
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals
 from edgespec_sim.world.audit import ConservationError
 from edgespec_sim.world.conservation import ArrivalWatch
+from edgespec_sim.world.meters import PACE_STEPS, Meters
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 
 WORLD = Scenario(
@@ -124,6 +125,40 @@ def test_little_load_is_stable_and_attained() -> None:
     assert (reached.unstable, reached.share) == ("", 1.0)
     assert reached.goodput == pytest.approx(reached.asked / world.window_s)
     assert reached.share_interval[0] < 1.0 == reached.share_interval[1]
+
+
+# --- pictures --------------------------------------------------------------------------------
+
+
+def test_pictures_end_with_the_window_and_begin_with_requests_that_count() -> None:
+    """Tokens at 0.5, 0.9 and, while the world drains, 1.1 s, of a world of one second."""
+    counted_s, warming_s = [0.5, 0.9, 0.9, 1.1], [0.1, 0.3]
+    meters = Meters(duration_s=1.0, window_s=0.6)
+    meters.delivered(counted_s)
+    meters.delivered(warming_s, counts=False)
+    meters.was_active(0.1, 7.0)
+    assert sum(meters.tokens_at) == 5, "of all, but none after the end"
+    assert list(meters.gaps_s) == pytest.approx([0.4, 0.2])
+    assert sum(tokens for _, tokens in meters.pace_at) == 2
+    assert sum(seconds for seconds, _ in meters.pace_at) == pytest.approx(0.4)
+    assert meters.pace_at[27] == (pytest.approx(0.4), 2)
+    assert meters.active_at[-1] == pytest.approx(1.0)
+
+
+def test_pictures_of_a_world_that_drains() -> None:
+    world = replace(WORLD, duration_s=3.0, arrivals=ArrivalsSection(rate=8.0))
+    outcome = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path()))
+    records = outcome.meters.records
+    assert max(one.ended_s for one in records) > world.duration_s, "some ended in the drain"
+    assert outcome.watched is not None
+    mine = [one for one in records if one.device == outcome.watched.device]
+    assert [one.started_s for one in outcome.watched.requests] == [one.started_s for one in mine]
+    assert all(one.started_s >= world.warm_up_s for one in outcome.watched.requests)
+    for series in outcome.watched.series:
+        assert series.step_s * len(series.values) == pytest.approx(world.duration_s)
+    warming = int(world.warm_up_s / world.duration_s * PACE_STEPS)
+    assert not any(tokens for _, tokens in outcome.meters.pace_at[:warming])
+    assert any(tokens for _, tokens in outcome.meters.pace_at[warming:])
 
 
 # --- when they come ------------------------------------------------------------------------

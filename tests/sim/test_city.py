@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.benchmark.arms import Arm
-from edgespec.telemetry.run_summary import RunSummary, read_summary
+from edgespec.telemetry.run_summary import PACE, RunSummary, Series, read_summary
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.scenario.network_sections import HandoverSection, LinkSection, OutageSection
 from edgespec_sim.scenario.sections import (
@@ -275,10 +275,16 @@ def test_progress_reaches_the_end() -> None:
 
 def test_requests_under_way_add_up_to_the_time_they_took() -> None:
     (arm,) = run(replace(SMALL, arms=(Arm.TARGET_ONLY,))).arms
-    tokens, under_way = arm.series
-    assert sum(tokens.values) * tokens.step_s == pytest.approx(arm.all.tokens)
-    assert max(under_way.values) <= 2.0 + 1e-9  # two devices, one request each at a time
-    assert sum(under_way.values) * under_way.step_s > 2 * 6.0 * 0.5
+    pace, tokens, under_way = arm.series
+    assert pace.name == PACE
+    assert _sum(tokens) * tokens.step_s == pytest.approx(arm.all.tokens)
+    # Two devices, one request each at a time.
+    assert max(value or 0.0 for value in under_way.values) <= 2.0 + 1e-9
+    assert _sum(under_way) * under_way.step_s > 2 * 6.0 * 0.5
+
+
+def _sum(series: Series) -> float:
+    return sum(value or 0.0 for value in series.values)
 
 
 def test_settings_are_written_down() -> None:

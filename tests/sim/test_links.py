@@ -21,7 +21,7 @@ from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
 from edgespec_sim.links.from_trace import TraceLinks, link_pair
-from edgespec_sim.links.handover import Handover, gaps_s
+from edgespec_sim.links.handover import Handover
 from edgespec_sim.links.path import ManyHops, OneHop, Path, PathCounts
 from edgespec_sim.traces.network_trace import NetworkTrace
 
@@ -124,8 +124,10 @@ def many_hops(events: EventQueue) -> Path:
 
 
 def handed_over(events: EventQueue) -> Path:
-    cells = [(0.0, one_hop(events)), (0.3, OneHop(events, _link(0.001, 4))), (0.6, one_hop(events))]
-    return Handover(events, cells, gap_s=0.08)
+    path = Handover(events, one_hop(events), gap_s=0.08)
+    events.at(0.3, lambda: path.change(OneHop(events, _link(0.001, 4))))
+    events.at(0.6, lambda: path.change(one_hop(events)))
+    return path
 
 
 def _link(one_way_s: float, seed: int) -> LinkModel:
@@ -214,10 +216,10 @@ def test_a_path_needs_a_link() -> None:
 
 def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     events, arrived = EventQueue(), list[tuple[int, float]]()
-    (gap,) = gaps_s([1.0], 0.2)
-    old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=(gap,)), SharedQueue(RATE))
+    old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=((1.0, 1.2),)), SharedQueue(RATE))
     new = LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE))
-    path = Handover(events, [(0.0, OneHop(events, old)), (1.0, OneHop(events, new))], gap_s=0.2)
+    path = Handover(events, OneHop(events, old), gap_s=0.2)
+    events.at(1.0, lambda: path.change(OneHop(events, new)))
 
     def send(number: int) -> None:
         path.send(1000, lambda: arrived.append((number, events.now)))
@@ -232,15 +234,21 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     )
 
 
-def test_a_handover_that_cannot_be_is_named() -> None:
+def test_a_change_within_the_gap_of_another_begins_it_anew() -> None:
+    events, arrived = EventQueue(), list[float]()
+    path = Handover(events, one_hop(events), gap_s=0.2)
+    for at_s in (1.0, 1.1):
+        events.at(at_s, lambda: path.change(OneHop(events, LinkModel(LinkSettings(one_way_s=0.5)))))
+    events.at(1.05, lambda: path.send(100, lambda: arrived.append(events.now)))
+    events.run(10.0)
+    assert arrived == pytest.approx([1.1 + 0.2 + 0.5])
+    assert path.counts.messages_in_flight == 0
+
+
+def test_a_gap_that_cannot_be_is_named() -> None:
     events = EventQueue()
-    hop = one_hop(events)
-    with pytest.raises(ValueError, match=r"begin at \[1.0\] s"):
-        Handover(events, [(1.0, hop)], 0.1)
     with pytest.raises(ValueError, match="gap_s is -1"):
-        Handover(events, [(0.0, hop)], -1.0)
-    with pytest.raises(ValueError, match=r"a change at 0.5 s"):
-        Handover(events, [(0.0, hop), (0.45, hop), (0.5, hop)], 0.1)
+        Handover(events, one_hop(events), -1.0)
 
 
 # --- cross traffic ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from edgespec.cli.running import Interrupted
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.first_question import FirstQuestion
 from edgespec_sim.world.run import Job, play
 
 _POLL_S = 0.1
@@ -31,11 +32,13 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A job, what to call it, and where its trace goes (None: nowhere)."""
+    """A job, what to call it, and where its trace goes (None: nowhere); ``first``: that of its
+    first question."""
 
     name: str
     job: Job
     trace: Path | None = None
+    first: bool = False
 
 
 def default_processes() -> int:
@@ -153,7 +156,7 @@ def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
     if task.trace is None:
         return play(task.job, None, told)
     with TraceFile(task.trace) as tracer:
-        return play(task.job, tracer, told)
+        return play(task.job, FirstQuestion(tracer) if task.first else tracer, told)
 
 
 # --- in a worker ----------------------------------------------------------------------------

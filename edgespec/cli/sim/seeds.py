@@ -18,6 +18,7 @@ import typer
 
 from edgespec.benchmark.arms import Arm
 from edgespec.cli.sim.pool import Task, Workers
+from edgespec.report.write import first_question
 from edgespec_sim.planning.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
@@ -119,7 +120,7 @@ def _round(workers: Workers, going: Sequence[tuple[Point, int]], ask: Ask) -> No
     for point, more in going:
         for seed in range(ask.first + point.seeds, ask.first + point.seeds + more):
             for job in jobs_of(point.scenario, seed, point.folder):
-                tasks.append(Task(f"{point.name}: {job.arm.value}", job, _trace(point, job, ask)))
+                tasks.append(_task(point, job, ask))
                 owners.append((point, job))
     if not tasks:
         return
@@ -139,12 +140,17 @@ def _doing(going: Sequence[tuple[Point, int]]) -> str:
     return f"{point.name}: {point.seeds + more} seeds"
 
 
-def _trace(point: Point, job: Job, ask: Ask) -> Path | None:
-    """That of our arm (of the last one, without ours) in the first seed's first shard."""
+def _task(point: Point, job: Job, ask: Ask) -> Task:
+    """The first seed's first shard leaves traces: ours (without ours the last arm's) whole, of the
+    others the first question."""
+    name = f"{point.name}: {job.arm.value}"
+    if point.trace is None or job.shard or job.seed != ask.first:
+        return Task(name, job)
     arms = point.scenario.arms
     shown = Arm.EDGESPEC if Arm.EDGESPEC in arms else arms[-1]
-    first = job.arm is shown and job.shard == 0 and job.seed == ask.first
-    return point.trace if first else None
+    if job.arm is shown:
+        return Task(name, job, point.trace)
+    return Task(name, job, first_question(point.trace.parent, job.arm.value), first=True)
 
 
 def _finish(point: Point, ask: Ask, limit_s: float) -> None:

@@ -19,6 +19,7 @@ from edgespec.cli.running import say
 from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.config.loading import NULL
 from edgespec.report import figures
+from edgespec.report.write import first_question, first_questions
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.run import check, summarise
@@ -37,9 +38,18 @@ def simulate(
 ) -> RunSummary:
     """All arms on the seeds that ``ask`` wants; ``trace`` gets the first devices of one arm."""
     check(scenario, folder)
+    if trace is not None:
+        _clear(trace.parent)
     point = Point(scenario.name, scenario, folder, trace)
     play_seeds([point], ask, processes, quiet=quiet)
     return summary_of(point, ask)
+
+
+def _clear(out: Path) -> None:
+    """What an earlier run with other arms left would be taken for ours."""
+    for old in first_questions(out).values():
+        old.unlink()
+    first_question(out, "").parent.mkdir(parents=True, exist_ok=True)
 
 
 def summary_of(point: Point, ask: Ask) -> RunSummary:

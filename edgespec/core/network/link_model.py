@@ -157,6 +157,7 @@ class LinkModel:
                 break
         end_s = start_s + queue.serialisation_s(start_s, wire_bytes)
         queue.take(start_s, end_s, wire_bytes)
+        queue.sent_s += end_s - start_s
         return end_s
 
     def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:

@@ -36,6 +36,8 @@ class SharedQueue:
         self._offset_s = offset_s
         self._busy: list[tuple[float, float]] = []
         self._passed = 0  # as many of the first slots are forgotten
+        self.sent_s = 0.0
+        """For how long links' messages have occupied it, those ahead included."""
 
     @property
     def slot_count(self) -> int:

@@ -25,6 +25,7 @@ from edgespec.core.device.events import (
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Cancel
 from edgespec.ports import Drafter, TreeDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.stream import Stream
@@ -140,6 +141,16 @@ class SimulatedDevice:
         assert isinstance(drafter, TreeDrafter)
         first, *others = drafter.step_tree(step.keep_length, step.feed, step.rows, step.width)
         return StepDone(first, tuple(others))
+
+    def reconnect(self, why: str) -> None:
+        """Let go of the stream, if there is one, and open another at once. The session that it
+        leads to is told that it is over, so that nothing there waits for its return."""
+        if self.stream is None:
+            return
+        self.stream.send_up(Cancel())
+        self.stream.close_from_device()
+        self.stream = None
+        self.handle(LinkDown(why, again_s=0.0))
 
     def _open_stream(self) -> None:
         opened = self._connect()

@@ -140,6 +140,22 @@ def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
+def ratio_interval(parts: Sequence[tuple[float, float]]) -> Interval | None:
+    """Of a sum over a count, of totals over worlds: (seconds, tokens) or (seconds, requests) of
+    each. Linear, unlike that of a speed-up; never below 0; both ends are the value where
+    there is one world. None of no count at all."""
+    seconds, counts = (sum(column) for column in zip(*parts, strict=True))
+    if counts <= 0.0:
+        return None
+    value = seconds / counts
+    worlds = len(parts)
+    if worlds < 2:
+        return Interval(value, value, value)
+    square = sum((one - value * count) ** 2 for one, count in parts) * worlds / (worlds - 1)
+    half = student(worlds - 1) * math.sqrt(square) / counts
+    return Interval(value, max(0.0, value - half), value + half)
+
+
 def seeds_wanted(done: int, widest: float | None, within: float) -> int:
     """How many seeds to have in all, after ``done`` of them with a widest relative half-width so
     far (None: no interval yet). ``done`` itself: enough."""

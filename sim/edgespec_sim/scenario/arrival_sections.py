@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -111,6 +112,16 @@ class ArrivalsSection:
             )
         rates = tuple(rate / parts for rate in self.rates)
         return replace(self, rate=self.rate / parts, rates=rates)
+
+    def check_workloads(self, requests: Mapping[str, int]) -> None:
+        """``requests``: how many each group of devices is to ask by itself, which must be none.
+        Raises ``ValueError``."""
+        for name, count in requests.items():
+            if count:
+                raise ValueError(
+                    f"devices.{name}.workload.requests is {count}, but with"
+                    " arrivals the requests come from there: 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)

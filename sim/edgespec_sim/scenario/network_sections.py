@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgespec.core.protocol.ranges import bounded
+from edgespec_sim.scenario.handover_sections import CellHandoverSection
 
 _HOUR_MS = 3_600_000.0
 _MAX_MBPS = 1e6
@@ -124,6 +126,8 @@ class RadioSection:
     gains: str = ""
     """An .npz file of gains (``radio.RecordedGains``), of a ray tracer for one, in place of the
     3GPP model: one row a step."""
+    handover: CellHandoverSection | None = None
+    """None: a phone is in the cell of the verifier that it uses."""
 
     def __post_init__(self) -> None:
         bounded("area_m", self.area_m, 10.0, 1e5)
@@ -135,3 +139,19 @@ class RadioSection:
         bounded("access_ms", self.access_ms, 0.0, _HOUR_MS)
         bounded("speed_m_per_s", self.speed_m_per_s, 0.0, 100.0)
         bounded("step_s", self.step_s, 0.1, 60.0)
+
+    def check_ways(
+        self, ways: Mapping[str, Sequence[str]], links: Mapping[str, LinkSection]
+    ) -> None:
+        """``ways``: the links behind each verifier's station. With handover a stream's paths are
+        made anew at each change of cell, and what was under way on a TCP connection or a trace
+        would be without one. Raises ``ValueError``."""
+        if self.handover is None:
+            return
+        for name, way in ways.items():
+            for link in way:
+                if links[link].loss or links[link].trace:
+                    raise ValueError(
+                        f"radio.handover: verifiers.{name} lies behind {link!r}, but with handover"
+                        " such a link has no loss and no trace"
+                    )

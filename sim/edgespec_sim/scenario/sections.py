@@ -351,12 +351,9 @@ class Scenario:
     def _check_arrivals(self, arrivals: ArrivalsSection) -> None:
         if self.shards > 1:
             arrivals.divided(self.shards)
-        for name, section in self.devices.items():
-            if section.workload.requests:
-                raise ValueError(
-                    f"devices.{name}.workload.requests is {section.workload.requests}, but with"
-                    " arrivals the requests come from there: 0"
-                )
+        arrivals.check_workloads(
+            {name: section.workload.requests for name, section in self.devices.items()}
+        )
 
     def _check_names(self) -> None:
         for kind, sections in (("devices", self.devices), ("verifiers", self.verifiers)):
@@ -374,6 +371,8 @@ class Scenario:
                         f"devices.{name}.path names links, but with radio the air is the first hop"
                         " and what lies behind a base station belongs to verifiers"
                     )
+            ways = {name: section.path for name, section in self.verifiers.items()}
+            self.radio.check_ways(ways, self.links)
         for group, row in self.distances_ms.items():
             if group not in self.devices:
                 raise ValueError(f"distances_ms.{group} is no group of devices")

@@ -17,7 +17,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import VerifierSummary
+from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station, VerifierSummary, Watched
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
@@ -25,6 +25,7 @@ from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.allocation import FixedAssociation
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, Conservation
+from edgespec_sim.world.handing_over import HandingOver
 from edgespec_sim.world.hardware import Hardware, build_site
 from edgespec_sim.world.metered_stream import MeteredStream
 from edgespec_sim.world.meters import Meters, never_begun
@@ -32,6 +33,7 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.site import Site, SiteCounters
 from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import User, UserSettings
+from edgespec_sim.world.watch import Watch
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
@@ -45,6 +47,10 @@ class WorldOutcome:
 
     meters: Meters
     verifiers: list[VerifierSummary]
+    links: tuple[LinkLoad, ...] = ()
+    watched: Watched | None = None
+    """The first device."""
+    stations: tuple[Station, ...] = ()
 
 
 class World:
@@ -95,6 +101,16 @@ class World:
         self._before = [SiteCounters() for _ in self.sites]
         self._after = self._before
         """What verifiers had done when the requests that count began, and ended, to come."""
+        self.watch = Watch(self.users[0], scenario, self.network)
+        if self.network.cells is not None:
+            HandingOver(
+                self.network,
+                self.network.cells,
+                self.sites,
+                self.users,
+                self._handed,
+                lambda: self.queue.now,
+            )
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
@@ -160,6 +176,14 @@ class World:
         self.network.watch_breaks(user.settings.group, user.number, stream)
         return stream, rtt_s
 
+    def place_m(self, user: User) -> tuple[float, float] | None:
+        return self.network.place_m(user.number)
+
+    def _handed(self, user: User, what: str) -> None:
+        if user is self.watch.user and self.network.cells is not None:
+            now_s = self.queue.now
+            self.watch.moved.append(Interruption(now_s, now_s + self.network.cells.gap_s, what))
+
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
 
@@ -176,8 +200,9 @@ class World:
             for step in range(1, _MAX_PROGRESS_STEPS + 1):
                 now_s = duration_s * step / _MAX_PROGRESS_STEPS
                 self.meters.events += self.queue.run(now_s)
+                self.watch.sample(now_s)
                 progress(now_s)
-            self._after = self._counters()
+            self._after, links = self._counters(), self.network.loads()
             self._drain()
         for user in self.users:
             user.finish()
@@ -186,7 +211,11 @@ class World:
         if self.conservation is not None:
             self._check_end(self.conservation)
         return WorldOutcome(
-            self.meters, [self._verifier(index) for index in range(len(self.sites))]
+            self.meters,
+            [self._verifier(index) for index in range(len(self.sites))],
+            links,
+            self.watch.result(self.meters.records),
+            self.network.stations,
         )
 
     def _start(self) -> None:

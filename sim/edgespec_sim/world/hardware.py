@@ -53,6 +53,15 @@ class Hardware:
     def machines(self) -> int:
         return len(self.nodes)
 
+    def prefill_s(self, rows: int) -> float:
+        """What so many rows take in a pass of their own, above a pass of one."""
+        return sum(node.law.seconds(max(1, rows)) - node.law.seconds(1) for node in self.nodes)
+
+    def bring(self, key: str, positions: int) -> None:
+        """Keys and values of a session come from elsewhere."""
+        for node in self.nodes:
+            node.brought[key] = positions
+
     @property
     def counters(self) -> SiteCounters:
         """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""

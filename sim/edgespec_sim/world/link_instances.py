@@ -8,33 +8,21 @@ drawn once, before anything moves.
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.telemetry.run_summary import Interruption, LinkLoad
 from edgespec_sim.links.cross_traffic import LoadedQueue
 from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.links.tcp_connection import MESSAGE_BYTES
 from edgespec_sim.scenario.network_sections import LinkSection
-from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.network_trace import NetworkTrace
-from edgespec_sim.traces.readers import read_trace
 from edgespec_sim.traces.statistics import TraceStatistics
 from edgespec_sim.world.audit import AuditedLoadedQueue, AuditedQueue
-
-_GENERATE = "generate:"
-
-Queues = tuple[SharedQueue, SharedQueue]
-
-
-@dataclass(slots=True)
-class _Weather:
-    """What one device sees of a link over time."""
-
-    handovers_s: tuple[float, ...]
-    outages_s: tuple[tuple[float, float], ...]
+from edgespec_sim.world.link_load import Queues, load_of
+from edgespec_sim.world.link_trace import number_of, trace_of
+from edgespec_sim.world.weather import Weather, recorded_outages
 
 
 class LinkInstances:
@@ -45,12 +33,12 @@ class LinkInstances:
     ) -> None:
         self.section = section
         self._duration_s, self._seed, self._audited = duration_s, seed, audited
-        self._trace = _trace(section, seed, duration_s, folder)
+        self._trace = trace_of(section, seed, duration_s, folder)
         self._traced = (
             TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
         )
         self._queues: dict[int, Queues] = {}
-        self._weather: dict[int, _Weather] = {}
+        self._weather: dict[int, Weather] = {}
         least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
         if self._trace is not None:
@@ -84,7 +72,7 @@ class LinkInstances:
         framing_bytes = self.section.framing_bytes
         if packets:
             framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
-        section, seed = self.section, _number(f"{self._seed}/stream/{stream}")
+        section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
         queues, outages_s = self._queues_of(number), self._weather_of(number).outages_s
         if self._traced is not None:
             return self._traced.pair(
@@ -119,7 +107,7 @@ class LinkInstances:
         return self._queues[key]
 
     def _make_queues(self, key: int) -> Queues:
-        section, seed = self.section, _number(f"{self._seed}/queue/{key}")
+        section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
         if self._traced is not None and self._traced.up_capacity is not None:
             return self._traced.queues(self._offset_s(key))
         make = _audited_queue if self._audited else _queue
@@ -131,41 +119,35 @@ class LinkInstances:
     def _offset_s(self, number: int) -> float:
         return self.section.trace_spread_s * number
 
-    def _weather_of(self, number: int) -> _Weather:
+    def _weather_of(self, number: int) -> Weather:
         if number not in self._weather:
-            self._weather[number] = self._make_weather(number)
+            seed = f"{self._seed}/handover/{number}"
+            self._weather[number] = Weather.of(self.section, self._duration_s, seed)
         return self._weather[number]
 
-    def _make_weather(self, number: int) -> _Weather:
-        gaps = [(one.at_s, one.at_s + one.for_s) for one in self.section.outages]
-        times_s: list[float] = []
-        handover = self.section.handover
-        if handover is not None:
-            dice = random.Random(f"{self._seed}/handover/{number}")
-            at_s = dice.uniform(0.0, handover.every_s)
-            while at_s < self._duration_s:
-                times_s.append(at_s)
-                at_s += handover.every_s * dice.uniform(0.75, 1.25)
-            if handover.gap_ms:
-                gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
-        return _Weather(tuple(times_s), _joined(gaps))
+    # --- what a reader is told -------------------------------------------------------------
 
+    def round_trip_s(self, number: int, now_s: float) -> float:
+        """Now, without queues and jitter."""
+        if self._traced is None:
+            return self.section.rtt_ms / 1e3
+        at_s = now_s + self._offset_s(number)
+        return self._traced.up_delay.at(at_s) + self._traced.down_delay.at(at_s)
 
-def _trace(
-    section: LinkSection, seed: str, duration_s: float, folder: FilePath
-) -> NetworkTrace | None:
-    """Raises ``TraceError`` or ``ValueError``."""
-    if not section.trace:
-        return None
-    if section.trace.startswith(_GENERATE):
-        kind = section.trace.removeprefix(_GENERATE)
-        trace = generate(kind, _number(seed), max(60.0, min(2 * duration_s, 3600.0)))
-    else:
-        beside = folder / section.trace
-        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
-    if section.rtt_ms:
-        trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
-    return trace
+    def interruptions(self, number: int) -> list[Interruption]:
+        told = self._weather_of(number).interruptions(self.section)
+        if self._traced is not None:
+            offset_s = self._offset_s(number)
+            told += recorded_outages(self._traced.outages, offset_s, self._duration_s)
+        return told
+
+    def load(self, name: str) -> LinkLoad | None:
+        """None where the capacity is not known, or nothing was sent."""
+        traced = self._traced
+        measured = traced is not None and traced.up_capacity is not None
+        return load_of(
+            name, self.section, tuple(self._queues.values()), self._duration_s, measured=measured
+        )
 
 
 def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
@@ -176,19 +158,3 @@ def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
     if bits_per_s == math.inf:
         return SharedQueue()
     return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
-
-
-def _joined(gaps: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """In order, and one where they overlap."""
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(gaps):
-        if joined and start_s <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
-        else:
-            joined.append((start_s, end_s))
-    return tuple(joined)
-
-
-def _number(seed: str) -> int:
-    """A seed for what wants a number."""
-    return random.Random(seed).getrandbits(31)

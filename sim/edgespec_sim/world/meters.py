@@ -3,28 +3,44 @@
 Worlds of one seed add up (``merge``), seeds are averaged (``pool``): rates are those of one seed,
 requests, tokens and distributions are of all of them.
 
-Law of the file: only delivered tokens before the end token count, times are the users'. Gaps
-between deliveries are those of tokens: a commit of four tokens is one gap and three zeros.
+Law of the file: only delivered tokens before the end token count, times are the users'. A commit
+of four tokens is one delivery: there is one gap before it and none within it.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from edgespec.core.device.events import DraftCounters
 from edgespec.telemetry.run_summary import (
+    PACE,
     GroupSummary,
     RequestRow,
     Series,
     Spread,
     spread_of,
 )
-from edgespec_sim.planning.replication import Total, mean_interval
+from edgespec_sim.planning.replication import Total, mean_interval, ratio_interval
 
 MAX_ROWS = 500
 SERIES_STEPS = 60
+PACE_STEPS = 30
+"""Of the time per token, which takes more tokens a step to be known."""
+
+
+@dataclass(slots=True)
+class Handed:
+    """What changes of cell did to one request."""
+
+    handovers: int = 0
+    """While it ran."""
+    recomputed: int = 0
+    """Moves to another verifier that computed the prefix again."""
+    with_kv: int = 0
+    """Moves with the keys and values."""
 
 
 @dataclass(slots=True)
@@ -50,6 +66,11 @@ class RequestRecord:
     failed: str = ""
     waited_s: float = 0.0
     """For a device to be free, in an open loop; a part of ``ttft_s``."""
+    handed: Handed = field(default_factory=Handed)
+    ended_s: float = 0.0
+    """Or the world's end."""
+    place_m: tuple[float, float] | None = None
+    """Where it was asked."""
     energy_known: bool = False
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
 
@@ -72,13 +93,15 @@ def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> Req
         lossy=False,
         complete=False,
         waited_s=waited_s,
+        ended_s=asked_s + waited_s,
     )
 
 
 @dataclass(slots=True)
 class Meters:
-    """Of one arm. Made to be merged: shards of a world add up. Records, ranks and gaps are those
-    of the requests that count; series are of the whole world up to ``duration_s``."""
+    """Of one arm. Made to be merged: shards of a world add up. Records, ranks, gaps and
+    the pace are those of the requests that count; the other series are of the whole world. No
+    series goes on behind ``duration_s``, whatever ends later."""
 
     duration_s: float
     window_s: float
@@ -90,13 +113,27 @@ class Meters:
     tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
     active_at: list[float] = field(default_factory=lambda: [0.0] * SERIES_STEPS)
     """Mean number of requests under way in each step."""
+    pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
+    """Of the tokens behind a request's first that came in each step: the time since the token
+    before, summed, and their number."""
     events: int = 0
     seeds: int = 1
     """How many are pooled here."""
 
-    def delivered(self, now_s: float, count: int) -> None:
-        if now_s <= self.duration_s:
-            self.tokens_at[self._step(now_s)] += count
+    def delivered(self, times_s: Sequence[float], *, counts: bool = True) -> None:
+        """Each token of one request, when it came; ``counts``: whether the request does."""
+        for at_s in times_s:
+            if at_s <= self.duration_s:
+                self.tokens_at[self._step(at_s)] += 1
+        if not counts:
+            return
+        for before_s, at_s in itertools.pairwise(times_s):
+            if at_s > before_s:
+                self.gaps_s.append(at_s - before_s)
+            if at_s <= self.duration_s:
+                step = min(int(at_s / self.duration_s * PACE_STEPS), PACE_STEPS - 1)
+                seconds, tokens = self.pace_at[step]
+                self.pace_at[step] = (seconds + at_s - before_s, tokens + 1)
 
     def was_active(self, start_s: float, end_s: float) -> None:
         if start_s > self.duration_s:
@@ -117,6 +154,9 @@ class Meters:
         for step in range(SERIES_STEPS):
             self.tokens_at[step] += other.tokens_at[step]
             self.active_at[step] += other.active_at[step]
+        for step, (seconds, tokens) in enumerate(other.pace_at):
+            mine_s, mine = self.pace_at[step]
+            self.pace_at[step] = (mine_s + seconds, mine + tokens)
 
     def pool(self, other: Meters) -> None:
         """Add another seed of the same arm."""
@@ -163,6 +203,7 @@ class Meters:
                 _ratio(one.counters.committed, one.counters.passes),
                 one.counters.acceptance if one.counters.tried else None,
                 one.failed or ("" if one.complete else "the world ended first"),
+                *(one.place_m or (None, None)),
             )
             for one in self.records[:MAX_ROWS]
         )
@@ -213,6 +254,9 @@ class Meters:
             up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
+            handovers=int(total(lambda one: one.handed.handovers)),
+            moves_recomputed=int(total(lambda one: one.handed.recomputed)),
+            moves_with_kv=int(total(lambda one: one.handed.with_kv)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
         )
@@ -232,13 +276,29 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def pace(seeds: Sequence[Meters]) -> Series:
+    """The mean time per token in each step of the run, over all tokens that came in it, and its 95
+    % interval over several seeds."""
+    found = [ratio_interval(same) for same in zip(*(one.pace_at for one in seeds), strict=True)]
+    several = len(seeds) > 1
+    return Series(
+        PACE,
+        "ms",
+        seeds[0].duration_s / PACE_STEPS,
+        tuple(None if one is None else 1e3 * one.value for one in found),
+        tuple(None if one is None else 1e3 * one.low for one in found) if several else (),
+        tuple(None if one is None else 1e3 * one.high for one in found) if several else (),
+    )
+
+
 def pooled_series(seeds: Sequence[tuple[Series, ...]]) -> tuple[Series, ...]:
     """The means over several seeds and their 95 % intervals; one seed stands as it is."""
     if len(seeds) == 1:
         return seeds[0]
     pooled = []
     for same in zip(*seeds, strict=True):
-        steps = list(zip(*(one.values for one in same), strict=True))
+        values = ([value or 0.0 for value in one.values] for one in same)
+        steps = list(zip(*values, strict=True))
         ends = [mean_interval(step) for step in steps]
         pooled.append(
             replace(

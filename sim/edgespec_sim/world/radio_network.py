@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,10 @@ import numpy as np
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link
+from edgespec_sim.radio.attachment import Attachment, Change
 from edgespec_sim.radio.gains import Floats, Gains, RecordedGains, UmiGains, UmiSettings
 from edgespec_sim.radio.mobility import RandomWaypoint
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES, RadioSection
@@ -88,6 +90,9 @@ class RadioNetwork:
         )
         self.serving = np.full(devices, -1)
         """The station that each device used last; -1: none yet."""
+        self.on_change: Callable[[Change], None] = lambda change: None
+        """Hears of each device that goes to another cell, with ``handover``."""
+        self._attachment: Attachment | None = None
         self._queues: dict[tuple[bool, int, int], SharedQueue] = {}
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
@@ -99,7 +104,8 @@ class RadioNetwork:
 
     def hop(self, device: int, station: int) -> tuple[Link, Link]:
         """Up and down, for one stream of a device that now uses that station."""
-        self.serving[device] = station
+        if self._attachment is None:
+            self.serving[device] = station
         one_way_s = self._section.access_ms / 2e3
         settings = LinkSettings(one_way_s=one_way_s)
         up = LinkModel(settings, self._queue_of(False, device, station))
@@ -129,6 +135,33 @@ class RadioNetwork:
     def transmit_w(self) -> float:
         """What a device's battery gives while it sends at full power."""
         return TRANSMIT_FACTOR * _watts(self._section.device_dbm)
+
+    def place_m(self, device: int) -> tuple[float, float]:
+        """Where it is, as of the last step."""
+        x_m, y_m = self._walk.positions_m[device].tolist()
+        return x_m, y_m
+
+    def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
+        """Of the air of each station, in their order: others' part of the airtime comes first."""
+        sent_s = dict.fromkeys(
+            ((down, cell) for down in (False, True) for cell in range(len(names))), 0.0
+        )
+        for (down, station, device), queue in self._queues.items():
+            sent_s[down, station] += queue.sent_s * (self._share(device) if device >= 0 else 1.0)
+        return [
+            LinkLoad(
+                f"air of {name}",
+                *(
+                    min(
+                        1.0,
+                        self._section.load
+                        + sent_s[down, cell] * (1.0 - self._section.load) / duration_s,
+                    )
+                    for down in (False, True)
+                ),
+            )
+            for cell, name in enumerate(names)
+        ]
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -161,12 +194,27 @@ class RadioNetwork:
     def _advance(self) -> None:
         section = self._section
         gone_m = self._walk.advance(section.step_s) if section.speed_m_per_s else np.zeros(0)
-        self._step(gone_m if gone_m.size else np.zeros(len(self.serving)))
+        changes = self._step(gone_m if gone_m.size else np.zeros(len(self.serving)))
         self._queue.after(section.step_s, self._advance)
+        for change in changes:
+            self.on_change(change)
 
-    def _step(self, gone_m: Floats) -> None:
+    def _attach(self, gains: Floats) -> list[Change]:
+        handover = self._section.handover
+        if handover is None:
+            return []
+        changes: list[Change] = []
+        if self._attachment is None:
+            self._attachment = Attachment(gains, handover.margin_db, handover.filter_k)
+        else:
+            changes = self._attachment.measure(gains)
+        self.serving = self._attachment.cells
+        return changes
+
+    def _step(self, gone_m: Floats) -> list[Change]:
         section = self._section
         gains = self._gains.next(self._walk.positions_m, self.stations_m, gone_m)
+        changes = self._attach(gains)
         band_hz = section.bandwidth_mhz * 1e6
         device_w, station_w = _watts(section.device_dbm), _watts(section.station_dbm)
         noise_w = _watts(NOISE_DBM_HZ) * band_hz
@@ -186,6 +234,7 @@ class RadioNetwork:
         self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
         self._device_s[:] = 0.0
         self._station_s[:] = 0.0
+        return changes
 
 
 class _Air:

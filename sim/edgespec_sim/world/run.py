@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import assert_never
 
 from edgespec.benchmark.arms import Arm
@@ -21,11 +22,11 @@ from edgespec.core.association.policies import AssociationPolicy, association_po
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary, VerifierSummary
+from edgespec.telemetry.run_summary import ArmSummary, LinkLoad, RunSummary, VerifierSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.planning.bounds import RunLengths, lower_bounds
-from edgespec_sim.planning.replication import Interval, speedup
+from edgespec_sim.planning.replication import Interval, ratio_interval, speedup
 from edgespec_sim.scenario.costs import Operation, law_of, measured
 from edgespec_sim.scenario.sections import (
     DeviceSection,
@@ -42,7 +43,7 @@ from edgespec_sim.token_sources.tape import TapeSource, tape_named
 from edgespec_sim.token_sources.toy import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.attainment import attainment, service_notes
-from edgespec_sim.world.meters import Meters, pooled_series
+from edgespec_sim.world.meters import Meters, pace, pooled_series
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.surrounding import Surrounding
 
@@ -184,6 +185,7 @@ def summarise(
         notes=(*notes, *_notes(scenario), *losses, *service_notes(scenario, arms)),
         environment=environment or {},
         seeds=len(seeds),
+        stations=outcomes[0][1].stations,
     )
 
 
@@ -226,7 +228,8 @@ def _arm_summary(
         for outcome in same[1:]:
             meters.merge(outcome.meters)
         of_seeds.append(meters)
-    series = pooled_series([meters.series() for meters in of_seeds])
+    series = (pace(of_seeds), *pooled_series([meters.series() for meters in of_seeds]))
+    tpot = ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in of_seeds])
     verifiers = tuple(one for outcome in each[0] for one in outcome.verifiers)
     meters = of_seeds[0]
     for other in of_seeds[1:]:
@@ -242,6 +245,20 @@ def _arm_summary(
         bounds=_bounds(scenario, folder, arm, meters),
         series=series,
         rows=meters.rows(),
+        tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
+        links=_pooled_links([outcome.links for outcome in outcomes]),
+        watched=outcomes[0].watched,
+    )
+
+
+def _pooled_links(found: Sequence[tuple[LinkLoad, ...]]) -> tuple[LinkLoad, ...]:
+    """The means over worlds."""
+    by_name: dict[str, list[LinkLoad]] = {}
+    for one in (one for same in found for one in same):
+        by_name.setdefault(one.name, []).append(one)
+    return tuple(
+        LinkLoad(name, fmean(one.up for one in same), fmean(one.down for one in same))
+        for name, same in by_name.items()
     )
 
 

@@ -59,9 +59,14 @@ class Machine:
         self._queue, self._audit = queue, audit
         self._dice = random.Random(seed) if len(law.spread) > 1 else None
         self._free_at_s = 0.0
+        self.brought: dict[str, int] = {}
+        """By session: of how many positions the keys and values came from elsewhere, and so need no
+        row when they are fed."""
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         rows = sum(len(request.feed) + len(request.tokens) for request in requests)
+        if self.brought:
+            rows -= sum(self._brought(request) for request in requests)
         context = sum(request.cache_length for request in requests) if self.law.context_s else 0
         chance = self._dice.random() if self._dice else 0.5
         pass_s = self.law.seconds(rows, context, chance, len(requests))
@@ -75,6 +80,16 @@ class Machine:
         counters.sessions += len(requests)
         counters.busy_s += pass_s
         self._queue.at(self._free_at_s, done)
+
+    def _brought(self, request: PassRequest) -> int:
+        """Rows of this request that are there already. The last position is computed where it is
+        asked for what follows, and then nothing is left of what came."""
+        positions = self.brought.get(request.key, 0)
+        computed = 1 if request.sample else 0
+        spared = min(positions - request.cache_length, len(request.feed) - computed)
+        if request.sample:
+            self.brought.pop(request.key, None)
+        return max(0, spared)
 
 
 class Site:

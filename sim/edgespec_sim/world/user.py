@@ -9,7 +9,6 @@ battery is used up goes on without drafting: that is slower, and nothing else.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import WORTH
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Open
+from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.ports import Drafter
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
@@ -36,7 +35,7 @@ from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
 from edgespec_sim.world.arrivals import Arrival
 from edgespec_sim.world.lengths import drawn_length
 from edgespec_sim.world.metered_stream import MeteredStream
-from edgespec_sim.world.meters import MAX_ROWS, Meters, RequestRecord
+from edgespec_sim.world.meters import MAX_ROWS, Handed, Meters, RequestRecord
 from edgespec_sim.world.site import REQUEST_MARK, Site
 
 # Requests of different users never meet: each has this many numbers of its own.
@@ -50,6 +49,9 @@ class Surroundings(Protocol):
 
     def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         """A stream and its set-up time; None while the site is down."""
+
+    def place_m(self, user: User) -> tuple[float, float] | None:
+        """Where it is now; None in a world without places."""
 
     def tracer(self, user: User) -> Tracer | None: ...
 
@@ -111,6 +113,14 @@ class User:
         self.cut_off = False
         """Whether the world ended before its last request."""
         self._asked = 0
+        self._place_m: tuple[float, float] | None = None
+        self.handed = Handed()
+        """Of the request that runs, or of the last one."""
+        self.key = ""
+        """Its session's."""
+        self.run_ahead = RunAhead.NEVER
+        self._ready_s = 0.0
+        """When the verifier that it moved to has what it needs."""
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
 
@@ -147,7 +157,9 @@ class User:
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
         self.asked_s, self._begun_s = asked_s, self._queue.now
+        self._place_m = self._surroundings.place_m(self)
         self._streams = []
+        self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
         policy, floor = None, 0.0
@@ -156,6 +168,7 @@ class User:
             floor = WORTH[section.prefer].row_chance
         settings = arm_settings(arm, self.settings.gamma, policy)
         key = f"{self.name}{REQUEST_MARK}{self._asked}"
+        self.key, self.run_ahead = key, settings.run_ahead
         drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
         request = Open(
             session_id=key,
@@ -181,7 +194,7 @@ class User:
             session,
             self._drafter,
             self._step_s,
-            lambda: self._connect(site, key),
+            lambda: self._connect(self.site or site, key),
             self._surroundings.tracer(self),
             self._ended,
         )
@@ -195,7 +208,37 @@ class User:
         opened = self._surroundings.connect(self, site, key)
         if opened is not None:
             self._streams.append(opened[0])
+            stream, setup_s = opened
+            opened = stream, max(setup_s, self._ready_s - self._queue.now)
         return opened
+
+    # --- a session that moves --------------------------------------------------------------
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of the session that runs: its prompt and what it has delivered."""
+        assert self.device is not None
+        return len(self.device.session.request.prompt) + len(self.device.delivery.tokens)
+
+    @property
+    def tokens_left(self) -> int:
+        """At most, of its answer."""
+        assert self.device is not None
+        most = self.device.session.request.sampling.max_tokens
+        return max(0, most - len(self.device.delivery.tokens))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """So far; 1 before anything is known."""
+        assert self.device is not None
+        counters = self.device.session.counters
+        return max(1.0, counters.committed / counters.passes) if counters.passes else 1.0
+
+    def move_to(self, site: Site, ready_s: float = 0.0) -> None:
+        """Go on with the session there, no sooner than at ``ready_s``."""
+        assert self.device is not None
+        self.site, self._ready_s = site, ready_s
+        self.device.reconnect(f"moved to {site.name}")
 
     # --- the end of a request --------------------------------------------------------------
 
@@ -228,12 +271,9 @@ class User:
         energy_j = self._energy_j(device)
         if self.battery_j is not None:
             self.battery_j = max(0.0, self.battery_j - energy_j)
-        for at_s in times_s:
-            self._meters.delivered(at_s, 1)
-        self._meters.was_active(self.asked_s, self._queue.now)
         counts = self._surroundings.counts(self.asked_s)
-        if counts:
-            self._meters.gaps_s.extend(b - a for a, b in itertools.pairwise(times_s))
+        self._meters.delivered(times_s, counts=counts)
+        self._meters.was_active(self.asked_s, self._queue.now)
         if counts and count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
             self._meters.ranks.append(source.ranks(self._request, count))
         self._last = RequestRecord(
@@ -252,6 +292,9 @@ class User:
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
+            ended_s=self._queue.now,
+            handed=self.handed,
+            place_m=self._place_m,
             failed=ended.why if isinstance(ended, Fail) else "",
             waited_s=self._begun_s - self.asked_s,
         )
