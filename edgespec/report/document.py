@@ -1,24 +1,25 @@
-"""One HTML file that needs nothing else: styles, scripts and data inside, no request ever made.
+"""An HTML page with its styles, scripts and data inside; it asks nothing of any network.
 
-Figures are plain data for plotly.js (``{"data": [...], "layout": {...}}``), of which a part is
-inlined once, compressed, and only if there is a figure. The page follows the reader's light or dark
-scheme, and prints in the light one.
+Figures are plain data for plotly.js (``{"data": [...], "layout": {...}}``), which lies beside the
+pages, once a folder. A page without figures needs no file but itself, and one that has lost its
+neighbour says so in place of each plot. The page follows the reader's light or dark scheme, and
+prints in the light one.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from edgespec.report.style import SCRIPT, STYLE
 
-LIBRARY: Final = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"
+LIBRARY: Final = "plotly.min.js"
+"""The file beside a page."""
+_SOURCE: Final = f'<script id="plotly" src="{LIBRARY}"></script>\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class Figure:
     """Below the plot."""
     label: str
     """What is plotted, read out in place of the plot."""
+
+
+class ReportError(ValueError):
+    """A page cannot be drawn; the message says what to install."""
 
 
 class Document:
@@ -90,13 +95,26 @@ class Document:
         plots = [{"data": figure.data, "layout": figure.layout} for figure in self._figures]
         # "<" would let a name end the script; JSON may spell any character by its number.
         data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-        return (
-            f'<script id="plotly" type="text/plain">{_library()}</script>\n'
-            f"<script>const FIGURES = {data};\n{SCRIPT}</script>\n"
-        )
+        return f"{_SOURCE}<script>const FIGURES = {data};\n{SCRIPT}</script>\n"
 
 
-@cache
+def write_page(path: Path, html: str) -> None:
+    """Write a page, and the library that its figures need beside it.
+
+    Raises ``OSError``, and ``ReportError`` if there are figures and plotly is missing.
+    """
+    if _SOURCE in html:
+        library = _library()
+        beside = path.parent / LIBRARY
+        if not beside.is_file() or beside.read_text(encoding="utf-8") != library:
+            beside.write_text(library, encoding="utf-8")
+    path.write_text(html, encoding="utf-8")
+
+
 def _library() -> str:
-    """The compressed script as text; a browser expands it with ``DecompressionStream``."""
-    return base64.b64encode(LIBRARY.read_bytes()).decode("ascii")
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        why = "the pages of reports need plotly: pip install 'edgespec[sim]'"
+        raise ReportError(why) from None
+    return str(get_plotlyjs())

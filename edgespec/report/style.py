@@ -73,22 +73,14 @@ function themed(layout) {
   return changes;
 }
 const plots = FIGURES.map((figure, i) => [document.getElementById("plot-" + i), figure]);
-const repaint = () => Promise.all(
+const repaint = () => window.Plotly && Promise.all(
   plots.map(([place, figure]) => Plotly.relayout(place, themed(figure.layout))));
-async function load() {
-  const packed = Uint8Array.from(
-    atob(document.getElementById("plotly").textContent), letter => letter.charCodeAt(0));
-  const bytes = new ReadableStream({ start(to) { to.enqueue(packed); to.close(); } });
-  const reader = bytes.pipeThrough(new DecompressionStream("gzip"))
-    .pipeThrough(new TextDecoderStream()).getReader();
-  const script = document.createElement("script"), parts = [];
-  for (let part; !(part = await reader.read()).done;) parts.push(part.value);
-  script.textContent = parts.join("");
-  document.head.append(script);
-  script.remove();
-}
 async function draw() {
-  await load();
+  if (!window.Plotly) {
+    for (const [place] of plots)
+      place.textContent = "This plot needs plotly.min.js in the folder of this page.";
+    return;
+  }
   for (const [place, figure] of plots) {
     place.replaceChildren();
     await Plotly.newPlot(place, figure.data, figure.layout,

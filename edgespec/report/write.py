@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.report.csv_table import arms_csv, requests_csv
+from edgespec.report.document import write_page
 from edgespec.report.page import render
 from edgespec.report.perfetto import perfetto_json
 from edgespec.report.summarise import summarise
@@ -50,7 +51,7 @@ def first_questions(folder: Path) -> dict[str, Path]:
 def write_report(folder: Path, out: Path | None = None, *, force: bool = False) -> list[Path]:
     """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
 
-    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``OSError``, and
+    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
     ``ResultInTheWay`` unless ``force`` is given.
     """
     summary, trace = folder / SUMMARY, folder / TRACE
@@ -123,8 +124,11 @@ def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
     written = []
     for name, text in texts.items():
         path = out / name
-        # newline: CSV brings its own line ends.
-        path.write_text(text, encoding="utf-8", newline="")
+        if name == PAGE:
+            write_page(path, text)
+        else:
+            # newline: CSV brings its own line ends.
+            path.write_text(text, encoding="utf-8", newline="")
         written.append(path)
     return written
 

@@ -6,6 +6,7 @@ is drawn. What a browser makes of them is in ``test_report_pages.py``.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from edgespec.report.answer_plot import answer_plot
 from edgespec.report.arms_over_time import arms_over_time
 from edgespec.report.cell_map import cell_maps
-from edgespec.report.document import LIBRARY, Document
+from edgespec.report.document import LIBRARY, Document, ReportError, write_page
 from edgespec.report.load_plots import link_load_plot, verifier_load_plot
 from edgespec.report.pace_plot import pace_plot
 from edgespec.report.page import asked, render
@@ -169,13 +170,37 @@ def test_a_sweep_says_and_maps_which_arm_wins_where() -> None:
     assert (with_unit("a.up_mbps"), with_unit("seed")) == ("a.up_mbps, Mbit/s", "seed")
 
 
-def test_a_page_is_small_and_carries_its_library() -> None:
+def test_pages_of_a_folder_share_one_library(tmp_path: Path) -> None:
     page = Document("one")
-    assert "script" not in page.html()
+    write_page(tmp_path / "plain.html", page.html())
+    assert [path.name for path in tmp_path.iterdir()] == ["plain.html"]
     figure = answer_plot(five_arms())
     assert figure is not None
     page.figure(figure)
-    assert LIBRARY.stat().st_size < len(page.html()) < 0.75e6
+    write_page(tmp_path / "one.html", page.html())
+    library = tmp_path / LIBRARY
+    before = library.read_text(encoding="utf-8")
+    library.touch()
+    first = library.stat()
+    write_page(tmp_path / "two.html", page.html())
+    assert library.stat().st_mtime_ns == first.st_mtime_ns, "it was there"
+    library.write_text("of another version", encoding="utf-8")
+    write_page(tmp_path / "two.html", page.html())
+    assert library.read_text(encoding="utf-8") == before
+    assert (tmp_path / "two.html").stat().st_size < 0.1e6
+
+
+def test_without_plotly_a_page_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    figure = answer_plot(five_arms())
+    assert figure is not None
+    page = Document("one")
+    page.figure(figure)
+    with pytest.raises(ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):
+        write_page(tmp_path / "one.html", page.html())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_summary_keeps_what_is_drawn(tmp_path: Path) -> None:

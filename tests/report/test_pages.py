@@ -19,6 +19,7 @@ from edgespec.cli.sim.report import report
 from edgespec.report import figures
 from edgespec.report.answer_plot import answer_plot
 from edgespec.report.csv_table import arms_csv, requests_csv
+from edgespec.report.document import LIBRARY
 from edgespec.report.page import headline, render
 from edgespec.report.plots import series_plots
 from edgespec.report.spans import Lane, Span
@@ -76,8 +77,8 @@ def page(request: pytest.FixtureRequest) -> Page:
     return Page(PAGES[request.param]())
 
 
-def test_a_page_fetches_nothing(page: Page) -> None:
-    assert page.references == ["data:,"], "only the empty icon, which is in the page"
+def test_a_page_asks_nothing_of_any_network(page: Page) -> None:
+    assert page.references == ["data:,", LIBRARY], "an icon in the page, a file beside it"
     assert all("@import" not in css and "url(" not in css for css in page.text["style"])
 
 

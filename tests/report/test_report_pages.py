@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.report.document import write_page
 from edgespec.report.page import render
 from edgespec.report.sweep_page import render_sweep
 from edgespec.report.timeline import build_timeline
@@ -47,7 +48,7 @@ def looked_at(html: str, folder: Path, *options: str) -> str:
     """The page after its scripts have run; fails on anything said on the console."""
     assert BROWSER is not None
     page = folder / "page.html"
-    page.write_text(html, encoding="utf-8")
+    write_page(page, html)
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
         *("--virtual-time-budget=60000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),

@@ -30,6 +30,7 @@ from edgespec.cli.sim.seeds import (
 )
 from edgespec.cli.sim.simulate import SUMMARY, parse_settings, show, summary_of
 from edgespec.config.loading import dump_config
+from edgespec.report.document import write_page
 from edgespec.report.sweep_page import render_sweep, sweep_csv
 from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.planning.replication import WITHIN
@@ -102,11 +103,9 @@ def sweep(
             check(grid[index].scenario, folder)
         finished |= _play(grid, missing, folder, processes or default_processes())
         pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
-        for written, text in (
-            ("sweep.html", render_sweep(pairs, grid[0].scenario.name)),
-            ("sweep.csv", sweep_csv(pairs)),
-        ):
-            (out / written).write_text(text, encoding="utf-8", newline="")
+        write_page(out / "sweep.html", render_sweep(pairs, grid[0].scenario.name))
+        (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
+        for written in ("sweep.html", "sweep.csv"):
             say(f"wrote {out / written}")
         show(pairs[-1][1])
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from edgespec.cli.running import EXIT_CODES, reported, say
 from edgespec.cli.sim.simulate import output
+from edgespec.report.document import write_page
 from edgespec.report.trace_page import render_trace
 from edgespec_sim.traces.generators import KINDS, generate
 from edgespec_sim.traces.inspect import describe, rtt_line
@@ -56,7 +57,7 @@ def inspect(
         console.print(_statistics(trace))
         console.print(rtt_line(trace, width=min(console.width, 120) - 2))
         if out is not None:
-            out.write_text(render_trace(describe(trace)), encoding="utf-8")
+            write_page(out, render_trace(describe(trace)))
             say(f"wrote {out}")
 
 
