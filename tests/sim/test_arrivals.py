@@ -141,7 +141,8 @@ def test_pictures_end_with_the_window_and_begin_with_requests_that_count() -> No
     assert list(meters.gaps_s) == pytest.approx([0.4, 0.2])
     assert sum(tokens for _, tokens in meters.pace_at) == 2
     assert sum(seconds for seconds, _ in meters.pace_at) == pytest.approx(0.4)
-    assert meters.pace_at[27] == (pytest.approx(0.4), 2)
+    assert meters.pace_at[27][0] == pytest.approx(0.4)
+    assert meters.pace_at[27][1] == 2
     assert meters.active_at[-1] == pytest.approx(1.0)
 
 
