@@ -123,7 +123,7 @@ class AgentOptions:
     turns: TurnPolicy = field(default_factory=TurnPolicy)
     prefer: Prefer = Prefer.SPEED
     """What a draft node has to be worth, beside the verifier's price."""
-    learned: Learned = field(default_factory=Learned)
+    learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
     keep: Callable[[Learned], None] = lambda learned: None
     """Hears in the end what there is to keep."""

@@ -6,7 +6,8 @@ how fast it serves so many sessions is measured on small worlds (``service_curve
 A scenario starts with nobody active. ``transient`` follows the mean of that over the scenario's
 duration; without it, what is told is the law in the long run.
 
-Assumptions, and so where it breaks. Verifiers of a kind are alike, and none restarts. A link that
+Assumptions, and so where it breaks. Verifiers of a kind are alike, and none restarts. Devices are
+connected: their first requests pay no round trip for that. A link that
 all devices share is shared here by the sessions of one verifier only. Users stay with the nearest
 kind of verifier, however full. A session takes as long as it would if the number of active ones
 stayed as it is: bursts shorter than a request are averaged too hard, and near ``max_sessions``,
