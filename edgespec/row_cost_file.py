@@ -19,6 +19,7 @@ from pathlib import Path
 from edgespec.config import DraftSection
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.row_times import RowTimes
+from edgespec.whole_file import replace_file
 
 _LONGEST_S = 60.0
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -47,15 +48,9 @@ class RowCostFile:
         if (found := learned.rows.learned) is None:
             return
         one_s, row_s = found
-        aside = self._path.with_suffix(f".{os.getpid()}")
-        try:
+        with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"one_s": one_s, "row_s": row_s})
-            aside.write_text(text + "\n", encoding="utf-8")
-            aside.replace(self._path)
-        except OSError:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
+            replace_file(self._path, json.dumps({"one_s": one_s, "row_s": row_s}) + "\n")
 
 
 def _key(draft: DraftSection) -> str:

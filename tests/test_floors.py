@@ -187,7 +187,7 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
-    Floor("edgespec.row_cost_file", (CORE, CONFIG), HEAVY),
+    Floor("edgespec.row_cost_file", (CORE, CONFIG, WHOLE_FILE), HEAVY),
     # The composition root, and the Python API on top of it.
     # A target from settings; its libraries are loaded late.
     Floor(
