@@ -38,5 +38,3 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     assert rows["revocation"]["notes"]["ended"] == 6
     assert rows["wrong-keys"]["notes"]["UNAUTHENTICATED"] > 0
     assert rows["flood"]["notes"]["streams"] > 0
-    drain = rows["drain"]["notes"]  # short texts may all end within the time of a drain
-    assert drain["texts_that_moved"] > 0 or drain["ended_after_s"] < 2.0
