@@ -22,6 +22,11 @@ class Backlog:
         self._reader: asyncio.Future[None] | None = None
 
     @property
+    def empty(self) -> bool:
+        """Whether its reader has taken all."""
+        return not self._messages
+
+    @property
     def idle(self) -> bool:
         """Whether its reader waits, so that nothing is under way."""
         return self._reader is not None and not self._messages and not self._reader.done()

@@ -18,6 +18,8 @@ class Attachment:
         """Since when no stream belongs to the session; None while one does."""
         self.unread_since: float | None = None
         """Since when nothing more is sent, because the device acknowledges nothing."""
+        self.behind = False
+        """Whether what it was to be sent before the last pass still waits to leave."""
         self.spoke_at = now
         """When the device was last sent something."""
         self.received = length
@@ -28,9 +30,15 @@ class Attachment:
     def attached(self) -> bool:
         return self.detached_at is None
 
+    @property
+    def keeps_up(self) -> bool:
+        """Whether another token would reach it: it is there, reads, and nothing is held up."""
+        return self.detached_at is None and self.unread_since is None and not self.behind
+
     def attach(self, length: int, now: float) -> None:
         """A stream opened, and its device holds ``length`` tokens."""
         self.detached_at, self.unread_since, self._echo = None, None, None
+        self.behind = False
         self.received, self.spoke_at = length, now
 
     def detach(self, now: float) -> None:

@@ -106,6 +106,8 @@ class VerifyEngine:
                 registry.open(event, now)
             case ee.StreamLost(stream):
                 registry.lost(stream, now)
+            case ee.StreamCaughtUp(stream):
+                registry.caught_up(stream)
             case ee.BatchFailed():
                 self._containment.batch_failed(event, now)
             case ee.SequenceFailed(key, why, full):
@@ -202,6 +204,8 @@ class VerifyEngine:
         batch, tokens = self._scheduler.finish(now, event.target_s), 0
         price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
+        for stream in event.behind:
+            self.registry.fell_behind(stream)
         for session, request in batch.parts:
             key, result = request.key, results.get(request.key)
             if self.sessions.get(key) is not session:

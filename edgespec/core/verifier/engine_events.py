@@ -76,6 +76,17 @@ class BatchDone:
     target_s: float | None = None
     """What the target itself took; None: it is not known apart from the time until this event,
     which on a busy machine holds what else was done meanwhile."""
+    behind: tuple[int, ...] = ()
+    """Streams on which something of before this pass waits to leave. Their sessions take part in
+    no pass until ``StreamCaughtUp``: a token that cannot leave helps nobody, and by the time it is
+    answered the text would be far beyond the draft that comes."""
+
+
+@statically_frozen
+class StreamCaughtUp:
+    """All that a stream of ``BatchDone.behind`` was to be sent has left."""
+
+    stream: int
 
 
 @statically_frozen
@@ -115,6 +126,7 @@ EngineEvent = (
     | StreamMessage
     | StreamLost
     | BatchDone
+    | StreamCaughtUp
     | BatchFailed
     | SequenceFailed
     | ProbeDone

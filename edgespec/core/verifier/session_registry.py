@@ -128,6 +128,17 @@ class SessionRegistry:
             self.streams.part(key)
             self.tell(key, ev.Detach(), now)
 
+    def fell_behind(self, stream: int) -> None:
+        """What the stream was to be sent before the last pass still waits to leave."""
+        if (key := self.streams.key(stream)) is not None:
+            self.sessions[key].device.behind = True
+
+    def caught_up(self, stream: int) -> None:
+        """It has left."""
+        if (key := self.streams.key(stream)) is not None:
+            self.sessions[key].device.behind = False
+            self.touched.setdefault(key)
+
     # --- sessions --------------------------------------------------------------------------
 
     def tell(self, key: str, event: ev.VerifyEvent, now: float) -> None:

@@ -1,0 +1,73 @@
+"""A stream on which nothing leaves stops its own text soon, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open, Received, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.ports import DeviceStream, VerifierStream
+from edgespec.targets.toy import ToyTarget
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.daemon import Verifier
+from tests.shell.live_verifier import toy_text
+
+MODEL = ToyModel(vocabulary_size=16, order=2)
+PROMPT = (1, 2, 3)
+SAMPLING = SamplingParams(max_tokens=40)
+TEXT = toy_text(PROMPT, SAMPLING, MODEL)
+
+
+class Held:
+    """A stream on which nothing leaves before ``gate`` is set."""
+
+    def __init__(self, inner: VerifierStream, gate: asyncio.Event) -> None:
+        self._inner, self._gate = inner, gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def send(self, message: Downlink) -> None:
+        await self._gate.wait()
+        await self._inner.send(message)
+
+
+async def _open(transport: LoopbackTransport, key: str) -> DeviceStream:
+    stream = await transport.connect()
+    request = Open(key, "", "", PROMPT, sampling=SAMPLING, run_ahead=RunAhead.ALWAYS)
+    await stream.send(request)
+    return stream
+
+
+async def _read(stream: DeviceStream) -> list[int]:
+    tokens: list[int] = []
+    while True:
+        message = await stream.receive()
+        if isinstance(message, Commit):
+            tokens += message.tokens
+            if message.finish is not None:
+                await stream.send(Received(len(PROMPT) + len(tokens), 0))
+                return tokens
+
+
+async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> None:
+    verifier = Verifier(ToyTarget(MODEL), Limits(context_length=256), EngineLimits())
+    gate, streams = asyncio.Event(), 0
+
+    async def serve(stream: VerifierStream) -> None:
+        nonlocal streams
+        streams += 1
+        await verifier.serve(cast(VerifierStream, Held(stream, gate)) if streams == 1 else stream)
+
+    transport = LoopbackTransport(serve, lambda: verifier.info)
+    held = await _open(transport, "held")
+    reading = asyncio.ensure_future(_read(held))
+    assert await _read(await _open(transport, "free")) == TEXT
+    # Its greeting did not leave, so the end of its first pass found it behind.
+    assert verifier.engine.sessions["held"].prefix.length == len(PROMPT) + 1
+    gate.set()
+    assert await reading == TEXT
+    await verifier.stop()
