@@ -6,9 +6,10 @@
 Starts a verifier with an emulated pass of ``--pass-ms`` (the toy target's law, looked up in a
 table) and so many emulated devices in a process of their own (``emulated_devices.py``), lets them
 run in, and measures for ``--seconds``. Of each point: the period from the start of a pass to the
-start of the next; the CPU time of the event loop's thread, of the whole process (gRPC's threads and
-the target's with it), of its front processes and of the load generator, a session and pass;
-messages and bytes a session and pass. All kinds of points take turns within a repeat. Every token
+start of the next, and per token of a session; the CPU time of the event loop's thread, of the whole
+process (gRPC's threads and the target's with it), of its front processes and of the load generator,
+a session and pass; messages and bytes a session and pass. ``--nodes 0`` is plain streaming. All
+kinds of points take turns within a repeat. Every token
 is compared with the target's own text: the exit status is 1 when one differs.
 """
 
@@ -44,6 +45,8 @@ class Point:
     sessions: int
     messages: int
     fronts: int
+    sends: int
+    """Nodes that a device sends for each pass."""
     passes: int
     period_ms: float
     period_p95_ms: float
@@ -64,8 +67,15 @@ class Point:
     wrong: int
     ended: int
 
+    @property
+    def token_ms(self) -> float:
+        """What a reader waits for a token: not every session takes part in every pass."""
+        return self.period_ms / self.tokens if self.tokens else float("inf")
 
-async def measure(sessions: int, messages: int, fronts: int, options: argparse.Namespace) -> Point:
+
+async def measure(
+    sessions: int, messages: int, fronts: int, nodes: int, options: argparse.Namespace
+) -> Point:
     """One verifier and its devices, from their start to their end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -80,7 +90,7 @@ async def measure(sessions: int, messages: int, fronts: int, options: argparse.N
             devices = await start(
                 "emulated_devices.py",
                 *(str(verifier.port), str(folder / "text.json"), "--devices", str(sessions)),
-                *("--nodes", str(options.nodes), "--messages", str(messages)),
+                *("--nodes", str(nodes), "--messages", str(messages)),
                 *("--rate", str(options.rate), "--pass-ms", str(options.pass_ms)),
             )
             await line_of(devices)
@@ -97,7 +107,7 @@ async def measure(sessions: int, messages: int, fronts: int, options: argparse.N
                 kill(process)
                 if process is not None:
                     await process.wait()
-    return point((sessions, messages, fronts), before, after, options.pass_ms)
+    return point((sessions, messages, fronts, nodes), before, after, options.pass_ms)
 
 
 def verifier_options(sessions: int, fronts: int, options: argparse.Namespace) -> argparse.Namespace:
@@ -122,7 +132,7 @@ async def counts(verifier: Verifier, devices: Any) -> tuple[dict[str, Any], dict
 
 
 def point(
-    kind: tuple[int, int, int],
+    kind: tuple[int, int, int, int],
     before: tuple[dict[str, Any], dict[str, Any]],
     after: tuple[dict[str, Any], dict[str, Any]],
     pass_ms: float,
@@ -163,9 +173,11 @@ _COLUMNS = (
     ("sessions", "sessions", "{:.0f}"),
     ("messages", "messages", "{:.0f}"),
     ("fronts", "fronts", "{:.0f}"),
+    ("sends", "sends", "{:.0f}"),
     ("period ms", "period_ms", "{:.2f}"),
     ("p95", "period_p95_ms", "{:.2f}"),
     ("late %", "late", "{:.1%}"),
+    ("ms/token", "token_ms", "{:.1f}"),
     ("loop us", "loop_us", "{:.0f}"),
     ("process us", "process_us", "{:.0f}"),
     ("fronts us", "fronts_us", "{:.0f}"),
@@ -185,14 +197,16 @@ _COLUMNS = (
 def table(points: list[Point]) -> str:
     """A row for each kind of point: the median of its repeats, and the spread of what matters."""
     lines = ["  ".join(f"{title:>10}" for title, _, _ in _COLUMNS)]
-    kinds = dict.fromkeys((point.sessions, point.messages, point.fronts) for point in points)
+    kinds = dict.fromkeys(
+        (point.sessions, point.messages, point.fronts, point.sends) for point in points
+    )
     for kind in sorted(kinds):
-        same = [p for p in points if (p.sessions, p.messages, p.fronts) == kind]
+        same = [p for p in points if (p.sessions, p.messages, p.fronts, p.sends) == kind]
         cells = []
         for _, name, form in _COLUMNS:
             values = [getattr(found, name) for found in same]
             cell = form.format(statistics.median(values))
-            if name in ("period_ms", "loop_us") and len(values) > 1:
+            if name in ("token_ms", "loop_us") and len(values) > 1:
                 cell += f" ±{(max(values) - min(values)) / 2:.2g}"
             cells.append(f"{cell:>10}")
         lines.append("  ".join(cells))
@@ -202,10 +216,11 @@ def table(points: list[Point]) -> str:
 async def run(options: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
     kinds = [
-        (sessions, messages, fronts)
+        (sessions, messages, fronts, nodes)
         for sessions in numbers(options.sessions)
         for messages in numbers(options.messages)
         for fronts in numbers(options.fronts)
+        for nodes in numbers(options.nodes)
     ]
     for repeat in range(options.repeats):
         turn = repeat % len(kinds)
@@ -230,7 +245,7 @@ def main() -> int:
     parser.add_argument("--sessions", default="1,8,32,128,256,512")
     parser.add_argument("--messages", default="1", help="in which a device sends a pass's nodes")
     parser.add_argument("--fronts", default="0", help="front processes of the verifier")
-    parser.add_argument("--nodes", type=int, default=8, help="that a device sends for each pass")
+    parser.add_argument("--nodes", default="8", help="that a device sends for each pass")
     parser.add_argument("--rate", type=float, default=0.8, help="how often a first choice is right")
     parser.add_argument("--pass-ms", type=float, default=25.0)
     parser.add_argument("--seconds", type=float, default=5.0)
