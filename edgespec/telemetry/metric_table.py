@@ -81,6 +81,7 @@ METRICS: Final = (
     _metric(_C, "sent_bytes_total", "Payload bytes of messages to devices", "kind"),
     _metric(_C, "sent_messages_total", "Messages to devices", "kind"),
     _metric(_C, "read_wait_seconds_total", "Streams were left unread, in seconds", "reason"),
+    _metric(_C, "late_streams_total", "Streams left out of a pass: what came before had not left"),
     _metric(_H, "event_loop_lag_seconds", "How late the event loop was, asked ten times a second"),
     _metric(_G, "build_info", "1; the label says which version runs", "version"),
 )

@@ -56,6 +56,7 @@ class MetricValues:
             "pass_rows": found.pass_rows,
             "pass_tokens": found.pass_tokens,
             "failed_passes_total": found.failed_passes,
+            "late_streams_total": found.late_streams,
         }
 
     def _engine(self) -> dict[str, Value]:

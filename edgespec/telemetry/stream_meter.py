@@ -132,7 +132,7 @@ class StreamMeter:
         self.drafts = self.draft_nodes = self.accepted = 0
         self.accepted_at = [0] * MAX_POSITIONS
         self.run_ahead_tokens = self.stale = self.wasted = 0
-        self.failed_passes = 0
+        self.failed_passes = self.late_streams = 0
         self.finished = dict.fromkeys(REASONS, 0)
         self.rejected = {code.value: 0 for code in FaultCode}
         self._ended = ended
@@ -144,6 +144,7 @@ class StreamMeter:
             if type(event.message) is not Draft:
                 self._heard(event, now)
         elif type(event) is BatchDone:
+            self.late_streams += len(event.behind)
             return self._passed(actions, now)
         elif type(event) is StreamOpened:
             self._open(event, actions, now)

@@ -123,6 +123,13 @@ def test_a_failed_pass_has_no_length() -> None:
     assert scene.meter.failed_passes == 1
 
 
+def test_streams_that_are_behind_count_at_every_pass_that_finds_them_so() -> None:
+    scene = Scene()
+    for behind in ((), (3, 7), (7,)):
+        scene.meter.observe(ee.BatchDone((), behind=behind), (), 1.0)
+    assert scene.meter.late_streams == 3
+
+
 class LateLoop:
     """Calls back so much later than asked."""
 

@@ -30,11 +30,6 @@ class Attachment:
     def attached(self) -> bool:
         return self.detached_at is None
 
-    @property
-    def keeps_up(self) -> bool:
-        """Whether another token would reach it: it is there, reads, and nothing is held up."""
-        return self.detached_at is None and self.unread_since is None and not self.behind
-
     def attach(self, length: int, now: float) -> None:
         """A stream opened, and its device holds ``length`` tokens."""
         self.detached_at, self.unread_since, self._echo = None, None, None

@@ -91,12 +91,16 @@ class VerifySession:
     @property
     def wants_pass(self) -> bool:
         """Whether it would take part in a pass, were there room and time."""
-        return self.state is ev.READY and self.device.keeps_up
+        return self.state is ev.READY and self.device.attached and self.device.unread_since is None
 
     @property
     def missing_rows(self) -> int:
-        """Committed tokens that it has to feed in the pass it wants; 0 if it wants none."""
-        return self.prefix.length - self.cache_length if self.wants_pass else 0
+        """Committed tokens that it has to feed in the pass it wants; 0 if it wants none, or what
+        it said last has not left."""
+        device = self.device
+        if self.state is not ev.READY or device.detached_at is not None or device.behind:
+            return 0
+        return 0 if device.unread_since is not None else self.prefix.length - self.cache_length
 
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
