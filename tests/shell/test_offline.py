@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from collections.abc import Sequence
 
 import pytest
@@ -176,11 +177,15 @@ async def test_generate_never_gives_what_is_not_verified() -> None:
 
 async def test_when_nobody_comes_back_the_unverified_text_is_taken_back() -> None:
     hasty = ReconnectPolicy(first_s=0.05, longest_s=0.1, give_up_first_s=0.3, give_up_s=0.3)
-    async with asyncio.timeout(WITHIN_S), Gate(None) as gate:
-        async with offline_agent(gate.address, reconnect=hasty) as agent:
-            reader = Followed()
-            with pytest.raises(GenerationError, match="gave up on the verifier"):
-                await reader.follow(agent, PROMPTS[3], SAMPLED)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with asyncio.timeout(WITHIN_S), Gate(silent.getsockname()[1]) as gate:
+            async with offline_agent(gate.address, reconnect=hasty) as agent:
+                reader = Followed()
+                job = asyncio.create_task(reader.follow(agent, PROMPTS[3], SAMPLED))
+                await first_of(job, reader.written)  # nobody gives up before
+                gate.kill()
+                with pytest.raises(GenerationError, match="gave up on the verifier"):
+                    await job
     assert reader.written.is_set()
     assert reader.text.verified == reader.text.unverified == ""
     assert isinstance(reader.events[-1], Correction)
@@ -251,7 +256,7 @@ def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
         assert not talks or "target  not known: no verifier had answered" in said
         port = address.rpartition(":")[2]
         with ready(start("verifier", "--model", "toy", "--port", port)):
-            out, _ = child.communicate(timeout=60)
+            out, _ = child.communicate(timeout=WITHIN_S)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     assert TEXT.decode(toy_text(TEXT.encode(prompt), params)) + "\n" in out
     assert out.count("\n") == 1
