@@ -54,7 +54,7 @@ async def looked_at(url: str, folder: Path, *options: str) -> tuple[str, list[st
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         out, err = await chromium.communicate()
     return out.decode(), [line for line in err.decode().splitlines() if "CONSOLE" in line]
 

@@ -154,7 +154,7 @@ def test_canonical_mode_holds_under_every_forced_instruction_set(
         env=plain | forced,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
