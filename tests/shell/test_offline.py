@@ -7,6 +7,7 @@ import asyncio
 import io
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -233,15 +234,17 @@ def test_on_a_pipe_only_verified_text_is_on_stdout(monkeypatch: pytest.MonkeyPat
     ("command", "prompt"), [("generate", "one day in may"), ("chat", "one day in may ")]
 )
 def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
-    command: str, prompt: str
+    command: str, prompt: str, tmp_path: Path
 ) -> None:
+    patient = tmp_path / "patient.yaml"
+    patient.write_text("reconnect: {give_up_s: 600}")
     with daemon() as (address, process):
         process.kill()
         process.wait()
         common = ["--verifier", address, "--draft", "toy", "--tokenizer", "toy", "-n", "30"]
         talks = command == "chat"
         words = [] if talks else [prompt]
-        options = ("--offline", "draft", "--ignore-eos")
+        options = ("--offline", "draft", "--ignore-eos", "--config", str(patient))
         child = start(command, *words, *common, *options, has_input=talks)
         assert child.stderr is not None
         if child.stdin is not None:

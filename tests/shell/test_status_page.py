@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -76,10 +77,10 @@ async def test_the_numbers_come_with_events_once_and_without_a_text(
     """The target waits with its first pass for a draft."""
     monkeypatch.setattr("edgespec.agent.status.ASK_WITHIN_S", WITHIN_S)
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
-    tracer = FirstDraft(target.gate)
-    async with serving(target) as (address, _):
+    async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
+        stack.callback(target.gate.set)
         config = AgentConfig(verifier=address, draft=DraftSection("toy"))
-        async with build_agent(config, tracer=tracer) as agent:
+        async with build_agent(config, tracer=FirstDraft(target.gate)) as agent:
             async with status_page(StatusSource(agent, (address,), "9.9")) as url:
                 async with asyncio.timeout(WITHIN_S):
                     async for _chunk in agent.generate(PROMPT, PARAMS):
