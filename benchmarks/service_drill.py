@@ -255,7 +255,7 @@ class Drills:
         asked_s = time.perf_counter()
         await self._reload()
         leavers = [one for one in self.devices if one.key == LEAVER]
-        await until(lambda: all(one.refused_at is not None for one in leavers), 10.0)
+        await until(lambda: all(one.refused_at is not None for one in leavers), START_WITHIN_S)
         took = [one.refused_at - asked_s for one in leavers if one.refused_at is not None]
         if len(took) < len(leavers) or max(took) > REVOKED_WITHIN_S:
             self.findings.append(f"revocation: {len(took)} of {len(leavers)} ended, {took}")

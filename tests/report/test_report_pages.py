@@ -54,7 +54,7 @@ def looked_at(html: str, folder: Path, *options: str) -> str:
         *("--virtual-time-budget=60000", f"--user-data-dir={folder / 'profile'}", "--dump-dom"),
         *("--window-size=1280,2000", *options, page.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not said, said
     return done.stdout

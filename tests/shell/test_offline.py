@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -176,11 +178,15 @@ async def test_generate_never_gives_what_is_not_verified() -> None:
 
 async def test_when_nobody_comes_back_the_unverified_text_is_taken_back() -> None:
     hasty = ReconnectPolicy(first_s=0.05, longest_s=0.1, give_up_first_s=0.3, give_up_s=0.3)
-    async with asyncio.timeout(WITHIN_S), Gate(None) as gate:
-        async with offline_agent(gate.address, reconnect=hasty) as agent:
-            reader = Followed()
-            with pytest.raises(GenerationError, match="gave up on the verifier"):
-                await reader.follow(agent, PROMPTS[3], SAMPLED)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with asyncio.timeout(WITHIN_S), Gate(silent.getsockname()[1]) as gate:
+            async with offline_agent(gate.address, reconnect=hasty) as agent:
+                reader = Followed()
+                job = asyncio.create_task(reader.follow(agent, PROMPTS[3], SAMPLED))
+                await first_of(job, reader.written)  # nobody gives up before
+                gate.kill()
+                with pytest.raises(GenerationError, match="gave up on the verifier"):
+                    await job
     assert reader.written.is_set()
     assert reader.text.verified == reader.text.unverified == ""
     assert isinstance(reader.events[-1], Correction)
@@ -228,15 +234,17 @@ def test_on_a_pipe_only_verified_text_is_on_stdout(monkeypatch: pytest.MonkeyPat
     ("command", "prompt"), [("generate", "one day in may"), ("chat", "one day in may ")]
 )
 def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
-    command: str, prompt: str
+    command: str, prompt: str, tmp_path: Path
 ) -> None:
+    patient = tmp_path / "patient.yaml"
+    patient.write_text("reconnect: {give_up_s: 600}")
     with daemon() as (address, process):
         process.kill()
         process.wait()
         common = ["--verifier", address, "--draft", "toy", "--tokenizer", "toy", "-n", "30"]
         talks = command == "chat"
         words = [] if talks else [prompt]
-        options = ("--offline", "draft", "--ignore-eos")
+        options = ("--offline", "draft", "--ignore-eos", "--config", str(patient))
         child = start(command, *words, *common, *options, has_input=talks)
         assert child.stderr is not None
         if child.stdin is not None:
@@ -251,7 +259,7 @@ def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
         assert not talks or "target  not known: no verifier had answered" in said
         port = address.rpartition(":")[2]
         with ready(start("verifier", "--model", "toy", "--port", port)):
-            out, _ = child.communicate(timeout=60)
+            out, _ = child.communicate(timeout=WITHIN_S)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     assert TEXT.decode(toy_text(TEXT.encode(prompt), params)) + "\n" in out
     assert out.count("\n") == 1

@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.compose import build_agent, connect
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig
+from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
@@ -20,6 +21,7 @@ from tests.shell.live_verifier import serving, toy_text
 
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 PROMPT = "many at once"
+PATIENT = ReconnectPolicy(give_up_first_s=200.0, give_up_s=200.0, max_streams_without_token=1000)
 
 
 async def test_a_half_closed_stream_that_is_refused_ends_with_the_status_of_the_fault() -> None:
@@ -39,7 +41,9 @@ async def test_many_devices_of_one_address_start_at_once_and_all_are_served() ->
     limits = LimitsSection(max_sessions=count, peer_share=1.0)
     text = toy_text(ToyTokenizer().encode(PROMPT), SHORT)
     async with serving(config=VerifierConfig(model="toy", port=0, limits=limits)) as (address, _):
-        config = AgentConfig(verifier=address, draft=DraftSection("none"), tokenizer="toy")
+        config = AgentConfig(
+            verifier=address, draft=DraftSection("none"), tokenizer="toy", reconnect=PATIENT
+        )
 
         async def one() -> list[int]:
             found: list[int] = []

@@ -254,7 +254,7 @@ def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
     monkeypatch.setattr(pipeline_stage, "distributed", links)
     monkeypatch.setattr(pipeline_stage, "time", clock)
     first, last = (StageShare(rank, 2, lambda: None, delay_s=0.05) for rank in (1, 0))
-    hidden = torch.randn(1, 3, 8)
+    hidden = torch.arange(24.0).view(1, 3, 8)
     first.send(hidden)
     assert [goal for goal, _ in line] == [0, 0]
     now_s[0] += idle_s

@@ -35,6 +35,7 @@ CHATS = [f"chat {number}" for number in range(9)]
 # Nobody is left for being slow: what moves here moves for the reason that the test gives.
 CALM = FailoverPolicy(hedge_s=WITHIN_S, quiet_s=WITHIN_S, probe_s=WITHIN_S)
 ONE_SESSION = replace(PACED, limits=LimitsSection(max_sessions=1, peer_share=1.0))
+ONE_A_PASS = replace(PACED, server_drafts=False)
 
 
 @contextlib.asynccontextmanager
@@ -104,12 +105,29 @@ async def test_of_a_bare_prompt_the_beginning_counts() -> None:
         assert await served(one, prompt) == (home,)
 
 
+@contextlib.asynccontextmanager
+async def halting(chat: str) -> AsyncIterator[tuple[dict[str, tuple[Gate, Verifier]], GatedTarget]]:
+    """Replicas of which the first of ``chat`` has ten passes of a token each, and waits then for
+    the gate of its target, which is told too."""
+    targets = [GatedTarget(load_target(ONE_A_PASS), free_passes=10) for _ in range(3)]
+    async with replicas(ONE_A_PASS, targets) as found:
+        by_address = dict(zip(found, targets, strict=True))
+        halts, *others = (by_address[name] for name in order(chat, tuple(found)))
+        for target in others:
+            target.gate.set()
+        try:
+            yield found, halts
+        finally:
+            halts.gate.set()
+
+
 async def test_a_replica_that_dies_in_mid_answer_is_followed_by_the_next_in_order() -> None:
-    async with replicas() as found, device(tuple(found)) as one:
+    async with halting(CHATS[0]) as (found, halts), device(tuple(found)) as one:
         first, second, _ = order(CHATS[0], tuple(found))
         gate, _ = found[first]
         port = gate.port
         assert await served(one, [1, 2, 3], CHATS[0], 10, gate.kill) == (first, second)
+        halts.gate.set()
         others = [chat for chat in CHATS if order(chat, tuple(found))[0] != first]
         for chat in others[:3]:  # they notice nothing
             assert await served(one, [4, 5], chat) == (order(chat, tuple(found))[0],)
@@ -120,12 +138,13 @@ async def test_a_replica_that_dies_in_mid_answer_is_followed_by_the_next_in_orde
 
 
 async def test_a_drained_replica_hands_its_conversations_on() -> None:
-    async with replicas() as found, device(tuple(found)) as one:
+    async with halting(CHATS[1]) as (found, halts), device(tuple(found)) as one:
         first, second, _ = order(CHATS[1], tuple(found))
         stopping: list[asyncio.Task[None]] = []
 
         def drain() -> None:
             stopping.append(asyncio.create_task(found[first][1].stop()))
+            halts.gate.set()
 
         assert await served(one, [1, 2, 3], CHATS[1], 10, drain) == (first, second)
         await stopping[0]

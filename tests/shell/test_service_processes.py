@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,27 @@ from edgespec.agent.agent import Agent, Chunk, GenerationError
 from edgespec.cli.main import app
 from edgespec.compose import build_agent, connect
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
-from edgespec.core.protocol.messages import Fault, FaultCode
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import DeviceStream
 from tests.shell.guarded import PROMPT, device_config, keys_in
 from tests.shell.live_verifier import daemon, environment, start, toy_text
 from tests.shell.pki import Pki
 from tests.sources import ROOT
 
 WITHIN_S = 120
-LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-EXPECTED = toy_text(ToyTokenizer().encode(PROMPT), LONG)
-SLOW = ("--pass-ms", "10")
+IDS = ToyTokenizer().encode(PROMPT)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+EXPECTED = toy_text(IDS, LONG)
+SHORT = SamplingParams(max_tokens=60, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=3500, ignore_eos=True)
+"""A text that takes longer than any test."""
+SLOW, VERY_SLOW = ("--pass-ms", "10"), ("--pass-ms", "200")
+PATIENT = ReconnectPolicy(
+    first_s=0.01, longest_s=0.05, give_up_first_s=WITHIN_S, give_up_s=WITHIN_S
+)
 
 
 async def said(process: subprocess.Popen[str], what: str) -> str:
@@ -57,7 +67,19 @@ async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:
 
 def agent(address: str, key: str, monkeypatch: pytest.MonkeyPatch, pki: Pki | None = None) -> Agent:
     monkeypatch.setenv("EDGESPEC_API_KEY", key)
-    return build_agent(device_config(address, None if pki is None else pki.device()))
+    config = device_config(address, None if pki is None else pki.device())
+    return build_agent(replace(config, reconnect=PATIENT))
+
+
+async def acknowledged(stream: DeviceStream, tokens: list[int]) -> list[int]:
+    """The text to its end, behind ``tokens``, each commit acknowledged."""
+    while True:
+        await stream.send(Received(len(IDS) + len(tokens), 0))
+        message = await asyncio.wait_for(stream.receive(), WITHIN_S)
+        assert isinstance(message, Commit), message
+        tokens += message.tokens
+        if message.finish is not None:
+            return tokens
 
 
 async def test_sighup_reads_keys_and_certificates_again(
@@ -69,7 +91,7 @@ async def test_sighup_reads_keys_and_certificates_again(
     with daemon(*SLOW, *tls, "--keys", str(path)) as (address, process):
         good, bad = (agent(address, keys[name], monkeypatch, pki) for name in ("good", "bad"))
         async with good, bad:
-            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, LONG)
+            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, ENDLESS)
             first = await anext(ours)
             await anext(theirs)
             saved = path.read_text()
@@ -91,38 +113,39 @@ async def test_sighup_reads_keys_and_certificates_again(
             with pytest.raises(GenerationError, match="was revoked"):
                 await tokens_of(theirs)
             async with agent(address, keys["good"], monkeypatch, newer) as late:
-                assert await tokens_of(late.generate(PROMPT, LONG)) == EXPECTED
+                assert await tokens_of(late.generate(PROMPT, SHORT)) == toy_text(IDS, SHORT)
             assert [*first.tokens, *await tokens_of(ours)] == EXPECTED
             assert good.stats is not None
             assert good.stats.counters.reconnects == 0
 
 
-async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with daemon(*SLOW) as (address, process):
-        async with agent(address, "", monkeypatch) as device:
-            chunks = device.generate(PROMPT, LONG)
-            first = await anext(chunks)
-            process.send_signal(signal.SIGTERM)
-            words = await said(process, "stopping")
-            assert "1 stream may go on for 30 s; a second request ends" in words
-            late = connect(address)
-            fault = await (await late.connect()).receive()
-            assert isinstance(fault, Fault)
-            assert fault.code is FaultCode.SHUTTING_DOWN
-            assert fault.retry_after_s == 1.0
-            await late.close()
-            assert [*first.tokens, *await tokens_of(chunks)] == EXPECTED
-            assert device.stats is not None
-            assert device.stats.counters.reconnects == 0
+async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> None:
+    """The running stream acknowledges nothing until the other has heard: the verifier waits for it
+    with more than half of the text."""
+    with daemon("--drain-s", "200") as (address, process):
+        transport, late = connect(address), connect(address)
+        stream = await transport.connect()
+        await stream.send(Open("running", "", "", tuple(IDS), sampling=LONG, drafting=False))
+        assert isinstance(await stream.receive(), Opened)
+        first = await stream.receive()
+        assert isinstance(first, Commit)
+        process.send_signal(signal.SIGTERM)
+        words = await said(process, "stopping")
+        assert "1 stream may go on for 200 s; a second request ends" in words
+        fault = await (await late.connect()).receive()
+        assert isinstance(fault, Fault)
+        assert fault.code is FaultCode.SHUTTING_DOWN
+        assert fault.retry_after_s == 1.0
+        await late.close()
+        assert await acknowledged(stream, list(first.tokens)) == EXPECTED
+        await transport.close()
         assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
 
 
 async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with daemon(*SLOW, "--drain-s", "0.2") as (address, process):
+    with daemon(*VERY_SLOW, "--drain-s", "0.2") as (address, process):
         device = agent(address, "", monkeypatch)
         chunks = device.generate(PROMPT, LONG)
         first = await anext(chunks)
@@ -135,7 +158,7 @@ async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
 
 
 async def test_a_second_request_ends_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    with daemon(*SLOW) as (address, process):
+    with daemon(*VERY_SLOW) as (address, process):
         async with agent(address, "", monkeypatch) as device:
             chunks = device.generate(PROMPT, LONG)
             await anext(chunks)

@@ -23,23 +23,32 @@ from edgespec.drafters.toy import ToyDrafter
 from edgespec.drafters.tree_rows import PathDrafter
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import Cancelled, Candidate, Drafter, never_cancelled
-from tests.shell.live_verifier import serving, toy_text
+from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
 TEXT = ToyTokenizer()
 TOY = VerifierConfig(model="toy", port=0)
 LENGTH = 24
+WITHIN_S = 150.0  # also on a machine that does much else
 PROMPTS = [TEXT.encode(f"{word} once upon a time") for word in "abcdefghijklmnopqrst"]
 HANGING = TEXT.encode("hangs here")
 
 
 class Steps:
-    """A tracer that counts draft steps by session, and keeps why they failed."""
+    """A tracer that counts draft steps by session, and keeps why they failed.
 
-    def __init__(self) -> None:
+    ``drafted`` is set once so many sessions have had a step, well or badly, and one step had so
+    many leaves.
+    """
+
+    def __init__(self, sessions: int = 0, leaves: int = 0) -> None:
         self.done: Counter[str] = Counter()
         self.failed: list[str] = []
         self.leaves = 0
         """The most of one step."""
+        self.drafted = threading.Event()
+        self._wanted = sessions, leaves
+        self._seen: set[str] = set()
+        self._look()
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         if isinstance(item, StepDone):
@@ -47,6 +56,14 @@ class Steps:
             self.leaves = max(self.leaves, 1 + len(item.others))
         if isinstance(item, StepFailed):
             self.failed.append(item.why)
+        if isinstance(item, StepDone | StepFailed):
+            self._seen.add(session)
+            self._look()
+
+    def _look(self) -> None:
+        sessions, leaves = self._wanted
+        if len(self._seen) >= sessions and self.leaves >= leaves:
+            self.drafted.set()
 
 
 class Fragile(ToyDrafter):
@@ -91,15 +108,28 @@ class Fragile(ToyDrafter):
 
 
 @asynccontextmanager
+async def opened_in_the_end(held: GatedTarget) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        held.gate.set()
+
+
+@asynccontextmanager
 async def crowd(
     drafter: Drafter,
     steps: Steps,
     options: AgentOptions | None = None,
     pass_ms: float = 0.0,
+    first_pass: threading.Event | None = None,
 ) -> AsyncIterator[Agent]:
+    """The target waits with its first pass until ``first_pass``, or else ``steps.drafted``, is set:
+    no text is over before it was drafted for."""
     before = asyncio.all_tasks()
     paced = load_target(VerifierConfig(model="toy", pacing=PacingSection(pass_ms=pass_ms)))
-    async with asyncio.timeout(50), serving(paced) as (address, _):
+    held = GatedTarget(paced, 0)
+    held.gate = first_pass or steps.drafted
+    async with asyncio.timeout(WITHIN_S), serving(held) as (address, _), opened_in_the_end(held):
         agent = Agent(connect(address), drafter, TEXT.encode, TEXT.stream, options, tracer=steps)
         async with agent:
             yield agent
@@ -125,7 +155,7 @@ def right(prompt: Sequence[int], length: int = LENGTH) -> list[int]:
 
 @pytest.mark.parametrize("caches", [1, 4, 20])
 async def test_twenty_chats_are_drafted_for_in_turn(caches: int) -> None:
-    steps, length = Steps(), 120
+    steps, length = Steps(len(PROMPTS)), 120
     options = AgentOptions(draft_caches=caches, turns=TurnPolicy(turn_steps=2))
     async with crowd(Fragile(), steps, options, pass_ms=8.0) as agent:
         texts = await asyncio.gather(*(text_of(agent, prompt, length) for prompt in PROMPTS))
@@ -138,7 +168,7 @@ async def test_twenty_chats_are_drafted_for_in_turn(caches: int) -> None:
 @pytest.mark.parametrize("caches", [1, 3])
 async def test_steps_of_several_leaves_are_shared_too(caches: int) -> None:
     """A cache that changes hands, or a step that is withdrawn, leaves rows and text in step."""
-    steps, length = Steps(), 60
+    steps, length = Steps(8, leaves=2), 60
     drafter = PathDrafter(ToyDrafter(TOY_MODEL.perturbed(0.2), load_target(TOY).info), 4)
     options = AgentOptions(draft_caches=caches, turns=TurnPolicy(turn_steps=2))
     async with crowd(drafter, steps, options, pass_ms=8.0) as agent:
@@ -150,7 +180,7 @@ async def test_steps_of_several_leaves_are_shared_too(caches: int) -> None:
 
 
 async def test_a_drafter_without_a_model_is_shared_too() -> None:
-    drafter, steps = ModelFreeDrafter(load_target(TOY).info, least_chance=0.0), Steps()
+    drafter, steps = ModelFreeDrafter(load_target(TOY).info, least_chance=0.0), Steps(6)
     async with crowd(drafter, steps) as agent:
         texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
     assert texts == [right(prompt) for prompt in PROMPTS[:6]]
@@ -158,7 +188,7 @@ async def test_a_drafter_without_a_model_is_shared_too() -> None:
 
 
 async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
-    drafter, steps = Fragile(), Steps()
+    drafter, steps = Fragile(), Steps(6)
     drafter.fails = PROMPTS[3]
     async with crowd(drafter, steps, AgentOptions(draft_caches=2), pass_ms=8.0) as agent:
         texts = await asyncio.gather(*(text_of(agent, prompt, 60) for prompt in PROMPTS[:6]))
@@ -172,7 +202,7 @@ async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
 async def test_a_step_that_hangs_costs_no_text() -> None:
     drafter, steps = Fragile(), Steps()
     options = AgentOptions(draft_caches=2, turns=TurnPolicy(hang_s=0.05))
-    async with crowd(drafter, steps, options) as agent:
+    async with crowd(drafter, steps, options, first_pass=drafter.hanging) as agent:
         hung = asyncio.create_task(text_of(agent, HANGING))
         await asyncio.to_thread(drafter.hanging.wait)
         texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:4]))
@@ -180,15 +210,15 @@ async def test_a_step_that_hangs_costs_no_text() -> None:
         assert await hung == right(HANGING)
         drafter.freed.set()
         before = sum(steps.done.values())
-        async with asyncio.timeout(60.0):
-            while sum(steps.done.values()) == before:  # until there are drafts again
-                assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
+        while sum(steps.done.values()) == before:  # until there are drafts again
+            assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
     assert set(steps.failed) <= {"the draft model did not answer within 0.05 s"}
 
 
 async def test_a_text_that_is_left_in_its_turn_gives_the_cache_back() -> None:
     drafter, steps = Fragile(), Steps()
-    async with crowd(drafter, steps, AgentOptions(draft_caches=1)) as agent:
+    options = AgentOptions(draft_caches=1)
+    async with crowd(drafter, steps, options, first_pass=drafter.hanging) as agent:
         chunks = agent.generate(HANGING, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
         first = asyncio.create_task(anext(chunks))
         await asyncio.to_thread(drafter.hanging.wait)
@@ -201,7 +231,7 @@ async def test_a_text_that_is_left_in_its_turn_gives_the_cache_back() -> None:
 
 
 async def test_without_memory_for_more_caches_those_there_are_are_shared() -> None:
-    drafter, steps = Fragile(most=2), Steps()
+    drafter, steps = Fragile(most=2), Steps(6)
     async with crowd(drafter, steps, AgentOptions(draft_caches=5)) as agent:
         texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
         assert texts == [right(prompt) for prompt in PROMPTS[:6]]

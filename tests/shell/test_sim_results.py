@@ -40,7 +40,8 @@ def sim(*arguments: str) -> str:
 
 
 def test_a_run_plays_seeds_until_the_speed_up_is_known(tmp_path: Path) -> None:
-    said = sim("run", "single-device", "--within", "60", "--out", str(tmp_path), *TWO_ARMS)
+    sure = ("--within", "60", "--max-seconds", "3600")
+    said = sim("run", "single-device", *sure, "--out", str(tmp_path), *TWO_ARMS)
     summary = read_summary(tmp_path / "summary.json")
     assert summary.seeds >= FIRST
     ours = summary.arms[1]

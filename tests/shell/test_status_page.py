@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import threading
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +15,19 @@ from typing import Any
 import pytest
 
 from edgespec.agent.status import StatusSource
-from edgespec.compose import build_agent
+from edgespec.compose import build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
+from edgespec.core.device.events import Transmit
+from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.status_page import rendered_page
 from tests.report.test_report_pages import BROWSER, DARK
-from tests.shell.live_verifier import serving
+from tests.shell.live_verifier import GatedTarget, serving
 from tests.shell.status_server import status_page
 
 PROMPT = "quixotic zephyr"
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+WITHIN_S = 120.0
 browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium on the path to look at pages with"
 )
@@ -30,7 +35,7 @@ browser = pytest.mark.skipif(
 
 async def fetched(url: str) -> tuple[dict[str, str], str]:
     def fetch() -> tuple[dict[str, str], str]:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=WITHIN_S) as answer:
             return dict(answer.headers), answer.read().decode()
 
     return await asyncio.to_thread(fetch)
@@ -50,17 +55,36 @@ async def looked_at(url: str, folder: Path, *options: str) -> tuple[str, list[st
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         out, err = await chromium.communicate()
     return out.decode(), [line for line in err.decode().splitlines() if "CONSOLE" in line]
 
 
-async def test_the_numbers_come_with_events_once_and_without_a_text() -> None:
-    async with serving() as (address, _):
-        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
+class FirstDraft:
+    """A tracer that opens a target's gate when the device has sent a draft."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        if isinstance(item, Transmit) and isinstance(item.message, Draft) and item.message.tokens:
+            self._gate.set()
+
+
+async def test_the_numbers_come_with_events_once_and_without_a_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target waits with its first pass for a draft."""
+    monkeypatch.setattr("edgespec.agent.status.ASK_WITHIN_S", WITHIN_S)
+    target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
+    async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
+        stack.callback(target.gate.set)
+        config = AgentConfig(verifier=address, draft=DraftSection("toy"))
+        async with build_agent(config, tracer=FirstDraft(target.gate)) as agent:
             async with status_page(StatusSource(agent, (address,), "9.9")) as url:
-                async for _chunk in agent.generate(PROMPT, PARAMS):
-                    pass
+                async with asyncio.timeout(WITHIN_S):
+                    async for _chunk in agent.generate(PROMPT, PARAMS):
+                        pass
                 first = await status(url + "status.json")
                 again = await status(f"{url}status.json?after={first['last_event']}")
                 nonsense = await status(url + "status.json?after=-1e9")
@@ -100,7 +124,7 @@ async def test_the_page_runs_its_own_script_only() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> None:
-    pacing = PacingSection(pass_ms=50.0)  # the text takes longer than a browser does
+    pacing = PacingSection(pass_ms=400.0)  # the text takes longer than a browser does
     slow = VerifierConfig(model="toy", port=0, pacing=pacing)
     async with serving(config=slow) as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
@@ -124,6 +148,9 @@ async def test_a_verifier_that_is_away_is_shown_and_so_is_an_agent(tmp_path: Pat
         pass
     async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:
         async with status_page(StatusSource(agent, (address,))) as url:
+            async with asyncio.timeout(WITHIN_S):
+                while (await status(url + "status.json"))["verifiers"][0]["state"] != "away":
+                    pass
             dom, said = await looked_at(url, tmp_path)
     assert said == []
     assert re.search(rf"not reachable for \d+ s: {address}", dom)

@@ -98,6 +98,7 @@ def test_another_order_of_the_sum_is_found_out_though_rounding_hides_it(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_in_pieces_is_the_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
     weight, bias = torch.randn((12, 5)).to(dtype), torch.randn(12).to(dtype)
     rows = torch.randn((1, 56, 5)).to(dtype)
     out = linear(rows, weight, bias, (8, 16))
@@ -153,7 +154,7 @@ def test_canonical_mode_holds_under_every_forced_instruction_set(
         env=plain | forced,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ from tests.shell.family_models import family_model
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.slow
-WITHIN_S = 200
+WITHIN_S = 500
 
 
 @pytest.fixture(scope="module")

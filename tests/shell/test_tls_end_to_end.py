@@ -143,10 +143,10 @@ async def test_a_new_certificate_is_shown_after_a_reload_and_streams_go_on(
             assert str(access.reload()) == "a new certificate or client CA"
             async with build_agent(device_config(address, newer.device())) as after:
                 assert await collect(after) == EXPECTED
+            late = connect(address, access=device_access(device_config(address, mine.device())))
             with pytest.raises(UntrustedPeerError, match="not trusted"):
-                await connect(
-                    address, access=device_access(device_config(address, mine.device()))
-                ).info()
+                await late.info()
+            await late.close()
             second = await anext(running)
             assert second.position == first.position + len(first.tokens)
             await running.aclose()

@@ -70,6 +70,14 @@ def test_words_of_strangers_cannot_control_the_terminal() -> None:
     assert "\x1b" not in shown(status_text(verifiers=(evil,)), 80)
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked is in this process, which others may hold up."""
+    monkeypatch.setattr("edgespec.cli.top_view.source.WITHIN_S", 120.0)
+    monkeypatch.setattr("edgespec.agent.status.ASK_WITHIN_S", 120.0)
+
+
+@pytest.mark.usefixtures("_patient")
 async def test_a_live_agent_by_its_bare_address() -> None:
     async with serving() as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
@@ -84,6 +92,7 @@ async def test_a_live_agent_by_its_bare_address() -> None:
     assert "40 so far" in " ".join(result.stdout.split())
 
 
+@pytest.mark.usefixtures("_patient")
 async def test_a_live_verifier_and_its_rates() -> None:
     async with watched() as found:
         async with build_agent(

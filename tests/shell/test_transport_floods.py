@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,14 +33,24 @@ from edgespec.transport.codec import encode_info, encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 from edgespec.transport.wire_limits import WireLimits
-from tests.shell.echo_verifier import INFO, OPEN, STOPPING, echo, opened, served, works
+from tests.shell.echo_verifier import (
+    INFO,
+    OPEN,
+    PATIENCE_S,
+    STOPPING,
+    echo,
+    opened,
+    served,
+    works,
+)
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
 SLOW = UplinkLimits(message_rate=1e-3, message_burst=4.0)
 CALLS = CallLimits(
     peer_rate=50.0, peer_burst=1.0, total_rate=100.0, total_burst=50.0, max_wait_s=5.0
 )
-PATIENCE_S = 10.0
+NEVER = replace(CALLS, peer_rate=1e-4, max_wait_s=1e6)
+"""In this test's time only the first call of a peer gets out of the line."""
 
 
 @asynccontextmanager
@@ -90,6 +101,9 @@ async def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate() -> None:
             await quiet.send(OPEN)
             assert isinstance(await quiet.receive(), Opened)
             await quiet.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(read) < 4:
+                await transport.info()
         # Four from the burst, and one more by which the stream got into debt.
         assert read == [0, 1, 2, 3]
 
@@ -159,9 +173,16 @@ async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> Non
     async def refuse(stream: VerifierStream) -> None:
         if await stream.receive() != Cancel():
             return await stream.send(Opened(INFO.limits, "toy", 3))
-        with suppress(TimeoutError):
-            while True:
-                await asyncio.wait_for(stream.send(Commit(0, (1,) * 4000)), 0.2)
+        while True:  # until others are served and this goes no further: its window is full
+            sending = asyncio.ensure_future(stream.send(Commit(0, (1,) * 4000)))
+            await asyncio.wait((sending,), timeout=0.2)
+            for _ in range(0 if sending.done() else 10):
+                await transport.info()
+            if not sending.done():
+                break
+            sending.result()
+        sending.cancel()
+        await asyncio.wait((sending,))
         with pytest.raises(LinkError):
             await stream.send(Fault(FaultCode.OVERLOADED, "no room"))
         refused.set()
@@ -226,21 +247,27 @@ async def test_streams_over_the_rate_wait_for_their_turn() -> None:
 
 
 async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() -> None:
-    calls = replace(CALLS, peer_rate=1e-3)
+    rate = 1e-3
+    calls = replace(CALLS, peer_rate=rate)
     async with served(opens=calls) as (_, transport):
         first = await opened(transport)
         second = await transport.connect()
         fault = await second.receive()
         assert isinstance(fault, Fault)
         assert (fault.code, fault.retry_after_s) == (FaultCode.OVERLOADED, 10.0)
-        assert "ipv4:127.0.0.1 opens streams too often: the wait would be 10" in fault.message
-        assert "the limit is 5 s" in fault.message
+        told = re.fullmatch(
+            r"ipv4:127\.0\.0\.1 opens streams too often: the wait would be (\d+\.\d) s, "
+            "the limit is 5 s",
+            fault.message,
+        )
+        assert told is not None, fault.message
+        # A turn takes 1000 s, less the time since the first one.
+        assert 1 / rate - PATIENCE_S < float(told[1]) <= 1 / rate
         assert await works(first)
 
 
 async def test_a_stream_in_the_line_hears_that_the_verifier_stops() -> None:
-    calls = replace(CALLS, peer_rate=0.25)
-    async with served(opens=calls) as (server, transport):
+    async with served(opens=NEVER) as (server, transport):
         await opened(transport)
         waiting = await transport.connect()
         await waiting.send(OPEN)

@@ -289,7 +289,10 @@ async def test_the_verifier_learns_that_a_device_left(fronts: int) -> None:
         assert error.retryable
 
 
-async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait() -> None:
+async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("edgespec.transport.grpc_client._LINGER_S", PATIENCE_S)
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def listen(stream: VerifierStream) -> None:

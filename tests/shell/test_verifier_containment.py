@@ -348,4 +348,5 @@ async def test_a_stream_that_fails_to_send_at_once_ends_alone() -> None:
     assert (first, last) == ((TEXT, None), (TEXT, None))
     assert isinstance(bad, LinkError)
     assert bad.retryable
+    await transport.close()
     await verifier.stop()
