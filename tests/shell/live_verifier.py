@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -114,6 +115,14 @@ def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The real daemon with the toy model on a free port; yields its address and process."""
     with ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
         yield found
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """An address of this machine where nobody listens, and nobody else can begin to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @contextlib.contextmanager

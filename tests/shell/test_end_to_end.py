@@ -28,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.adversarial import AdversarialDrafter
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.models.toy_tokenizer import ToyTokenizer
-from tests.shell.live_verifier import GatedTarget, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, nobody, serving, toy_text
 
 PROMPT = "the quick brown fox"
 IDS = ToyTokenizer().encode(PROMPT)
@@ -156,11 +156,10 @@ async def test_leaving_the_loop_cancels_and_frees_the_agent() -> None:
 
 
 async def test_a_verifier_that_is_not_there_is_given_up() -> None:
-    async with serving() as (address, _):
-        pass
-    async with build_agent(config(address)) as agent:
-        with pytest.raises(GenerationError, match=f"gave up on the verifier.*{address}"):
-            await collect(agent, GREEDY)
+    with nobody() as address:
+        async with build_agent(config(address)) as agent:
+            with pytest.raises(GenerationError, match=f"gave up on the verifier.*{address}"):
+                await collect(agent, GREEDY)
 
 
 @pytest.mark.parametrize(
