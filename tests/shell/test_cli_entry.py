@@ -23,7 +23,7 @@ from edgespec.cli.serving import Stopping
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
-WITHIN_S = 120
+WITHIN_S = 200
 NOWHERE = ("--verifier", "127.0.0.1:1")
 
 
