@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from edgespec.agent import status
 from edgespec.agent.activity import Activity
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.agent.draft_worth import draft_worth
@@ -41,6 +42,13 @@ QUICK = ReconnectPolicy(give_up_s=0.2, answer_s=0.2)
 def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
     config = AgentConfig(verifier=address, draft=DraftSection("toy"))
     return build_agent(replace(config, **changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the verifiers waits for the slowest, and what was asked stays new."""
+    monkeypatch.setattr(status, "ASK_WITHIN_S", 60.0)
+    monkeypatch.setattr(status, "ASK_EVERY_S", 600.0)
 
 
 @pytest.fixture

@@ -49,6 +49,12 @@ def told(sessions: int = 0, pass_us: int = 0, model: ModelInfo = MODEL) -> Verif
     return VerifierInfo(model, Limits(), sessions, 8, pass_us)
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there may take its time to say so, also where a command asks."""
+    monkeypatch.setitem(choose_verifier.__kwdefaults__, "timeout_s", 60.0)
+
+
 class Clock:
     """Stands still but for the answers that take their time."""
 
