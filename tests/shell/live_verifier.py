@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -123,6 +124,20 @@ def nobody() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+# Below those that the system gives to whoever asks for any; each process has some to itself.
+_ports = itertools.count(20_000 + 16 * (os.getpid() % 780))
+
+
+def own_port() -> int:
+    """A free port that stays free when nobody listens there for a while, so that another verifier
+    can take the place of one that died: what runs beside this test is given other ports."""
+    while True:
+        port = next(_ports)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from edgespec.ports import LinkError, ServeStream, Transport, VerifierStream
 from edgespec.transport.directory import VerifierDirectory
 from edgespec.transport.loopback import LoopbackTransport
 from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
-from tests.shell.live_verifier import GatedTarget, daemon, serving
+from tests.shell.live_verifier import GatedTarget, daemon, own_port, serving
 from tests.shell.scripted_verifier import loopback, streaming
 
 # --- kills ------------------------------------------------------------------------------------
@@ -97,14 +97,14 @@ async def test_a_session_that_was_left_behind_is_taken_up_again() -> None:
 
 @pytest.mark.slow
 async def test_verifier_processes_are_killed_and_started_again() -> None:
-    with daemon("--pass-ms", "10") as (a, one_process), daemon("--pass-ms", "10") as (b, _):
+    paced, port = ("--pass-ms", "10"), str(own_port())
+    with daemon(*paced, "--port", port) as (a, one_process), daemon(*paced) as (b, _):
         async with agent(a, b) as one:
             assert await collect(one, {40: one_process.kill}) == EXPECTED
             assert one.stats is not None
             assert one.stats.verifiers == (a, b)
         one_process.wait()
-        port = a.rpartition(":")[2]
-        with daemon("--pass-ms", "10", "--port", port) as (again, _):
+        with daemon(*paced, "--port", port) as (again, _):
             assert again == a
             async with agent(a, b) as one:
                 assert await collect(one) == EXPECTED
