@@ -52,7 +52,8 @@ def told(sessions: int = 0, pass_us: int = 0, model: ModelInfo = MODEL) -> Verif
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there may take its time to say so, also where a command asks."""
-    monkeypatch.setitem(choose_verifier.__kwdefaults__, "timeout_s", 60.0)
+    defaults = {**(choose_verifier.__kwdefaults__ or {}), "timeout_s": 60.0}
+    monkeypatch.setattr(choose_verifier, "__kwdefaults__", defaults)
 
 
 class Clock:
