@@ -36,7 +36,7 @@ def streaming(
         if not isinstance(opening, Open):  # a device that failed before it opened
             return
         while not once():  # noqa: ASYNC110 # of things that have no event
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         await play(stream, opening, tokens, sizes, finish)
 
     return serve

@@ -28,13 +28,11 @@ from edgespec.config import (
 )
 from edgespec.core.association.network import FEATURES
 from edgespec.core.association.policies import DeviceView, LowestDelay, MostCompute
-from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import DeviceStream, ModelInfo, Transport
 from edgespec.transport.loopback import LoopbackTransport
-from edgespec.transport.shaped import ShapedTransport
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, daemon, nobody, serving, toy_text
 
@@ -142,14 +140,6 @@ async def test_the_round_trip_is_timed_and_not_the_set_up() -> None:
     async with closing({"far": Distant(told(), clock, SLOW_S)}) as links:
         choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
     assert choice.chosen.rtt_s == pytest.approx(SLOW_S)
-
-
-async def test_a_slow_link_is_timed_as_one() -> None:
-    way = LinkSettings(one_way_s=SLOW_S / 2)
-    far = ShapedTransport(transport(told()), LinkModel(way), LinkModel(way))
-    async with closing({"far": far}) as links:
-        choice = await choose_verifier(links, LowestDelay(), DEVICE)
-    assert SLOW_S <= choice.chosen.rtt_s
 
 
 async def test_a_faster_target_outweighs_a_longer_link() -> None:

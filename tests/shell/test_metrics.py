@@ -41,7 +41,7 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 async def until(what: Callable[[], bool]) -> None:
     async with asyncio.timeout(60.0):
         while not what():  # noqa: ASYNC110 # of things that have no event
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
 
 async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
