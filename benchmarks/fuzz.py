@@ -109,7 +109,7 @@ class Verifier:
         """End it as a supervisor does; its exit status."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20.0)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()

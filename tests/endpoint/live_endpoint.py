@@ -95,7 +95,9 @@ async def over_toy(
     """An endpoint over the toy's verifier, which has been looked at."""
     async with serving(target) as (address, verifier):
         watch = VerifierWatch({address: connect(address)})
-        await watch.look()
+        async with asyncio.timeout(60.0):
+            while not watch.ready:
+                await watch.look()
         config = AgentConfig(verifier=address, draft=DraftSection(model=draft), tokenizer="toy")
         async with build_agent(config) as agent:
             status = StatusSource(agent, (address,)) if shows_status else None

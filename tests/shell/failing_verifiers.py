@@ -27,6 +27,8 @@ PATIENT = ReconnectPolicy(first_s=0.02, longest_s=0.1, give_up_first_s=60.0, giv
 HASTY = replace(PATIENT, give_up_first_s=1.0, give_up_s=1.0)
 WITHIN_S = 60.0
 PACED = VerifierConfig(model="toy", port=0, pacing=PacingSection(2.0))
+# Never in doubt of one that is slow to say something, as all are on a busy machine.
+STEADY = FailoverPolicy(hedge_s=60.0, quiet_s=60.0, probe_s=60.0)
 # Quick to suspect, for tests of those who say nothing.
 WARY = FailoverPolicy(hedge_s=0.05, quiet_s=0.2, probe_s=0.3)
 
@@ -52,7 +54,7 @@ def agent(
     *addresses: str,
     draft: str = "toy",
     reconnect: ReconnectPolicy = PATIENT,
-    failover: FailoverPolicy | None = None,
+    failover: FailoverPolicy = STEADY,
     association: str = "listed",
 ) -> Agent:
     return build_agent(
@@ -61,7 +63,7 @@ def agent(
             tokenizer="toy",
             draft=DraftSection(model=draft),
             reconnect=reconnect,
-            failover=failover or FailoverPolicy(),
+            failover=failover,
             association=association,
         )
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -114,6 +116,28 @@ def daemon(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The real daemon with the toy model on a free port; yields its address and process."""
     with ready(start("verifier", "--model", "toy", "--port", "0", *options)) as found:
         yield found
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """An address of this machine where nobody listens, and nobody else can begin to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+# Below those that the system gives to whoever asks for any; each process has some to itself.
+_ports = itertools.count(20_000 + 16 * (os.getpid() % 780))
+
+
+def own_port() -> int:
+    """A free port that stays free when nobody listens there for a while, so that another verifier
+    can take the place of one that died: what runs beside this test is given other ports."""
+    while True:
+        port = next(_ports)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

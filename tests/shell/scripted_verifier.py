@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from edgespec.agent.agent import Agent, AgentOptions, Chunk
 from edgespec.core.device.reconnect import ReconnectPolicy
@@ -22,14 +23,20 @@ QUICK = ReconnectPolicy(first_s=0.001, longest_s=0.002, give_up_first_s=0.2, giv
 
 
 def streaming(
-    tokens: Sequence[int], sizes: Sequence[int] = (1,), finish: FinishReason = FinishReason.LENGTH
+    tokens: Sequence[int],
+    sizes: Sequence[int] = (1,),
+    finish: FinishReason = FinishReason.LENGTH,
+    once: Callable[[], bool] = lambda: True,
 ) -> ServeStream:
-    """Commits of ``sizes`` tokens, over and over, until all are committed."""
+    """Commits of ``sizes`` tokens, over and over, until all are committed; the first one when
+    ``once`` holds, which another thread may bring about."""
 
     async def serve(stream: VerifierStream) -> None:
         opening = await stream.receive()
         if not isinstance(opening, Open):  # a device that failed before it opened
             return
+        while not once():  # noqa: ASYNC110 # of things that have no event
+            await asyncio.sleep(0)
         await play(stream, opening, tokens, sizes, finish)
 
     return serve

@@ -26,6 +26,12 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[([0-9;?<>=]*)([A-Za-z])|\][^\x07\x1b]*(?:\x07|\x1b\\)|[=>78()][AB0]?)"
 )
 _WHERE = "\x1b[6n"
+# Standard input becomes the terminal that sends the child its signals. The child does so itself: no
+# Python may run between a fork and the child's program where other threads hold locks.
+_ON_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'edgespec', *sys.argv[1:]])"
+)
 _LONGEST = 32
 ROWS = 24
 
@@ -148,14 +154,13 @@ def on_terminal(*arguments: str, columns: int = 80, **variables: str) -> Iterato
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
     shown = {"TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
     process = subprocess.Popen(
-        [sys.executable, "-m", "edgespec", *arguments],
+        [sys.executable, "-c", _ON_TERMINAL, *arguments],
         cwd=ROOT,
         env={**environment(), **shown, **variables},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=_take_terminal,
     )
     os.close(theirs)
     try:
@@ -164,8 +169,3 @@ def on_terminal(*arguments: str, columns: int = 80, **variables: str) -> Iterato
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def _take_terminal() -> None:
-    """The child's standard input becomes the terminal that sends it its signals."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from edgespec.agent import status
 from edgespec.agent.activity import Activity
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.agent.draft_worth import draft_worth
 from edgespec.agent.status import StatusSource
 from edgespec.compose import build_agent
-from edgespec.config import AgentConfig, DraftSection, LinkSection
+from edgespec.config import AgentConfig, DraftSection, LinkSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.telemetry.agent_status import (
     MAX_EVENTS,
@@ -28,7 +31,7 @@ from edgespec.telemetry.agent_status import (
     RecentRate,
     VerifierState,
 )
-from tests.shell.live_verifier import serving
+from tests.shell.live_verifier import nobody, serving
 
 SECRET = "zebra quartz vixen"
 COUNT = 40
@@ -41,12 +44,28 @@ def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
     return build_agent(replace(config, **changes))  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the verifiers waits for the slowest, and what was asked stays new."""
+    monkeypatch.setattr(status, "ASK_WITHIN_S", 60.0)
+    monkeypatch.setattr(status, "ASK_EVERY_S", 600.0)
+
+
+@pytest.fixture
+def gone() -> Iterator[str]:
+    """The address of a verifier that is not there."""
+    with nobody() as address:
+        yield address
+
+
 async def text_of(agent: Agent) -> int:
     return sum([len(chunk.tokens) async for chunk in agent.generate(SECRET, PARAMS)])
 
 
 async def test_counts_are_those_of_the_generations() -> None:
-    async with serving() as (address, _), agent_for(address) as agent:
+    # The verifier waits for drafts, so that there is something to count and to judge.
+    waits = PolicySection(run_ahead=RunAhead.NEVER)
+    async with serving() as (address, _), agent_for(address, policy=waits) as agent:
         source = StatusSource(agent, (address,))
         counters = []
         for _ in range(2):
@@ -54,6 +73,9 @@ async def test_counts_are_those_of_the_generations() -> None:
             assert agent.stats is not None
             counters.append(agent.stats.counters)
         found = source.snapshot()
+        stats = agent.stats
+        assert stats is not None
+        verdict = draft_worth(agent.options.policy, agent.price, stats.estimates, stats.counters)
     totals = found.totals
     assert (totals.generations, totals.finished, totals.failed, totals.cancelled) == (2, 2, 0, 0)
     assert totals.tokens == 2 * COUNT == sum(one.committed for one in counters)
@@ -61,13 +83,14 @@ async def test_counts_are_those_of_the_generations() -> None:
     for name in ("accepted", "corrected", "steps", "sent", "passes", "rows", "tried", "hits"):
         assert getattr(totals, name) == sum(getattr(one, name) for one in counters), name
     assert (found.running, found.generations) == (0, ())
-    assert found.drafting.worth is True
+    assert found.drafting == verdict
+    assert verdict.worth is not None  # which one follows from the price, a matter of time
     assert found.tokens_per_s > 0
 
 
 async def test_a_running_generation_is_listed_and_its_events_follow_one_another() -> None:
-    link = LinkSection(rtt_ms=5.0)
-    async with serving() as (address, _), agent_for(address, link=link) as agent:
+    changes = {"link": LinkSection(rtt_ms=5.0), "policy": PolicySection(run_ahead=RunAhead.NEVER)}
+    async with serving() as (address, _), agent_for(address, **changes) as agent:
         source = StatusSource(agent, (address,))
         chunks = agent.generate(SECRET, replace(PARAMS, max_tokens=2000))
         seen = 0
@@ -116,16 +139,14 @@ async def test_the_ring_is_bounded() -> None:
     assert activity.events_after(3 * MAX_EVENTS + 5) == ()
 
 
-async def test_a_verifier_that_is_away_is_a_state() -> None:
-    async with serving() as (address, _):
-        pass
-    async with agent_for(address, reconnect=QUICK) as agent:
-        source = StatusSource(agent, (address,))
+async def test_a_verifier_that_is_away_is_a_state(gone: str) -> None:
+    async with agent_for(gone, reconnect=QUICK) as agent:
+        source = StatusSource(agent, (gone,))
         assert source.snapshot().verifiers[0].state is VerifierState.UNKNOWN
         await source.ask()
         (away,) = source.snapshot().verifiers
         assert away.state is VerifierState.AWAY
-        assert address in away.why
+        assert gone in away.why
         with pytest.raises(GenerationError):
             await text_of(agent)
         (after,) = source.snapshot().verifiers
@@ -146,9 +167,7 @@ async def test_an_idle_verifier_is_asked_and_ready() -> None:
         await source.close()
 
 
-async def test_of_several_verifiers_each_has_a_state() -> None:
-    async with serving() as (gone, _):
-        pass
+async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:
     async with serving() as (here, _), agent_for((gone, here)) as agent:
         source = StatusSource(agent, (gone, here))
         assert [one.address for one in source.snapshot().verifiers] == [gone, here]
@@ -160,20 +179,24 @@ async def test_of_several_verifiers_each_has_a_state() -> None:
 
 
 async def test_any_thread_may_ask_while_generations_run() -> None:
-    stop, found, failed = threading.Event(), [0], list[BaseException]()
+    stop, looked, found, failed = threading.Event(), threading.Event(), [0], list[BaseException]()
 
     def look(source: StatusSource) -> None:
         try:
             while not stop.is_set():
                 json.dumps(source.snapshot().as_json())
+                looked.set()
                 found[0] += 1
         except BaseException as error:
             failed.append(error)
+        finally:
+            looked.set()
 
     async with serving() as (address, _), agent_for(address) as agent:
         thread = threading.Thread(target=look, args=(StatusSource(agent, (address,)),))
         thread.start()
         try:
+            await asyncio.to_thread(looked.wait)
             await asyncio.gather(*(text_of(agent) for _ in range(4)))
         finally:
             stop.set()

@@ -31,6 +31,7 @@ from edgespec.ports import (
     VerifierStream,
     never_cancelled,
 )
+from edgespec.transport.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import PROMPT, agent, generate, loopback, play, streaming
 
 TEXT = ToyTokenizer()
@@ -215,9 +216,14 @@ class SlowDrafter:
         self.did.append("close")
 
 
+def text_after(drafter: SlowDrafter) -> LoopbackTransport:
+    """A verifier that commits once the drafter's step runs, however late its thread begins."""
+    return loopback(streaming(TOKENS, once=lambda: "step" in drafter.did))
+
+
 async def test_the_text_is_complete_before_a_running_step_is() -> None:
     drafter = SlowDrafter()
-    async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(TOKENS)), drafter) as one:
+    async with asyncio.timeout(WITHIN_S), agent(text_after(drafter), drafter) as one:
         first = [chunk async for chunk in generate(one, len(TOKENS))]
         assert first[-1].finish is FinishReason.LENGTH
         assert "step ended" not in drafter.did  # and the loop above has ended all the same
@@ -235,7 +241,7 @@ async def test_the_text_is_complete_before_a_running_step_is() -> None:
 async def test_closing_waits_for_the_step_before_it_frees_the_model(early: bool) -> None:
     drafter = SlowDrafter()
     async with asyncio.timeout(WITHIN_S):
-        one = agent(loopback(streaming(TOKENS)), drafter)
+        one = agent(text_after(drafter), drafter)
         chunks = generate(one, len(TOKENS))
         await anext(chunks)
         if early:

@@ -32,7 +32,8 @@ def expected(prompt: str) -> str:
 
 def chat(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
     where = ("--verifier", address, "--draft", "toy", "-n", str(count), "--ignore-eos")
-    return ("chat", *where, *options)
+    # The verifier waits for drafts, so that the line of numbers tells of some.
+    return ("chat", *where, "--run-ahead", "never", *options)
 
 
 def left(terminal: Terminal) -> int:

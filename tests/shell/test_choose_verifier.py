@@ -1,12 +1,11 @@
 """Several verifiers: who is asked, who is chosen, what is said. Toy verifiers over real gRPC, and
-loopbacks behind shaped links, whose delays are far apart compared with a busy machine's."""
+loopbacks whose answers take their time on a clock of the test."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.api import connect as edgespec_connect
 from edgespec.cli.device import greet
 from edgespec.cli.main import app
-from edgespec.compose import build_agent, connect
+from edgespec.compose import build_agent, connect, load_target
 from edgespec.config import (
     AgentConfig,
     ConfigError,
@@ -29,19 +28,18 @@ from edgespec.config import (
 )
 from edgespec.core.association.network import FEATURES
 from edgespec.core.association.policies import DeviceView, LowestDelay, MostCompute
-from edgespec.core.network.link_model import LinkModel, LinkSettings
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import DeviceStream, ModelInfo, Transport
 from edgespec.transport.loopback import LoopbackTransport
-from edgespec.transport.shaped import ShapedTransport
 from tests.shell.echo_verifier import echo
-from tests.shell.live_verifier import daemon, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, daemon, nobody, serving, toy_text
 
 DEVICE = DeviceView("laptop", 0.008)
 MODEL = ModelInfo("toy", "v1", 64, 4096)
 SLOW_S = 0.150
+SET_UP_S = 3.0
 PROMPT = "once upon a time"
 
 
@@ -49,12 +47,38 @@ def told(sessions: int = 0, pass_us: int = 0, model: ModelInfo = MODEL) -> Verif
     return VerifierInfo(model, Limits(), sessions, 8, pass_us)
 
 
-def transport(info: VerifierInfo, rtt_s: float = 0.0) -> Transport:
-    inner = LoopbackTransport(echo, lambda: info)
-    if rtt_s == 0.0:
-        return inner
-    way = LinkSettings(one_way_s=rtt_s / 2)
-    return ShapedTransport(inner, LinkModel(way), LinkModel(way))
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there may take its time to say so, also where a command asks."""
+    defaults = {**(choose_verifier.__kwdefaults__ or {}), "timeout_s": 60.0}
+    monkeypatch.setattr(choose_verifier, "__kwdefaults__", defaults)
+
+
+class Clock:
+    """Stands still but for the answers that take their time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Distant(LoopbackTransport):
+    """Answers at once, and ``rtt_s`` later by the clock; the first time, which opens the channel,
+    later still."""
+
+    def __init__(self, info: VerifierInfo, clock: Clock, rtt_s: float) -> None:
+        super().__init__(echo, lambda: info)
+        self._clock, self._rtt_s, self._set_up_s = clock, rtt_s, SET_UP_S
+
+    async def info(self) -> VerifierInfo:
+        self._clock.now += self._rtt_s + self._set_up_s
+        self._set_up_s = 0.0
+        return await super().info()
+
+
+def transport(info: VerifierInfo) -> Transport:
+    return LoopbackTransport(echo, lambda: info)
 
 
 class Buggy:
@@ -101,22 +125,31 @@ async def closing(links: dict[str, Transport]) -> AsyncIterator[dict[str, Transp
 
 
 async def test_the_nearest_of_equal_verifiers_is_chosen() -> None:
-    async with closing({"far": transport(told(), SLOW_S), "near": transport(told())}) as links:
-        choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    clock = Clock()
+    links: dict[str, Transport] = {
+        "far": Distant(told(), clock, SLOW_S),
+        "near": Distant(told(), clock, SLOW_S / 4),
+    }
+    async with closing(links):
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
     assert (choice.chosen.address, choice.left_out) == ("near", ())
-    assert choice.chosen.rtt_s < SLOW_S / 2
 
 
 async def test_the_round_trip_is_timed_and_not_the_set_up() -> None:
-    async with closing({"far": transport(told(), SLOW_S)}) as links:
-        choice = await choose_verifier(links, LowestDelay(), DEVICE)
-    assert SLOW_S <= choice.chosen.rtt_s
+    clock = Clock()
+    async with closing({"far": Distant(told(), clock, SLOW_S)}) as links:
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
+    assert choice.chosen.rtt_s == pytest.approx(SLOW_S)
 
 
 async def test_a_faster_target_outweighs_a_longer_link() -> None:
-    slow, fast = told(pass_us=400_000), told(pass_us=20_000)
-    async with closing({"near": transport(slow), "far": transport(fast, SLOW_S)}) as links:
-        choice = await choose_verifier(links, LowestDelay(), DEVICE)
+    clock = Clock()
+    links: dict[str, Transport] = {
+        "near": Distant(told(pass_us=400_000), clock, 0.0),
+        "far": Distant(told(pass_us=20_000), clock, SLOW_S),
+    }
+    async with closing(links):
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
     assert choice.chosen.address == "far"
 
 
@@ -129,10 +162,17 @@ async def test_one_that_timed_no_pass_yet_counts_as_an_average_one() -> None:
 
 
 async def test_a_full_verifier_is_passed_over_unless_all_are() -> None:
-    async with closing({"full": transport(told(8)), "free": transport(told(7), SLOW_S)}) as links:
-        assert (await choose_verifier(links, LowestDelay(), DEVICE)).chosen.address == "free"
+    clock = Clock()
+    links: dict[str, Transport] = {
+        "full": Distant(told(8), clock, 0.0),
+        "free": Distant(told(7), clock, SLOW_S),
+    }
+    async with closing(links):
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
+        assert choice.chosen.address == "free"
         del links["free"]
-        assert (await choose_verifier(links, LowestDelay(), DEVICE)).chosen.address == "full"
+        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
+        assert choice.chosen.address == "full"
 
 
 async def test_the_silent_the_refusing_and_the_unfit_are_left_out_with_their_reasons() -> None:
@@ -175,8 +215,10 @@ async def test_a_live_verifier_tells_its_pass_time_once_it_has_one() -> None:
 
 
 async def test_of_two_over_grpc_the_one_behind_no_slow_link_is_chosen() -> None:
+    # These times are real: the link is slower than what a busy machine adds to the other one.
+    slow = LinkSection(rtt_ms=800.0)
     async with serving() as (far, _), serving() as (near, _):
-        links = {far: connect(far, LinkSection(rtt_ms=SLOW_S * 1e3)), near: connect(near)}
+        links = {far: connect(far, slow), near: connect(near)}
         async with closing(links):
             choice = await choose_verifier(links, LowestDelay(), DEVICE)
     assert choice.chosen.address == near
@@ -184,7 +226,8 @@ async def test_of_two_over_grpc_the_one_behind_no_slow_link_is_chosen() -> None:
 
 async def test_a_full_verifier_over_grpc_is_passed_over() -> None:
     small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
-    async with serving(config=small) as (full, _), serving() as (free, _):
+    gated = GatedTarget(load_target(small), free_passes=1)
+    async with serving(gated, config=small) as (full, _), serving() as (free, _):
         async with build_agent(AgentConfig(full, draft=DraftSection("toy"))) as agent:
             chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
             await anext(chunks)
@@ -194,6 +237,7 @@ async def test_a_full_verifier_over_grpc_is_passed_over() -> None:
             }
             async with closing(links):
                 choice = await choose_verifier(links, LowestDelay(), DEVICE)
+            gated.gate.set()
             await chunks.aclose()
     assert choice.chosen.address == free
 
@@ -209,9 +253,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        yield f"127.0.0.1:{taken.getsockname()[1]}"
+    with nobody() as address:
+        yield address
 
 
 def generate(*arguments: str, environment: dict[str, str] | None = None) -> Result:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import uuid
 from typing import IO
+
+import psutil
+import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
-from tests.shell.live_verifier import daemon, start, toy_text
+from tests.shell.live_verifier import daemon, own_port, start, toy_text
 
 PROMPT = "once upon a time"
 LONG = 200
@@ -40,25 +45,27 @@ def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_sigterm_stops_the_daemon_and_a_replacement_continues_the_text() -> None:
-    with daemon("--pass-ms", "10", "--drain-s", "0") as (address, verifier):
+    place = ("--port", str(own_port()))
+    with daemon("--pass-ms", "10", "--drain-s", "0", *place) as (address, verifier):
         device = generating(address)
         lines = [first_line(device)]
         verifier.send_signal(signal.SIGTERM)
         assert verifier.wait(WITHIN_S) == 0
         assert "stopping; the devices are told" in rest(verifier.stderr)
-    with daemon("--port", address.rpartition(":")[2]) as _, device:
+    with daemon(*place) as _, device:
         out, err = rest_of(device)
     assert device.returncode == 0, err
     assert _tokens([*lines, *out.splitlines()]) == _expected()
 
 
 def test_a_killed_daemon_costs_no_text() -> None:
-    with daemon("--pass-ms", "10") as (address, verifier):
+    place = ("--port", str(own_port()))
+    with daemon("--pass-ms", "10", *place) as (address, verifier):
         device = generating(address)
         lines = [first_line(device)]
         verifier.kill()
         verifier.wait(WITHIN_S)
-    with daemon("--port", address.rpartition(":")[2]) as _, device:
+    with daemon(*place) as _, device:
         out, err = rest_of(device)
     assert device.returncode == 0, err
     assert _tokens([*lines, *out.splitlines()]) == _expected()
@@ -78,7 +85,10 @@ def test_a_stopped_device_leaves_the_daemon_serving() -> None:
         assert verifier.poll() is None
 
 
-def test_the_demo_runs_without_a_terminal_and_leaves_no_process() -> None:
+def test_the_demo_runs_without_a_terminal_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DEMO_OF_A_TEST", mark := uuid.uuid4().hex)
     models = ("--model", "toy", "--draft", "toy", "--prompt", PROMPT, "-n", "24")
     times = ("--rtt-ms", "2", "--pass-ms", "2", "--draft-ms", "0")
     with start("demo", *models, *times, "--repetition-penalty", "1") as demo:
@@ -90,8 +100,17 @@ def test_the_demo_runs_without_a_terminal_and_leaves_no_process() -> None:
     assert TEXT.decode(_expected(24, ignore_eos=False)) in out
     found = re.search(r"verifier on 127.0.0.1:(\d+)", out)
     assert found is not None
-    with daemon("--port", found[1]):
-        pass  # the port is free again
+    assert not _marked(mark)
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes, but this one, that were started with this mark in their environment."""
+    found = psutil.process_iter(["pid", "environ"])
+    return [
+        one.pid
+        for one in found
+        if (one.info["environ"] or {}).get("DEMO_OF_A_TEST") == mark and one.pid != os.getpid()
+    ]
 
 
 def test_a_demo_without_its_model_says_so() -> None:

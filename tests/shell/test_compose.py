@@ -18,11 +18,21 @@ from edgespec.compose import (
     load_target,
     with_port,
 )
-from edgespec.config import AgentConfig, DraftSection, VerifierConfig, load_config
+from edgespec.config import (
+    AgentConfig,
+    DraftSection,
+    PolicySection,
+    VerifierConfig,
+    load_config,
+)
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_names import SharePrefixes
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint
+
+# The verifier waits for drafts, so that there are some to accept on any machine.
+WAITING = PolicySection(run_ahead=RunAhead.NEVER)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,9 @@ async def test_real_models_give_the_targets_text(checkpoint: Path) -> None:
     accepted = 0
     async with serving(load_target(settings), config=settings) as (address, _):
         for draft, found in texts.items():
-            config = AgentConfig(address, "", str(checkpoint), DraftSection(model=draft))
+            config = AgentConfig(
+                address, "", str(checkpoint), DraftSection(model=draft), policy=WAITING
+            )
             async with build_agent(config, say=said.append) as agent:
                 for sampling in params:
                     chunks = agent.generate("the quick brown", sampling)

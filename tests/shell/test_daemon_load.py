@@ -20,7 +20,7 @@ SCRIPT = "benchmarks/daemon_load.py"
 @pytest.mark.slow
 def test_the_load_is_what_it_says(tmp_path: Path) -> None:
     report = tmp_path / "load.json"
-    options = ("--sessions", "4", "--messages", "1,2", "--repeats", "1", "--seconds", "1")
+    options = ("--sessions", "4", "--messages", "1,2", "--repeats", "1", "--seconds", "2")
     done = subprocess.run(
         [sys.executable, SCRIPT, *options, "--json", str(report)],
         cwd=ROOT,
@@ -35,8 +35,9 @@ def test_the_load_is_what_it_says(tmp_path: Path) -> None:
     for point in points:
         assert point["passes"] > 0
         assert point["wrong"] == point["ended"] == 0
-        assert point["messages_down"] == pytest.approx(1.0, abs=0.2)  # a commit a pass
-        assert point["tokens"] > 1.0  # drafts count
+        # A commit a pass, give or take the passes between the looks at one side and the other.
+        assert point["messages_down"] == pytest.approx(1.0, abs=0.5)
+        assert point["tokens"] > point["messages_down"]  # drafts count
         assert 0.0 < point["loop_us"] < point["process_us"]
 
 

@@ -28,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters.adversarial import AdversarialDrafter
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.models.toy_tokenizer import ToyTokenizer
-from tests.shell.live_verifier import GatedTarget, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
 
 PROMPT = "the quick brown fox"
 IDS = ToyTokenizer().encode(PROMPT)
@@ -119,12 +119,12 @@ async def test_generations_beside_each_other_keep_apart() -> None:
 async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -> None:
     gated = GatedTarget(load_target(TOY), free_passes=5)
     received: list[Chunk] = []
-    async with serving(gated) as (address, _):
+    port = own_port()
+    async with serving(gated, port) as (address, _):
         agent = build_agent(config(address, draft))
         task = asyncio.create_task(_into(received, agent))
         await asyncio.to_thread(gated.reached.wait)
         gated.gate.set()  # lets the dying one's thread end; its server is gone by then or not
-    port = int(address.rpartition(":")[2])
     async with serving(port=port):
         await task
         await agent.close()
@@ -156,11 +156,10 @@ async def test_leaving_the_loop_cancels_and_frees_the_agent() -> None:
 
 
 async def test_a_verifier_that_is_not_there_is_given_up() -> None:
-    async with serving() as (address, _):
-        pass
-    async with build_agent(config(address)) as agent:
-        with pytest.raises(GenerationError, match=f"gave up on the verifier.*{address}"):
-            await collect(agent, GREEDY)
+    with nobody() as address:
+        async with build_agent(config(address)) as agent:
+            with pytest.raises(GenerationError, match=f"gave up on the verifier.*{address}"):
+                await collect(agent, GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.verifier_pool import VerifierPool
+from edgespec.compose import load_target
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.circuit_breaker import BreakerPolicy
 from edgespec.core.association.failover import Failover
@@ -27,7 +28,7 @@ from edgespec.ports import LinkError, ServeStream, Transport, VerifierStream
 from edgespec.transport.directory import VerifierDirectory
 from edgespec.transport.loopback import LoopbackTransport
 from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
-from tests.shell.live_verifier import daemon, serving
+from tests.shell.live_verifier import GatedTarget, daemon, own_port, serving
 from tests.shell.scripted_verifier import loopback, streaming
 
 # --- kills ------------------------------------------------------------------------------------
@@ -96,14 +97,14 @@ async def test_a_session_that_was_left_behind_is_taken_up_again() -> None:
 
 @pytest.mark.slow
 async def test_verifier_processes_are_killed_and_started_again() -> None:
-    with daemon("--pass-ms", "10") as (a, one_process), daemon("--pass-ms", "10") as (b, _):
+    paced, port = ("--pass-ms", "10"), str(own_port())
+    with daemon(*paced, "--port", port) as (a, one_process), daemon(*paced) as (b, _):
         async with agent(a, b) as one:
             assert await collect(one, {40: one_process.kill}) == EXPECTED
             assert one.stats is not None
             assert one.stats.verifiers == (a, b)
         one_process.wait()
-        port = a.rpartition(":")[2]
-        with daemon("--pass-ms", "10", "--port", port) as (again, _):
+        with daemon(*paced, "--port", port) as (again, _):
             assert again == a
             async with agent(a, b) as one:
                 assert await collect(one) == EXPECTED
@@ -116,15 +117,21 @@ async def test_verifier_processes_are_killed_and_started_again() -> None:
 
 async def test_what_is_told_to_resume_elsewhere_does() -> None:
     async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as drained:
-        address, verifier = await drained.enter_async_context(serving(config=PACED))
+        gated = GatedTarget(load_target(PACED), free_passes=0)
+        address, verifier = await drained.enter_async_context(serving(gated, config=PACED))
         stopping: list[asyncio.Task[None]] = []
 
         def stop() -> None:
             stopping.append(asyncio.create_task(verifier.stop()))
 
-        async with agent(address, other.address) as one, agent(address, other.address) as two:
-            texts = await asyncio.gather(collect(one, {30: stop}), collect(two))
-            assert list(texts) == [EXPECTED, EXPECTED]
+        both = (address, other.address)
+        async with agent(*both, draft="none") as one, agent(*both, draft="none") as two:
+            texts = asyncio.gather(collect(one, {30: stop}), collect(two))
+            async with asyncio.timeout(WITHIN_S):
+                while len(verifier.engine.sessions) < 2:  # noqa: ASYNC110 # no event
+                    await asyncio.sleep(0)
+            gated.gate.set()  # now that both are there, both have as many tokens at any time
+            assert list(await texts) == [EXPECTED, EXPECTED]
             for each in (one, two):
                 assert each.stats is not None
                 assert each.stats.verifiers == (address, other.address)
@@ -134,7 +141,8 @@ async def test_what_is_told_to_resume_elsewhere_does() -> None:
 @pytest.mark.slow
 async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> None:
     """Oracle: every text is exact; the drain ends with streams left, or nothing was tested."""
-    slow = ("--pass-ms", "20", "--drain-s", "0.3")
+    slow = ("--pass-ms", "100", "--drain-s", "0.3")
+    begun = 0
     with daemon(*slow) as (address, process):
         async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as stack:
             agents = [
@@ -143,8 +151,14 @@ async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> No
                 )
                 for number in range(8)
             ]
-            stop = {25: lambda: process.send_signal(signal.SIGTERM)}
-            texts = [collect(one, stop if one is agents[0] else None) for one in agents]
+
+            def begins() -> None:
+                nonlocal begun
+                begun += 1
+                if begun == len(agents):
+                    process.send_signal(signal.SIGTERM)
+
+            texts = [collect(one, {1: begins}) for one in agents]
             assert await asyncio.gather(*texts) == [EXPECTED] * 8
             served = [one.stats.verifiers for one in agents if one.stats is not None]
         assert served.count((address, other.address)) >= 4
@@ -240,5 +254,5 @@ async def test_who_waits_hears_of_a_machine_that_breaks(
 
     monkeypatch.setattr(pool.failover, "handle", breaks)
     with pytest.raises(LinkError, match="chosen to break"):
-        await asyncio.wait_for(pool.stream(ev.Wanted(1, 10)), 5.0)
+        await asyncio.wait_for(pool.stream(ev.Wanted(1, 10)), WITHIN_S)
     await pool.close()

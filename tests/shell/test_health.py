@@ -17,7 +17,7 @@ from edgespec.cli.main import app
 from edgespec.ports import LinkError
 from edgespec.transport.health_probe import SERVING, ask_health
 from edgespec.transport.tls import channel_credentials
-from tests.shell.echo_verifier import echo, served
+from tests.shell.echo_verifier import PATIENCE_S, echo, served
 from tests.shell.live_verifier import daemon
 from tests.shell.pki import certs
 
@@ -30,7 +30,7 @@ def call(*arguments: str) -> Result:
 
 def test_a_verifier_that_serves_is_exit_code_0() -> None:
     with daemon() as (address, _):
-        result = call(address)
+        result = call(address, "--timeout-s", "60")
     assert (result.exit_code, result.stdout) == (0, f"{SERVING}\n")
 
 
@@ -79,7 +79,7 @@ async def saying(status: int) -> AsyncIterator[str]:
 async def test_a_verifier_that_drains_does_not_serve() -> None:
     status = health_pb2.HealthCheckResponse.NOT_SERVING
     async with saying(status) as address:
-        assert await ask_health(address) == "NOT_SERVING"
+        assert await ask_health(address, timeout_s=PATIENCE_S) == "NOT_SERVING"
 
 
 def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,14 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_unknown_service_is_said_by_name() -> None:
     async with served() as (server, _):
         with pytest.raises(LinkError, match=r"no health from .*: NOT_FOUND"):
-            await ask_health(f"127.0.0.1:{server.port}", "no.such.Service")
+            await ask_health(f"127.0.0.1:{server.port}", "no.such.Service", timeout_s=PATIENCE_S)
 
 
 async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with served() as (server, _):
-        assert await ask_health(f"127.0.0.1:{server.port}") == SERVING
+        where = f"127.0.0.1:{server.port}"
+        assert await ask_health(where, timeout_s=PATIENCE_S) == SERVING
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,8 @@ async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
         address = f"127.0.0.1:{server.port}"
-        assert await ask_health(address, credentials=ours, server_name=NAME) == SERVING
+        found = await ask_health(address, credentials=ours, server_name=NAME, timeout_s=PATIENCE_S)
+        assert found == SERVING
         for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
             with pytest.raises(LinkError, match="no health from"):
                 await ask_health(address, credentials=wrong, server_name=name, timeout_s=20.0)

@@ -27,6 +27,7 @@ from edgespec.config import (
     AgentConfig,
     ConfigError,
     LimitsSection,
+    PacingSection,
     VerifierConfig,
 )
 from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
@@ -58,8 +59,11 @@ def use_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def keyed(path: Path) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
-    access = ServerAccess(config := verifier_config(keys=path))
+async def keyed(
+    path: Path, pass_ms: float = 0.0
+) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
+    config = replace(verifier_config(keys=path), pacing=PacingSection(pass_ms))
+    access = ServerAccess(config)
     async with serving(config=config, access=access) as (address, verifier):
         yield address, verifier, access
 
@@ -140,7 +144,7 @@ async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
 ) -> None:
     path = tmp_path / "keys.yaml"
     keys = keys_in(path, "good", "bad")
-    async with keyed(path) as (address, verifier, access):
+    async with keyed(path, pass_ms=20.0) as (address, verifier, access):  # no text ends by itself
         use_key(keys["bad"], monkeypatch)
         bad = build_agent(device_config(address))
         use_key(keys["good"], monkeypatch)

@@ -6,9 +6,11 @@ fresh drafter that is fed the window's tokens alone; the system's own count of r
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,6 @@ from edgespec.drafters.manifest import DraftModelError, read_manifest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import model_info
 from edgespec.ports import StepCancelledError
-from edgespec.telemetry.process_memory import resident_bytes
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 MIB = 1 << 20
@@ -206,12 +207,24 @@ def test_blocks_fill_whole_pages() -> None:
     buffers.close()
 
 
+def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
+    """Bytes of these arrays that are in memory, asked of the system page by page: of the process as
+    a whole it says what anything else in it has come to hold or has given back meanwhile, too."""
+    library, page, found = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE, 0
+    for array in arrays:
+        pages = (ctypes.c_ubyte * -(-array.nbytes // page))()
+        place, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        assert library.mincore(place, size, pages) == 0, os.strerror(ctypes.get_errno())
+        found += sum(one & 1 for one in pages)
+    return found * page
+
+
 @gives_back
 def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
     """1 GiB of address space; of each head 8 MiB, which large pages would fill at the first row."""
     buffers = KvBuffers(8, 8, 16_384, 128, KvType.FLOAT32)
     arrays = [array for _, array in buffers.arrays()]
-    before = resident_bytes()
+    assert resident(arrays) == 0
 
     def write(length: int) -> None:
         buffers.touch(length)
@@ -219,20 +232,26 @@ def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
             array[:, :, :length] = 1
 
     write(8)
-    assert resident_bytes() - before < 4 * MIB
+    assert resident(arrays) == buffers.resident_bytes < 4 * MIB
     write(1024)
-    grown = resident_bytes() - before
-    assert 60 * MIB < grown < 68 * MIB
-    assert abs(grown - buffers.resident_bytes) < 4 * MIB
+    assert resident(arrays) == buffers.resident_bytes == 64 * MIB
     buffers.shrink(128)
-    assert resident_bytes() - before < 12 * MIB
+    assert resident(arrays) == buffers.resident_bytes == 8 * MIB
     assert buffers.touched_length == 128
     assert all((array[:, :, :128] == 1).all() for array in arrays)
     assert all((array[:, :, 128:1024] == 0).all() for array in arrays)
     buffers.shrink(128)
+    places = [array.ctypes.data for array in arrays]
     arrays.clear()
     buffers.close()
-    assert resident_bytes() - before < 3 * MIB
+    assert not any(map(_mapped, places))
+
+
+def _mapped(place: int) -> bool:
+    """Whether anything lies at this address."""
+    vector = ctypes.c_ubyte()
+    library, size = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
+    return bool(library.mincore(ctypes.c_void_p(place), size, ctypes.byref(vector)) == 0)
 
 
 def test_no_address_space_is_a_memory_error_with_the_size() -> None:

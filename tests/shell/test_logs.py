@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.compose import build_agent, connect
+from edgespec.compose import build_agent, connect, load_target
 from edgespec.config import VerifierConfig
 from edgespec.core.protocol.messages import Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
@@ -23,7 +23,7 @@ from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
 from edgespec.telemetry.request_id import new_request_id, request_id
 from edgespec.telemetry.stream_meter import StreamMeter
 from edgespec.verifier.daemon import Verifier
-from tests.shell.live_verifier import daemon, start
+from tests.shell.live_verifier import GatedTarget, daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.test_verifier_containment import Fragile, _open, _read, _verifier
 from tests.shell.watched_verifier import watched
@@ -159,13 +159,16 @@ async def test_a_failure_is_found_by_the_id_that_its_device_was_told(log: Lines)
 
 async def test_a_sessions_failure_is_logged_under_its_own_stream(log: Lines) -> None:
     """Others' messages and passes come between; what is said for no stream names none."""
-    async with watched(VerifierConfig(model="toy")) as found:
+    settings = VerifierConfig(model="toy")
+    target = GatedTarget(load_target(settings), 0)  # no text ends before it is broken
+    async with watched(settings, target) as found:
         transport = connect(found.address)
         streams = [await transport.connect() for _ in range(3)]
         for number, stream in enumerate(streams):
             await stream.send(Open(f"s{number}", "", "", (1, 2), drafting=False))
             assert isinstance(await stream.receive(), Opened)
         _break_session(found.verifier, "s1")
+        target.gate.set()
         message = await streams[1].receive()
         while not isinstance(message, Fault):
             message = await streams[1].receive()

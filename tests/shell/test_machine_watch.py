@@ -16,6 +16,7 @@ from edgespec.agent.status import StatusSource
 from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.draft_ladder import DraftLadder, MachineReading, Rung
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.telemetry.machine_sensors import MachineSensors
@@ -139,7 +140,8 @@ async def test_an_agent_on_the_lowest_rung_gives_the_same_text(machine: FakeMach
             _looked(watch)
             config = AgentConfig(verifier=address, draft=DraftSection("toy"))
             async with build_agent(config) as without:
-                options = replace(without.options, watch=watch)
+                # The verifier waits for drafts, unless the device says that none comes.
+                options = replace(without.options, watch=watch, run_ahead=RunAhead.NEVER)
                 agent = Agent(
                     without.transport,
                     without.drafter,

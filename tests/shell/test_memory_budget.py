@@ -120,13 +120,16 @@ def test_a_bad_size_is_one_clear_line(command: tuple[str, ...], size: str, why: 
     assert why in result.stderr
 
 
-def test_a_budget_that_is_too_small_names_the_smallest() -> None:
+def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the process holds varies, also from one call to the next.
+    monkeypatch.setattr("edgespec.draft_memory.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
     needed = re.search(r"needs at least (\d+\.\d) MiB", refused.stderr)
     assert needed is not None
-    enough = f"{float(needed[1]) + 12:.0f}MiB"  # what the process holds varies
-    assert call("plan", "memory", "--memory-budget", enough).exit_code == 0
+    smallest = float(needed[1])
+    for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
+        assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
 
 
 def test_the_configuration_holds_a_budget(tmp_path: Path) -> None:
@@ -315,9 +318,9 @@ def test_nonsense_in_a_control_group_is_no_limit(tmp_path: Path) -> None:
 
 
 def test_a_process_knows_what_it_holds() -> None:
-    peak = peak_bytes()
-    assert resident_bytes() > MIB
-    assert peak is None or peak >= resident_bytes() - 4 * MIB
+    held, peak = resident_bytes(), peak_bytes()
+    assert held > MIB
+    assert peak is None or peak >= held - 4 * MIB  # some of what it holds is counted late
 
 
 def test_toys_take_no_budget() -> None:

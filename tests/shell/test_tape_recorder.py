@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.benchmark.tape_recorder import record_tape, tape_report
+from edgespec.benchmark.profile_fit import read_lines, samples_of
+from edgespec.benchmark.prompts import DEFAULT_PROMPTS
+from edgespec.benchmark.tape_recorder import TAPE_WIDTH, record_tape, tape_report
 from edgespec.benchmark.workload import Workload
 from edgespec.cli.main import app
+from edgespec.compose import TOY_CONTEXT_LENGTH, TOY_MODEL, load_drafter
+from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.drafters.toy import ToyDrafter
+from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.telemetry.cost_profile import read_profile
-from edgespec.telemetry.match_tape import MISS, read_tape
+from edgespec.telemetry.match_tape import MISS, ranks_along, read_tape
 from edgespec_sim.faults.checks import target_stream
 
 MODEL = ToyModel(16, order=2, sharpness=3.0, seed=2)
@@ -69,11 +75,25 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     tape = read_tape(tape_file)
-    assert len(tape.generations) == 2
     assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
-    summary = json.loads(results.read_text())["summary"]
-    assert abs(summary[0]["acceptance"] - tape.acceptance()) < 0.2
-    assert "edgespec arm" in done.output
+    # The texts are the target's own, and the arm delivered the same ones.
+    sampling, prompts = SamplingParams(max_tokens=24), [one.prompt for one in tape.generations]
+    assert prompts == [tuple(ToyTokenizer().encode(p.text)) for p in DEFAULT_PROMPTS[:2]]
+    texts = [target_stream(TOY_MODEL, prompt, sampling, TOY_CONTEXT_LENGTH) for prompt in prompts]
+    assert [one.tokens for one in tape.generations] == [text.tokens for text in texts]
+    (seen,) = json.loads(results.read_text())["summary"]
+    assert (seen["arm"], seen["requests"], seen["tokens"]) == ("edgespec", 2, 2 * 24)
+    assert seen["mismatches"] == 0
+    # The ranks are those of the drafter that was asked for, whatever the arm had time to draft.
+    drafter = load_drafter(AgentConfig(draft=DraftSection("toy")))
+    assert drafter is not None
+    for one in tape.generations:
+        drafter.begin(len(one.prompt), sampling)
+        assert one.ranks == ranks_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH)
+    assert 0 < tape.acceptance() < 1, "a drafter that says something"
+    # How much of its drafting the arm saw is a matter of time; the report says what was measured.
+    assert 0 <= seen["acceptance"] <= 1
+    assert f"edgespec arm: {seen['acceptance']:.1%} accepted" in done.output
 
 
 def test_a_tape_needs_a_drafter(tmp_path: Path) -> None:
@@ -91,11 +111,15 @@ def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--out", str(out), "--keep-traces", str(traces)])
     assert done.exit_code == 0, done.output
     found = read_profile(out)
-    assert found.target_pass.seconds(1) >= 0.004
-    assert found.draft_step.seconds(1) >= 0.002
-    assert 0 < found.message.seconds(1) < 0.1
-    assert len(found.draft_step.table) > 3
     files = [str(traces / name) for name in ("device.jsonl", "verifier.jsonl")]
+    # What was measured is no shorter than what was emulated; by how much the laws differ from it
+    # is a matter of the noise.
+    samples = samples_of(*(read_lines(Path(file)) for file in files))
+    assert median(one.seconds for one in samples.passes) >= 0.004
+    assert median(one.seconds for one in samples.draft_steps) >= 0.002
+    assert found.target_pass.seconds(1) > 0
+    assert found.message.seconds(1) > 0
+    assert len(found.draft_step.table) > 3
     done = CliRunner().invoke(app, ["profile", "--from-traces", *files, "--out", str(again)])
     assert done.exit_code == 0, done.output
     assert read_profile(again).target_pass == found.target_pass
