@@ -55,7 +55,8 @@ def load(folder: Path, arm: str, args: argparse.Namespace) -> TorchTarget:
 def measure(
     targets: dict[str, TorchTarget], sessions: int, rows: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds of every pass: ``sessions`` with ``rows`` rows each, a fed token and a chain."""
+    """Seconds of every pass, of one thread those of the processor: ``sessions`` with ``rows`` rows
+    each, a fed token and a chain."""
     keys = [f"s{index}" for index in range(sessions)]
     prompt = tuple(5 + 7 * index % 300 for index in range(args.context))
     for target in targets.values():
@@ -65,14 +66,16 @@ def measure(
     nodes, parents = tuple(range(7, 6 + rows)), tuple(range(-1, rows - 2))
     batch = [PassRequest(key, args.context, (6,), nodes, parents) for key in keys]
     samples: dict[str, list[float]] = {arm: [] for arm in targets}
+    # Of the calling thread, if it computes alone: other programs may use the machine meanwhile.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     gc.collect()
     gc.disable()
     for number in range(args.passes + WARM_UP):
         for arm in list(targets)[:: 1 if number % 2 else -1]:
-            began = time.perf_counter()
+            began = clock()
             targets[arm].forward(batch)
             if number >= WARM_UP:
-                samples[arm].append(time.perf_counter() - began)
+                samples[arm].append(clock() - began)
     gc.enable()
     for target in targets.values():
         for key in keys:
@@ -99,8 +102,8 @@ def tell_loading(folder: Path, arm: str, args: argparse.Namespace) -> None:
     parts = (memory_mib(field) for field in ("VmRSS", "RssAnon", "VmHWM"))
     resident, anonymous, peak = parts
     print(
-        f"{arm}: {target.mode}; loaded in {taken:.2f} s, {resident - before:.0f} MiB more,"
-        f" {anonymous:.0f} MiB of the process not backed by files, peak {peak - before:.0f} MiB more"
+        f"{arm}: {target.mode}; loaded in {taken:.2f} s, {resident - before:.0f} MiB more, at its"
+        f" peak {peak - before:.0f}; {anonymous:.0f} MiB of the process are not backed by files"
     )
 
 
@@ -141,9 +144,8 @@ def main() -> None:
         if args.load is not None:
             tell_loading(folder, args.load, args)
             return
-        print(
-            f"command: {shlex.join(sys.argv)}\nmachine: {machine()}, load {os.getloadavg()[0]:.1f}"
-        )
+        print(f"command: {shlex.join(sys.argv)}")
+        print(f"machine: {machine()}, load {os.getloadavg()[0]:.1f}", flush=True)
         for arm in ARMS:
             options = [*sys.argv[1:], "--load", arm]
             if args.model is None:
