@@ -11,7 +11,7 @@ For each count of sessions and rows (one fed token and a tree of the others):
 * ``roofline``: the greater of two times, for reading the weights and the cached keys and values
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
 * ``library``: the model's own forward with a ``DynamicCache`` and one argmax, in turns with ours;
-  it gets chains, since it knows no trees, and our linear layers (``--unpacked``: torch's own).
+  it gets chains, since it knows no trees, and our linear layers where weights are packed.
 
 The cache holds random rows: what a pass takes does not depend on them.
 """
@@ -179,7 +179,7 @@ class Bench:
             max_sessions=sessions,
             canonical=args.canonical,
             model_threads=args.threads,
-            packed=not args.unpacked,
+            packed=args.packed or None,
         )
         self.model = self.target._model
         self.config = self.model.config
@@ -331,7 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--canonical", action="store_true", help="canonical mode, else plain")
-    parser.add_argument("--unpacked", action="store_true", help="leave all weights as they are")
+    parser.add_argument("--packed", action="store_true", help="pack weights in plain mode too")
     parser.add_argument("--no-library", action="store_true", help="without transformers' forward")
     parser.add_argument("--json", type=Path, help="leave all samples there")
     return parser.parse_args()

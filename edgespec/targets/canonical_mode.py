@@ -75,13 +75,15 @@ def find_canonical_mode(
     """Install and return the cheapest way of computing that holds for ``loaded``.
 
     ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
-    left as it was. Sets nothing but the model's layers; the caller has set one thread. Of several
-    ranks all take the same way: ``agreed`` says whether what holds here holds on every one.
+    left as it was, with plain weights. Sets nothing but the model's layers; the caller has set one
+    thread. Of several ranks all take the same way: ``agreed`` says whether what holds here holds on
+    every one.
     """
     failures: list[str] = []
     other = _other_products(loaded)
     if not agreed(not other):
         what = other or "what another rank holds"
+        unpack_model(loaded.model)
         return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
     found = None
     # Asked of all ranks, for some may have packed nothing.

@@ -60,8 +60,9 @@ class TorchTarget:
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
-    ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed`` False leaves all
-    weights as they are; else large float32 ones are packed on a CPU (``packed_linear.py``).
+    ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
+    large float32 ones are packed on a CPU (``packed_linear.py``); None means in canonical mode, for
+    in plain mode a pass of one row is slower with them.
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
@@ -90,7 +91,7 @@ class TorchTarget:
         canonical: bool | None = None,
         model_threads: int | None = None,
         quantize: str = "",
-        packed: bool = True,
+        packed: bool | None = None,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
     ) -> None:
@@ -106,7 +107,8 @@ class TorchTarget:
         )
         if share is not None:
             share.wait_for_all()
-        if packed:
+        to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
+        if to_be_canonical if packed is None else packed:
             pack_model(loaded.model)
         self._model = loaded.model
         self._max_sessions = max_sessions
@@ -129,7 +131,7 @@ class TorchTarget:
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = choose_backend(loaded)
-        if loaded.device.type == "cpu" if canonical is None else canonical:
+        if to_be_canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)

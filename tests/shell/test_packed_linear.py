@@ -70,18 +70,19 @@ def test_the_product_is_that_of_the_plain_layer(shape: tuple[int, int], bias: bo
     packed = PackedLinear(layer.weight, layer.bias)
     seen = clear = 0
     while seen < 500:
-        rows = torch.randn((rng.choice([1, 2, 3, 5, 8, 13, 64]), shape[1]))
+        tried = torch.randn((rng.choice([1, 2, 3, 5, 8, 13, 64]), shape[1]))
         exact = torch.nn.functional.linear(
-            rows.double(), layer.weight.double(), layer.bias.double() if bias else None
+            tried.double(), layer.weight.double(), layer.bias.double() if bias else None
         )
-        found = packed(rows)
+        found = packed(tried)
         sizes = exact.abs().amax(dim=1)
         assert bool(((found - exact).abs().amax(dim=1) <= 1e-5 * sizes).all())
         best = exact.topk(2, dim=1).values
         known = best[:, 0] - best[:, 1] > 2e-5 * sizes
         assert torch.equal(found.argmax(dim=1)[known], exact.argmax(dim=1)[known])
-        seen, clear = seen + len(rows), clear + int(known.sum())
+        seen, clear = seen + len(tried), clear + int(known.sum())
     assert clear > 0.99 * seen
+    rows = torch.randn((6, shape[1]))
     assert torch.equal(packed(rows[None]), packed(rows)[None])
 
 
@@ -198,6 +199,10 @@ def test_canonical_mode_has_the_same_bits_under_every_schedule(tmp_path: Path, s
     recorder = Recorder(write_checkpoint(tmp_path, tiny_config("qwen2")), "float32")
     assert recorder.target.canonical
     assert _packed(recorder.target) == 14
+    assert recorder.target.mode.startswith("canonical (row tiles of 2 to ")
+    assert recorder.target.mode.endswith(", packed weights")
+    plain = TorchTarget(str(tmp_path), name="t", vocabulary="v", device="cpu", canonical=False)
+    assert _packed(plain) == 0
     rng = random.Random(5)
     for length in (5, 130):
         check_random_schedule(rng, recorder, length)
