@@ -11,7 +11,7 @@ For each count of sessions and rows (one fed token and a tree of the others):
 * ``roofline``: the greater of two times, for reading the weights and the cached keys and values
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
 * ``library``: the model's own forward with a ``DynamicCache`` and one argmax, in turns with ours;
-  it gets chains, since it knows no trees.
+  it gets chains, since it knows no trees, and our linear layers where weights are packed.
 
 The cache holds random rows: what a pass takes does not depend on them.
 """
@@ -43,6 +43,7 @@ from edgespec.ports import PassRequest
 from edgespec.targets import torch_target
 from edgespec.targets.kv_pool import BLOCK_SIZE
 from edgespec.targets.loading import DTYPES
+from edgespec.targets.packed_linear import PackedLinear
 from edgespec.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams(max_tokens=1 << 20)
@@ -178,6 +179,7 @@ class Bench:
             max_sessions=sessions,
             canonical=args.canonical,
             model_threads=args.threads,
+            packed=args.packed or None,
         )
         self.model = self.target._model
         self.config = self.model.config
@@ -193,6 +195,8 @@ class Bench:
         """Every weight but the embedding is read once a pass, and each session's rows once."""
         config, size = self.config, self.pool.data.element_size()
         inner = sum(p.numel() for n, p in self.model.named_parameters() if "embed_tokens" not in n)
+        packed = [part for part in self.model.modules() if isinstance(part, PackedLinear)]
+        inner += sum(part.in_features * part.out_features for part in packed)
         weights = inner + (
             config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
         )
@@ -327,6 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--canonical", action="store_true", help="canonical mode, else plain")
+    parser.add_argument("--packed", action="store_true", help="pack weights in plain mode too")
     parser.add_argument("--no-library", action="store_true", help="without transformers' forward")
     parser.add_argument("--json", type=Path, help="leave all samples there")
     return parser.parse_args()

@@ -1,21 +1,25 @@
 """Canonical mode gives the logits of a position the same bits under every schedule.
 
 Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: 8, 16 and 32
-rows, and row by row only where canonical mode was asked for by name, because it is dear. A base
-holds when
+rows, and row by row only where canonical mode was asked for by name, because it is dear. With
+packed weights (``packed_linear.py``) 2 rows are tried before these, for with oneDNN's kernels a
+row's bits depend on no row count; layers that are not packed, and attention, then take the smallest
+base with which most row counts agree, of their own. A base holds when
 
 1. every matrix product of a shape that the loaded model has gives a row the same bits at every
    place of the base (``row_tiles.agreeing_sizes``), and so does attention, and
 2. whole passes agree to the bit under schedules of all kinds (``self_test.py``), which covers what
    is between the products.
 
-The order is fixed and nothing is timed, so a verifier that starts again computes the same bits.
+Where no base holds with packed weights, they are unpacked. The order is fixed and nothing is timed,
+so a verifier that starts again computes the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -25,11 +29,14 @@ from edgespec.targets.attention_choice import head_shape
 from edgespec.targets.backend_self_test import HeadShape
 from edgespec.targets.canonical_attention import KEY_TILE, CanonicalGroup, canonical_attention
 from edgespec.targets.loading import LoadedModel
+from edgespec.targets.packed_linear import PackedLinear, is_packed, unpack_model
 from edgespec.targets.quantized import QuantizedLinear
 from edgespec.targets.row_tiles import (
+    LARGEST_SIZE,
     RowTiles,
     TiledLayer,
     agreeing_linear_sizes,
+    agreeing_packed_sizes,
     agreeing_sizes,
     install,
     remove,
@@ -38,6 +45,7 @@ from edgespec.targets.row_tiles import (
 from edgespec.targets.self_test import SelfTest
 
 TILE_BASES = (8, 16, 32)
+PACKED_BASE = 2
 ROW_BY_ROW = 1
 # Keys of the attention that is tried: one tile and a part of the next.
 _TRIED_KEYS = KEY_TILE + 40
@@ -67,15 +75,39 @@ def find_canonical_mode(
     """Install and return the cheapest way of computing that holds for ``loaded``.
 
     ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
-    left as it was. Sets nothing but the model's layers; the caller has set one thread. Of several
-    ranks all take the same way: ``agreed`` says whether what holds here holds on every one.
+    left as it was, with plain weights. Sets nothing but the model's layers; the caller has set one
+    thread. Of several ranks all take the same way: ``agreed`` says whether what holds here holds on
+    every one.
     """
     failures: list[str] = []
     other = _other_products(loaded)
     if not agreed(not other):
         what = other or "what another rank holds"
+        unpack_model(loaded.model)
         return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
-    for base in (*TILE_BASES, ROW_BY_ROW) if row_by_row else TILE_BASES:
+    found = None
+    # Asked of all ranks, for some may have packed nothing.
+    if not agreed(not is_packed(loaded.model)):
+        bases = (PACKED_BASE, *TILE_BASES)
+        found = _first_that_holds(loaded, self_test, bases, agreed, failures)
+        if found is None:
+            unpack_model(loaded.model)
+    if found is None:
+        found = _first_that_holds(loaded, self_test, TILE_BASES, agreed, failures)
+    if found is None and row_by_row:
+        found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), agreed, failures)
+    return CanonicalMode(found, tuple(failures))
+
+
+def _first_that_holds(
+    loaded: LoadedModel,
+    self_test: Callable[[RowTiles], SelfTest],
+    bases: Sequence[int],
+    agreed: Callable[[bool], bool],
+    failures: list[str],
+) -> RowTiles | None:
+    """Of ``bases``, in their order; installed. What does not hold is added to ``failures``."""
+    for base in bases:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
         if not agreed(tiles is not None) or tiles is None:
@@ -85,16 +117,17 @@ def find_canonical_mode(
             continue
         result = self_test(tiles)
         if agreed(result.ok):
-            return CanonicalMode(tiles, tuple(failures))
+            return tiles
         remove(_linear_layers(loaded))
         failures.append(f"{tiles}: {result.message}")
-    return CanonicalMode(None, tuple(failures))
+    return None
 
 
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
     heads = head_shape(loaded)
-    attention = _attention_sizes(loaded, heads, base)
+    bases = (base, 4, *TILE_BASES) if base == PACKED_BASE else (base,)
+    attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
     inner_width = loaded.model.config.intermediate_size // loaded.ranks
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
@@ -104,15 +137,10 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     found: list[tuple[TiledLayer, tuple[int, ...]]] = []
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
     for layer in _linear_layers(loaded):
-        if isinstance(layer, QuantizedLinear):
-            kind = _quantized_shape(layer)
-            if kind not in known:
-                known[kind] = _agreeing_quantized_sizes(layer, base)
-        else:
-            weight, bias = layer.weight, layer.bias
-            kind = (weight.shape, weight.stride(), weight.data_ptr() % 64, bias is None)
-            if kind not in known:
-                known[kind] = agreeing_linear_sizes(weight, bias, base)
+        kind = _kind(layer)
+        if kind not in known:
+            own = (base,) if isinstance(layer, PackedLinear) else bases
+            known[kind] = _widest(own, partial(_layer_sizes, layer))
         if not known[kind]:
             failures.append(
                 f"{tiles}: a {layer.in_features} x {layer.out_features} product"
@@ -124,13 +152,39 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
 
 
+def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+    """Of the sizes that agree with each base those that reach furthest, the smallest base first."""
+    best: tuple[int, ...] = ()
+    for base in bases:
+        sizes = sizes_of(base)
+        if sizes and (not best or sizes[-1] > best[-1]):
+            best = sizes
+        if best and best[-1] == LARGEST_SIZE:
+            break
+    return best
+
+
+def _kind(layer: TiledLayer) -> tuple[object, ...]:
+    """Equal for layers whose products are computed alike."""
+    if isinstance(layer, PackedLinear):
+        return ("packed", layer.in_features, layer.out_features, layer.bias is None)
+    if isinstance(layer, QuantizedLinear):
+        places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
+        return (layer.number_format, layer.packed.shape, places, layer.bias is None)
+    weight = layer.weight
+    return (weight.shape, weight.stride(), weight.data_ptr() % 64, layer.bias is None)
+
+
+def _layer_sizes(layer: TiledLayer, base: int) -> tuple[int, ...]:
+    if isinstance(layer, PackedLinear):
+        return agreeing_packed_sizes(layer, base)
+    if isinstance(layer, QuantizedLinear):
+        return _agreeing_quantized_sizes(layer, base)
+    return agreeing_linear_sizes(layer.weight, layer.bias, base)
+
+
 def _linear_layers(loaded: LoadedModel) -> Iterator[TiledLayer]:
     return (part for part in loaded.model.modules() if isinstance(part, TiledLayer))
-
-
-def _quantized_shape(layer: QuantizedLinear) -> tuple[object, ...]:
-    places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
-    return (layer.number_format, layer.packed.shape, places, layer.bias is None)
 
 
 def _agreeing_quantized_sizes(layer: QuantizedLinear, base: int) -> tuple[int, ...]:

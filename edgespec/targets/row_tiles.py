@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from edgespec.targets.packed_linear import PackedLinear
 from edgespec.targets.quantized import QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Takes rows [count, width], gives rows [count, any]."""
-TiledLayer = torch.nn.Linear | QuantizedLinear
+TiledLayer = torch.nn.Linear | PackedLinear | QuantizedLinear
 
 ALIGNMENT_BYTES = 64
 # Elements that torch's longest vector loop takes at once: two vectors of 32 bfloat16.
@@ -37,8 +38,12 @@ _VECTOR_ELEMENTS = 64
 _DISTINCT_OUTPUTS = 512
 # Each takes what the others leave of a row's sum, down to the last of bfloat16's 8 bits.
 _CORRECTIONS = 4
+LARGEST_SIZE = 128
+"""Of all sizes that are tried."""
 _SIZES = {
     1: (1,),
+    2: (2, 4, 8, 16, 32, 64, 128),
+    4: (4, 8, 16, 32, 64, 128),
     8: (8, 16, 32, 64, 128),
     16: (16, 32, 48, 64, 128),
     32: (32, 64, 96, 128),
@@ -50,11 +55,12 @@ class RowTiles:
     """How a pass is padded and cut so that its arithmetic is the same under every schedule."""
 
     base: int = 8
-    """The smallest row count of a matrix product; 1 means row by row."""
+    """The smallest row count of a matrix product; 1 means row by row. A layer may have a larger
+    one of its own, to which it pads its rows."""
     row_multiple: int = 8
     """The rows of a pass are padded to a multiple of this."""
     attention_sizes: tuple[int, ...] = _SIZES[8]
-    """Row counts of an attention group, ascending, the first of them is ``base``."""
+    """Row counts of an attention group, ascending, the first of them at least ``base``."""
     largest: int = 8
     """The largest row count that agrees with ``base`` in every matrix product."""
 
@@ -125,44 +131,48 @@ def agreeing_linear_sizes(
     order of the sum gives another result.
     """
     tried = _cancelling_like(weight)
-    scales = torch.tensor([1.0, -2.0, 4.0, -0.5], dtype=weight.dtype, device=weight.device)
-    probes = scales[:, None].expand(-1, weight.shape[1])
     zero_bias = None if bias is None else torch.zeros_like(bias)
     return agreeing_sizes(
-        lambda rows: linear(rows, tried, zero_bias, (rows.shape[0],)), probes, base
+        lambda rows: linear(rows, tried, zero_bias, (rows.shape[0],)), _equal_numbers(tried), base
     )
+
+
+def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
+    """``agreeing_linear_sizes`` of a packed layer."""
+    tried = _cancelling_like(torch.empty((layer.out_features, layer.in_features)))
+    zero_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
+    return agreeing_sizes(PackedLinear(tried, zero_bias).product, _equal_numbers(tried), base)
 
 
 def linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear`` of ``rows`` [..., width], computed in pieces of ``sizes``.
-
-    The number of rows must be a multiple of ``sizes[0]``.
-    """
+    """``torch.nn.functional.linear`` of ``rows`` [..., width], computed in pieces of ``sizes``."""
     return in_pieces(rows, lambda piece: functional.linear(piece, weight, bias), sizes)
 
 
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
     """``product`` of ``rows`` [..., width], computed in pieces of ``sizes``.
 
-    The number of rows must be a multiple of ``sizes[0]``.
+    Rows of zeros make up for what is missing in a multiple of ``sizes[0]``.
     """
     flat = rows.reshape(-1, rows.shape[-1])
-    assert flat.shape[0] % sizes[0] == 0, (flat.shape, sizes)
-    pieces = [product(_aligned(piece)) for piece in flat.split(cut(flat.shape[0], sizes))]
+    count = len(flat)
+    if missing := -count % sizes[0]:
+        flat = functional.pad(flat, (0, 0, 0, missing))
+    pieces = [product(_aligned(piece)) for piece in flat.split(cut(count, sizes))]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return out.view(*rows.shape[:-1], -1)
+    return out[:count].view(*rows.shape[:-1], -1)
 
 
 def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
     """Make each layer compute in pieces of its sizes, until ``remove``."""
     for layer, sizes in layers:
         forward: Any
-        if isinstance(layer, QuantizedLinear):
-            forward = partial(in_pieces, product=layer.product, sizes=sizes)
-        else:
+        if isinstance(layer, torch.nn.Linear):
             forward = partial(linear, weight=layer.weight, bias=layer.bias, sizes=sizes)
+        else:
+            forward = partial(in_pieces, product=layer.product, sizes=sizes)
         layer.forward = forward  # type: ignore[method-assign]
 
 
@@ -193,6 +203,12 @@ def _cancelling_like(weight: torch.Tensor) -> torch.Tensor:
     like = memory[start : start + weight.numel()].view(outputs, width)
     repeats = -(-outputs // shape[0])
     return like.copy_(block.to(weight.device).repeat(repeats, 1)[:outputs])
+
+
+def _equal_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Rows [4, inputs] to try with ``_cancelling_like`` weights, each of one number."""
+    scales = torch.tensor([1.0, -2.0, 4.0, -0.5], dtype=weight.dtype, device=weight.device)
+    return scales[:, None].expand(-1, weight.shape[1])
 
 
 def _aligned(piece: torch.Tensor) -> torch.Tensor:

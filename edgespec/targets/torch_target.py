@@ -30,6 +30,7 @@ from edgespec.targets.constrained_rows import ConstrainedRows
 from edgespec.targets.families import UnsupportedModelError
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.loading import LoadedModel, load_model
+from edgespec.targets.packed_linear import is_packed, pack_model
 from edgespec.targets.pass_batch import PassBatch
 from edgespec.targets.pass_plan import PassPlan, plan_pass
 from edgespec.targets.pipeline_stage import StageShare
@@ -59,7 +60,9 @@ class TorchTarget:
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
-    ``quantize`` int8 or int4 rounds the weights when they are loaded.
+    ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
+    large float32 ones are packed on a CPU (``packed_linear.py``); None means in canonical mode, for
+    in plain mode a pass of one row is slower with them.
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
@@ -88,6 +91,7 @@ class TorchTarget:
         canonical: bool | None = None,
         model_threads: int | None = None,
         quantize: str = "",
+        packed: bool | None = None,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
     ) -> None:
@@ -103,6 +107,9 @@ class TorchTarget:
         )
         if share is not None:
             share.wait_for_all()
+        to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
+        if to_be_canonical if packed is None else packed:
+            pack_model(loaded.model)
         self._model = loaded.model
         self._max_sessions = max_sessions
         number_format = str(loaded.dtype).removeprefix("torch.")
@@ -124,7 +131,7 @@ class TorchTarget:
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = choose_backend(loaded)
-        if loaded.device.type == "cpu" if canonical is None else canonical:
+        if to_be_canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
@@ -134,6 +141,8 @@ class TorchTarget:
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
             )
         self._notes = [f"{quantize} weights"] if quantize else []
+        if is_packed(loaded.model):
+            self._notes.append("packed weights")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
 

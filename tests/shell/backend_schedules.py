@@ -1,4 +1,4 @@
-"""Random serving on two targets that differ in their attention backend alone.
+"""Random serving on two targets that differ in their attention, or in how their weights lie.
 
 Sessions come and go, feed and draft trees, keep random paths, roll back, start on blocks of other
 sessions (prefix hits), and lose their blocks and are computed again (evictions); tables are made
@@ -21,6 +21,7 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
+from edgespec.targets import packed_linear
 from edgespec.targets.attention_backend import AttentionBackend
 from edgespec.targets.kv_pool import BLOCK_SIZE
 from edgespec.targets.reference_attention import ReferenceAttention
@@ -46,11 +47,19 @@ class _Session:
 
 
 class Serving:
-    """Two targets on one checkpoint, the second with the reference, and random sessions on both."""
+    """Two targets on one checkpoint, the second with the reference and plain weights, and random
+    sessions on both."""
 
-    def __init__(self, folder: Path, seed: int, backend: AttentionBackend | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        backend: AttentionBackend | None = None,
+        *,
+        packed: bool = False,
+    ) -> None:
         self.rng = random.Random(seed)
-        self.targets = [_target(folder), _target(folder)]
+        self.targets = [_target(folder, packed), _target(folder, False)]
         if backend is not None:
             self.targets[0]._attention = backend
         self.targets[1]._attention = ReferenceAttention()
@@ -143,7 +152,7 @@ class Serving:
         session.blocks, session.shared = [], 0
 
 
-def _target(folder: Path) -> TorchTarget:
+def _target(folder: Path, packed: bool) -> TorchTarget:
     return TorchTarget(
         str(folder),
         name="tiny",
@@ -151,6 +160,7 @@ def _target(folder: Path) -> TorchTarget:
         device="cpu",
         max_cached_tokens=_BLOCKS * BLOCK_SIZE,
         canonical=False,
+        packed=packed,
     )
 
 
@@ -167,10 +177,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--packed", action="store_true", help="pack the weights of one of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        serving = Serving(write_checkpoint(Path(scratch) / "tiny", tiny_config()), args.seed)
+        config = tiny_config(tie_word_embeddings=not args.packed)
+        if args.packed:
+            packed_linear.LEAST_WEIGHTS = 1
+        folder = write_checkpoint(Path(scratch) / "tiny", config)
+        serving = Serving(folder, args.seed, packed=args.packed)
         while serving.rows < args.rows:
             serving.step()
     sys.stdout.write(

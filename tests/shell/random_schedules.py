@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,9 @@ GREEDY = SamplingParams()
 class Recorder:
     """A target whose every pass leaves its logits in ``logits``."""
 
-    def __init__(self, folder: Path, dtype: str, ranks: int = 1, stages: int = 1) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, ranks: int = 1, stages: int = 1, **options: Any
+    ) -> None:
         load: Callable[..., TorchTarget] = partial(torch_target, ranks=ranks)
         if stages > 1:
             load = partial(pipeline_target, stages=stages)
@@ -38,6 +41,7 @@ class Recorder:
             device="cpu",
             max_cached_tokens=8192,
             canonical=True,
+            **options,
         )
         self.vocabulary_size = self.target.info.vocabulary_size
         run = self.target._run
