@@ -21,6 +21,8 @@ from edgespec.transport.certificates import make_ca, make_server
 FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
 LEAVER, FLOODER = "leaver", "flooder"
 DRAIN_S = 2.0
+# A front process hears of a new certificate after its verifier has said that it has it.
+SHOWN_WITHIN_S = 5.0
 
 
 async def until(true: Callable[[], bool], within_s: float) -> None:
@@ -71,6 +73,7 @@ class Service:
                 *("--model", "toy", "--port", str(self.port)),
                 *("--pass-ms", str(self.options.pass_ms), "--max-sessions", sessions),
                 *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
+                *("--front-processes", str(self.options.front_processes)),
                 *("--drain-s", str(DRAIN_S)),
                 stderr=log,
             )
@@ -89,10 +92,15 @@ class Service:
             self.process.kill()
             await self.process.wait()
 
-    async def shows(self) -> str:
-        """The certificate that a new connection is shown."""
+    async def shows(self, certificate: str) -> bool:
+        """Whether new connections are shown it: each front process hears of it after the reload."""
         ask = functools.partial(ssl.get_server_certificate, ("127.0.0.1", self.port))
-        return (await asyncio.to_thread(ask)).strip()
+        ends_s = time.perf_counter() + SHOWN_WITHIN_S
+        needed, right = 1 + 4 * self.options.front_processes, 0
+        while right < needed and time.perf_counter() < ends_s:
+            shown = await asyncio.to_thread(ask)
+            right = right + 1 if shown.strip() == certificate.strip() else 0
+        return right == needed
 
     async def reloaded(self, count: int) -> None:
         """Wait until the log tells of so many reloads."""

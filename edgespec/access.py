@@ -102,7 +102,7 @@ class ServerAccess:
 
     def reload(self) -> Reloaded:
         """Read all files again. Raises ``ConfigError``; then nothing has changed."""
-        ring, identity = self._read_ring(), self._read_identity()
+        ring, identity = self._read_ring(written=True), self._read_identity()
         changes, replaced = KeyChanges(), False
         if ring is not None and self._ring is not None:
             changes, self._ring = self._ring.changes(ring), ring
@@ -112,8 +112,9 @@ class ServerAccess:
             self.on_identity(identity)
         return Reloaded(changes, replaced, self.warnings)
 
-    def _read_ring(self) -> KeyRing | None:
-        return None if self._keys_path is None else load_keys(self._keys_path).ring()
+    def _read_ring(self, *, written: bool = False) -> KeyRing | None:
+        path = self._keys_path
+        return None if path is None else load_keys(path, written=written).ring()
 
     def _read_identity(self) -> ServerIdentity | None:
         if not self._tls.used:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,13 +44,18 @@ class Interrupted(BaseException):
 
 
 def say(text: str) -> None:
-    """Print one line for the user on stderr, beside the output proper."""
+    """Print one line for the user on stderr, beside the output proper.
+
+    Where it cannot be written, on a full disk or behind a reader that is gone, it is lost: what it
+    tells of, the drain of a verifier, say, goes on.
+    """
     for handler in logging.root.handlers:
         if isinstance(handler.formatter, JsonFormatter):  # then all of stderr is for machines
             record = logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None)
             text = handler.formatter.format(record)
             break
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

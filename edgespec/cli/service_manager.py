@@ -22,20 +22,24 @@ class ServiceManager:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._socket = environment.get("NOTIFY_SOCKET", "")
-        self._failed = False
+        self._failed = self._stops = False
         self.watchdog_s = _watchdog_s(environment)
         """Longest time between two signs of life that the manager accepts; 0: it asks for none."""
 
     def ready(self, status: str) -> None:
-        """The process serves from now on, or serves again after ``reloading``."""
-        self._send("READY=1", f"STATUS={_one_line(status)}")
+        """The process serves from now on, or serves again after ``reloading``; not after
+        ``stopping``: files are read anew during a drain, too."""
+        if not self._stops:
+            self._send("READY=1", f"STATUS={_one_line(status)}")
 
     def reloading(self) -> None:
         """The process reads its configuration anew; ``ready`` follows."""
-        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        if not self._stops:
+            self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str) -> None:
         """The process has begun to end."""
+        self._stops = True
         self._send("STOPPING=1", f"STATUS={_one_line(status)}")
 
     async def keep_alive(self) -> None:

@@ -80,6 +80,13 @@ class KeyFile:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _WrittenKeys(KeyFile):
+    """Keys of a file that says which there are, if only ``keys: {}``."""
+
+    keys: Mapping[str, KeyEntry]
+
+
 def _credential(name: str, entry: KeyEntry) -> Credential:
     limits = {one.name: getattr(entry, one.name) for one in fields(entry) if one.name != "sha256"}
     return Credential(name, **limits)
@@ -100,9 +107,13 @@ def new_key() -> tuple[str, str]:
     return key, digest(key).hex()
 
 
-def load_keys(path: Path) -> KeyFile:
-    """The keys in a file. Raises ``ConfigError`` naming the file, the key and what is wrong."""
-    return load_config(KeyFile, path)
+def load_keys(path: Path, *, written: bool = False) -> KeyFile:
+    """The keys in a file. Raises ``ConfigError`` naming the file, the key and what is wrong.
+
+    ``written``: an empty file is wrong as well. A verifier that runs asks for it: what an editor
+    or a full disk has just cut off would else revoke all keys.
+    """
+    return load_config(_WrittenKeys if written else KeyFile, path)
 
 
 def save_keys(path: Path, keys: KeyFile) -> None:

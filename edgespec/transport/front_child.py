@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -147,8 +148,10 @@ class FrontChild:
         method, peer, metadata = json.loads(body)
         shown = [(str(name), str(value)) for name, value in metadata]
         call = FrontCall(number, str(peer), shown, self._pipe)
-        task = self._loop.create_task(self._run(number, call, str(method)))
+        task = self._loop.create_task(self._run(call, str(method)))
         self._calls[number] = call, task
+        # Not at the end of the task's own code: one cancelled before its first turn runs none.
+        task.add_done_callback(partial(self._forget, number))
 
     def _on_gone(self, number: int, body: bytes) -> None:
         if (found := self._calls.get(number)) is not None:
@@ -195,7 +198,7 @@ class FrontChild:
 
     # --- calls -----------------------------------------------------------------------------
 
-    async def _run(self, number: int, call: FrontCall, method: str) -> None:
+    async def _run(self, call: FrontCall, method: str) -> None:
         """One call, to its end; whatever goes wrong ends this one only."""
         try:
             if method == STREAMED:
@@ -210,9 +213,10 @@ class FrontChild:
             _LOG.debug("a call of %s is over: %s", call.peer(), error)
         except Exception:
             _LOG.exception("a call of %s failed", call.peer())
-        finally:
-            call.end(_NOT_SERVED, "the verifier failed")  # unless it has ended, as nearly always
-            del self._calls[number]
+
+    def _forget(self, number: int, _task: asyncio.Task[None]) -> None:
+        call, _ = self._calls.pop(number)
+        call.end(_NOT_SERVED, "the verifier failed")  # unless it has ended, as nearly always
 
 
 def _started() -> tuple[socket.socket, int, subprocess.Popen[bytes]]:

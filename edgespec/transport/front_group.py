@@ -136,7 +136,12 @@ class FrontProcesses:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
         fronts, self._fronts = self._fronts, set()
-        await asyncio.gather(*(front.stop(grace_s) for front in fronts))
+        ends = await asyncio.gather(
+            *(front.stop(grace_s) for front in fronts), return_exceptions=True
+        )
+        for end in ends:
+            if isinstance(end, BaseException):
+                _LOG.error("a front process could not be ended: %s", end)
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -157,6 +162,8 @@ class FrontProcesses:
         if self._orders.identity is not front.identity:  # replaced while it started
             assert self._orders.identity is not None
             front.present(self._orders.identity)
+        if self._draining:  # begun while it started
+            front.drain()
         self._fronts.add(front)
         self._none_since = None
         return front
@@ -166,20 +173,19 @@ class FrontProcesses:
         assert self._loop is not None
         wait_s = _FIRST_WAIT_S
         while True:
-            if front is not None:
-                began = self._loop.time()
-                await self._until_ended(front)
-                if self._loop.time() - began >= _LASTED_S:
-                    wait_s = _FIRST_WAIT_S
-            if self._draining:
-                return
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LAST_WAIT_S)
             try:
+                if front is not None:
+                    began, current, front = self._loop.time(), front, None
+                    await self._until_ended(current)
+                    if self._loop.time() - began >= _LASTED_S:
+                        wait_s = _FIRST_WAIT_S
+                if self._draining:
+                    return
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LAST_WAIT_S)
                 front = await self._listening()
                 _LOG.warning("front process %d listens", front.process.pid)
-            except Exception as error:
-                front = None
+            except Exception as error:  # also of the end of the last one: no thread to wait in
                 _LOG.error("no front process could be started: %s", error)
                 self._look_for_any()
 

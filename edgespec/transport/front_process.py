@@ -33,7 +33,7 @@ from grpc.aio import EOF
 
 from edgespec.transport import door, trace_parent
 from edgespec.transport import front_frames as frames
-from edgespec.transport.call_end import GONE
+from edgespec.transport.call_end import GONE, abort_call
 from edgespec.transport.call_line import CallLine
 from edgespec.transport.front_frames import FrameError, FramePipe
 from edgespec.transport.front_orders import Orders, decode_identity
@@ -82,18 +82,21 @@ class _Call:
                 self._loop.create_task(self._write_on()),
             ]
         try:
-            code, details, metadata = json.loads(await self._status)
-        except asyncio.CancelledError:
-            self._send(frames.GONE, body=b"the device is gone")
-            raise
-        try:
-            if code:
-                advice = tuple((name, value) for name, value in metadata)
-                await self._context.abort(_STATUS[code], details, advice)
+            await self._until_ended()
         finally:
             for task in self._tasks:
                 task.cancel()
         return self._reply
+
+    async def _until_ended(self) -> None:
+        try:
+            code, details, metadata = json.loads(await self._status)
+        except asyncio.CancelledError:
+            self._send(frames.GONE, body=b"the device is gone")
+            raise
+        if code:
+            advice = tuple((name, value) for name, value in metadata)
+            await abort_call(self._context, _STATUS[code], details, advice)
 
     def _open(self) -> None:
         # Asked first: grpcio 1.85 reads freed memory when asked after the call has ended.
@@ -242,25 +245,30 @@ class Front:
 
     async def _listen(self, orders: Orders) -> None:
         logging.root.setLevel(orders.log_level)
-        self._tls = None if orders.identity is None else ServerTls(orders.identity)
-        limits = WireLimits(max_message_bytes=orders.max_message_bytes)
-        self._listener = GrpcListener(
-            orders.address,
-            server_options(limits, orders.keepalive, shared_port=True),
-            None if self._tls is None else self._tls.credentials,
-        )
-        line = CallLine(orders.side_calls, asyncio.get_running_loop().time)
         try:
-            methods: dict[str, ServeCall] = {name: partial(self._answer, name) for name in ANSWERED}
-            await self._listener.start({**methods, STREAMED: self._speculate}, line)
+            self._listener = listener = await self._listening(orders)
         except Exception as error:
-            self._pipe.send(frames.REFUSED, body=str(error).encode(errors="replace"))
+            why = str(error) or type(error).__name__
+            self._pipe.send(frames.REFUSED, body=why.encode(errors="replace"))
             return
         gc.collect()
         gc.freeze()  # as the verifier's own process does, and for its reasons
         gc.set_threshold(20_000, 20, 50)
         self._pipe.send(frames.LISTENING)
-        await self._watch(self._listener, orders.ping_every_s)
+        await self._watch(listener, orders.ping_every_s)
+
+    async def _listening(self, orders: Orders) -> GrpcListener:
+        self._tls = None if orders.identity is None else ServerTls(orders.identity)
+        limits = WireLimits(max_message_bytes=orders.max_message_bytes)
+        listener = GrpcListener(
+            orders.address,
+            server_options(limits, orders.keepalive, shared_port=True),
+            None if self._tls is None else self._tls.credentials,
+        )
+        line = CallLine(orders.side_calls, asyncio.get_running_loop().time)
+        methods: dict[str, ServeCall] = {name: partial(self._answer, name) for name in ANSWERED}
+        await listener.start({**methods, STREAMED: self._speculate}, line)
+        return listener
 
     async def _watch(self, listener: GrpcListener, every_s: float) -> None:
         """Have the health tell of a verifier that hangs: it cannot do that itself. Counted and not

@@ -19,12 +19,14 @@ from edgespec.core.verifier.prompt_line import PromptLine
 from tests.core.paced_engine import DECODE_S, PacedEngine
 
 
-def settled(budget: PrefillBudget, base_s: float, row_s: float, arriving: float = 0.0) -> int:
+def settled(
+    budget: PrefillBudget, base_s: float, row_s: float, arriving: float = 0.0, pace: float = 1.0
+) -> int:
     """The larger of its two sizes after passes that last so long."""
     sizes: list[int] = []
     for _ in range(200):
         sizes.append(min(1024, budget.rows))
-        budget.note(sizes[-1], base_s + row_s * sizes[-1], arriving)
+        budget.note(sizes[-1], base_s + row_s * sizes[-1], arriving, pace)
     return max(sizes[-2:])
 
 
@@ -37,6 +39,13 @@ def test_the_budget_is_a_quarter_of_a_pass_without_prompts() -> None:
     assert settled(budget, 0.048, 0.0005) == pytest.approx(0.25 * 0.048 / 0.0005, abs=1)
     assert settled(budget, 0.024, 0.01) == LEAST_ROWS
     assert settled(budget, 0.024, 0.0) == 1024
+
+
+def test_drafts_that_are_right_pay_prompts_a_part_of_what_they_save() -> None:
+    for pace, share in ((1.0, 0.25), (1.1, 0.275), (1.2, 0.3), (2.5, 0.3)):
+        rows = settled(PrefillBudget(), 0.048, 0.0001, pace=pace)
+        assert rows == pytest.approx(share * 0.048 / 0.0001, abs=1)
+    assert settled(PrefillBudget(), 0.020, 0.0001, arriving=60.0, pace=1.5) == 270
 
 
 def test_more_sessions_do_not_make_prompts_look_dear() -> None:

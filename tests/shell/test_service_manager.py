@@ -46,9 +46,13 @@ def test_the_states_of_a_service(address: str) -> None:
         manager.ready("ready on\n127.0.0.1")
         manager.reloading()
         manager.stopping("asked to")
+        manager.reloading()  # SIGHUP during a drain: the files are read, the state is the same
+        manager.ready("ready on 127.0.0.1")
+        manager.stopping("the end")
         assert heard(end) == {"READY": "1", "STATUS": "ready on 127.0.0.1"}
         reloading = heard(end)
         assert heard(end) == {"STOPPING": "1", "STATUS": "asked to"}
+        assert heard(end) == {"STOPPING": "1", "STATUS": "the end"}
     assert reloading["RELOADING"] == "1"
     assert reloading["MONOTONIC_USEC"].isdecimal()
 

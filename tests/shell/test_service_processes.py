@@ -157,6 +157,27 @@ async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
             assert [*first.tokens, *await tokens_of(chunks)] == EXPECTED
 
 
+async def test_a_key_can_be_revoked_during_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = keys_in(path, "good", "bad")
+    with daemon("--pass-ms", "40", "--keys", str(path)) as (address, process):
+        good, bad = (agent(address, keys[name], monkeypatch) for name in ("good", "bad"))
+        async with good, bad:
+            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, ENDLESS)
+            first = await anext(ours)
+            await anext(theirs)
+            process.send_signal(signal.SIGTERM)
+            await said(process, "may go on for 30 s")
+            save_keys(path, KeyFile({"good": load_keys(path).keys["good"]}))
+            process.send_signal(signal.SIGHUP)
+            with pytest.raises(GenerationError, match="was revoked"):
+                await tokens_of(theirs)
+            assert [*first.tokens, *await tokens_of(ours)] == EXPECTED
+        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
+
+
 async def test_a_second_request_ends_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     with daemon(*VERY_SLOW) as (address, process):
         async with agent(address, "", monkeypatch) as device:

@@ -4,20 +4,24 @@ Theory of operation. A pass ends for all its sessions at once, so a long prompt 
 everybody wait: 1,024 prompt rows on a CPU take a second, in which no text moves. While any session
 decodes, a pass therefore carries only so many prompt rows that it becomes about a quarter as long
 again (chunked prefill under a budget of time, as in Sarathi-Serve, arXiv 2403.02310): a burst of
-long prompts stretches the time between tokens to 1.25 of the quiet one at most. When nobody
-decodes, prompts have the whole pass.
+long prompts stretches the time between tokens to 1.25 of the quiet one at most, or to 1.3 where
+drafts are right. When nobody decodes, prompts have the whole pass.
 
 A burst is served late, but prompts that keep coming have to be served as fast as they come, or
 their line would grow without end. ``PromptLoad`` measures what arrives all the time; the budget is
 thrice that if it is more, up to three fifths of the verifier's time.
 
-Formula: rows = share * base_s / row_s with share ``SHARE``, or pace * ``SPARE`` * arriving rows a
-pass up to the share pace * ``MOST_SHARE``, at least ``LEAST_ROWS``. A pass with n prompt rows is
-taken to last base_s + n * row_s: a line through the passes of late, less their drafts' rows. The
-pace is how many tokens a session has of a pass: where drafts make it more than one, passes may be
-as much longer. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence
-16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows arrive 8 times a second all
-the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
+Formula: rows = share * base_s / row_s with share pace * ``SHARE`` up to ``BURST_SHARE``, or pace *
+``SPARE`` * arriving rows a pass up to the share pace * ``MOST_SHARE``, at least ``LEAST_ROWS``. A
+pass with n prompt rows is taken to last base_s + n * row_s: a line through the passes of late, less
+their drafts' rows. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12,
+hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows arrive 8 times a
+second all the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
+
+The pace is how many tokens a session has of a pass. Where drafts make it more than one, passes may
+be as much longer, and have to be, or drafts would be paid for by those who wait with a prompt: a
+pass that is not full computes some rows for nothing (64 beside those of 23 ms, on an H200). Drafts
+take their place, so prompt rows cost more and fewer of them are fed, just when a line begins.
 
 Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
 that is never without prompts. A base measured once, without them, would be too short when more
@@ -31,6 +35,8 @@ from typing import Final
 
 from edgespec.core.protocol.estimators import SlopeEstimator
 
+BURST_SHARE: Final = 0.3
+"""Whatever the pace: a stream's gaps are asked to be at most 1.3 of the quiet ones."""
 SHARE: Final = 0.25
 """At 0.5 ten long prompts stretched the gaps of a running stream to 1.5; they are fed 1.6 times as
 fast with it, in 27 % of the time instead of 16 %."""
@@ -79,8 +85,9 @@ class PrefillBudget:
         if row_s <= 0.0:
             return MOST_ROWS
         base_rows = max(0.0, base_s) / row_s
+        burst = min(pace * SHARE, BURST_SHARE) * base_rows
         lasting = pace * min(SPARE * arriving, MOST_SHARE * base_rows)
-        return min(MOST_ROWS, int(max(SHARE * base_rows, lasting)))
+        return min(MOST_ROWS, int(max(burst, lasting)))
 
 
 class PromptLoad:
