@@ -8,21 +8,33 @@ one thread at a time, so that whoever sends hard ones keeps nobody else waiting.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import Constraint, ConstraintError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 
+_LOG = logging.getLogger(__name__)
 _THREADS: Final = 4
 _MOST_WAITING: Final = 32
 WITHIN_S: Final = 40.0
 """A grammar that is not read by then is refused."""
 ReadConstraint = Callable[[Constraint], Constraint]
 """Gives the constraint its matcher. Raises ``ConstraintError``."""
+
+
+@runtime_checkable
+class ReadyReader(Protocol):
+    """What a ``ReadConstraint`` has beside, if it keeps something ready."""
+
+    def get_ready(self) -> None:
+        """Do what the first constraint would have to wait for. Not for an event loop."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,6 +52,11 @@ class ConstraintDesk:
         self._turns: dict[str, _Turn] = {}
         """Of the peers that have something to be read."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
+
+    def get_ready(self) -> None:
+        """Begin with what the first constraint would have to wait for, in a thread."""
+        if isinstance(self._read, ReadyReader):
+            self._threads.submit(_get_ready, self._read)
 
     async def prepared(self, request: Open, peer: str) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
@@ -82,3 +99,12 @@ class ConstraintDesk:
     def close(self) -> None:
         """What waits is not read any more; what is being read ends by itself, in its bounds."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if isinstance(self._read, ReadyReader):
+            self._read.close()
+
+
+def _get_ready(reader: ReadyReader) -> None:
+    try:
+        reader.get_ready()
+    except Exception as error:  # whoever sends a constraint is told; nobody did yet
+        _LOG.warning("constraints cannot be read: %s", error)

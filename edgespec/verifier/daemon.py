@@ -111,6 +111,11 @@ class Verifier:
         pass_us = round((engine.pass_s or 0.0) * 1e6)
         return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
 
+    def get_ready(self) -> None:
+        """Begin, beside everything else, with what the first constraint would have to wait for."""
+        if not self._stopping:
+            self._desk.get_ready()
+
     # --- streams ---------------------------------------------------------------------------
 
     async def serve(self, stream: VerifierStream) -> None:
