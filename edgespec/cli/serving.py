@@ -29,7 +29,7 @@ from edgespec.access import ServerAccess
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.cli.service_manager import ServiceManager
 from edgespec.cli.watching import Watching, watching
-from edgespec.compose import SetupError, build_verifier, load_target, target_mode
+from edgespec.compose import TOY, SetupError, build_verifier, load_target, target_mode
 from edgespec.config import ConfigError, VerifierConfig
 from edgespec.ports import TargetModel
 from edgespec.telemetry.trace import Tracer
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _STREAMS_END_WITHIN_S = 3.0
-# What has just begun has other things to do than to prepare for grammars.
-_GRAMMARS_AFTER_S = 3.0
 # The target's thread takes its next pass while the event loop still sends the last one's commits:
 # it waits for the interpreter for so long, and at Python's own 5 ms a pass of 25 ms began late.
 _SWITCH_S = 5e-4
@@ -80,6 +78,8 @@ async def _serve_until(
         config, target=target, tracer=tracer, access=access, watch=watch.watch
     )
     _fail_with_ranks(target, serving)
+    if config.model != TOY:  # whose few words are no work
+        await asyncio.to_thread(serving.get_ready)
     await server.start()
     _collect_less_often()
     sys.setswitchinterval(_SWITCH_S)
@@ -89,10 +89,8 @@ async def _serve_until(
     manager = ServiceManager()
     manager.ready(line)
     alive = asyncio.create_task(manager.keep_alive())
-    grammars = asyncio.get_running_loop().call_later(_GRAMMARS_AFTER_S, serving.get_ready)
     reloading = asyncio.create_task(_reload_whenever(reload, access, serving, manager, line))
     await _first_of(end.asked.wait(), serving.broken.wait())
-    grammars.cancel()
     manager.stopping(f"stopping: {serving.why_broken or 'asked to'}")
     if not serving.broken.is_set():
         nobody_waits = with_parent or end.number == signal.SIGHUP

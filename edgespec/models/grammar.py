@@ -74,8 +74,9 @@ class GrammarReader:
         return self.read(constraint)
 
     def get_ready(self) -> None:
-        """Do all that the first constraint would have to wait for; takes a while. Raises what
-        ``tokenizer`` raises, and ``OSError``."""
+        """Do all that the first constraint would have to wait for. Takes a while, in which the
+        library keeps every other thread of this process waiting (of a vocabulary of 151,936 words
+        0.4 to 0.9 s). Raises what ``tokenizer`` raises, and ``OSError``."""
         if self.available and self.trials is not None:
             self.trials.get_ready()
             self._vocabulary()
@@ -160,11 +161,11 @@ class GrammarReader:
         tokens = self._tokens()
         if self._special is None:
             ids = filter(tokens.is_special_token, range(tokens.vocab_size))
-            special = {str(token): tokens.decode_str([token]) for token in ids}
+            named = {str(token): tokens.decode_str([token]) for token in ids}
             self._special = {
                 "size": tokens.vocab_size,
                 "end": tokens.eos_token,
-                "special": special,
+                "special": {token: name for token, name in named.items() if name},
             }
         return self._special
 

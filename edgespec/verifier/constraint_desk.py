@@ -48,15 +48,20 @@ class ConstraintDesk:
 
     def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
         self._read, self._end_tokens = read, end_tokens
+        keeper: object = read
+        self._keeper = keeper if isinstance(keeper, ReadyReader) else None
         self._waiting = 0
         self._turns: dict[str, _Turn] = {}
         """Of the peers that have something to be read."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
 
     def get_ready(self) -> None:
-        """Begin with what the first constraint would have to wait for, in a thread."""
-        if isinstance(self._read, ReadyReader):
-            self._threads.submit(_get_ready, self._read)
+        """Do what the first constraint would have to wait for. Not for an event loop."""
+        if self._keeper is not None:
+            try:
+                self._keeper.get_ready()
+            except Exception as error:  # whoever sends a constraint is told; nobody did yet
+                _LOG.warning("constraints cannot be read: %s", error)
 
     async def prepared(self, request: Open, peer: str) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
@@ -99,12 +104,5 @@ class ConstraintDesk:
     def close(self) -> None:
         """What waits is not read any more; what is being read ends by itself, in its bounds."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if isinstance(self._read, ReadyReader):
-            self._read.close()
-
-
-def _get_ready(reader: ReadyReader) -> None:
-    try:
-        reader.get_ready()
-    except Exception as error:  # whoever sends a constraint is told; nobody did yet
-        _LOG.warning("constraints cannot be read: %s", error)
+        if self._keeper is not None:
+            self._keeper.close()

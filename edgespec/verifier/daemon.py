@@ -112,9 +112,9 @@ class Verifier:
         return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
 
     def get_ready(self) -> None:
-        """Begin, beside everything else, with what the first constraint would have to wait for."""
-        if not self._stopping:
-            self._desk.get_ready()
+        """Do what the first constraint would have to wait for, and all streams with it. Before
+        there are any, and in a thread."""
+        self._desk.get_ready()
 
     # --- streams ---------------------------------------------------------------------------
 

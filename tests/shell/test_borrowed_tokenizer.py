@@ -120,7 +120,8 @@ async def test_an_agent_waits_for_who_lends_it(address: str, model: Path) -> Non
     params, port = SamplingParams(max_tokens=12), int(address.rpartition(":")[2])
     async with Gate(None) as gate:
         config = AgentConfig(verifier=gate.address, draft=DraftSection("none"), reconnect=PATIENT)
-        async with BorrowingAgent(config) as agent:
+        agent = BorrowingAgent(config)
+        async with agent:
 
             async def text() -> str:
                 return "".join([chunk.text async for chunk in agent.generate("the", params)])
@@ -130,9 +131,9 @@ async def test_an_agent_waits_for_who_lends_it(address: str, model: Path) -> Non
                 await agent.borrow()
             assert agent.lent is None
             gate.port = port
-            found = await both
-        async with build_agent(dataclasses.replace(config, tokenizer=str(model))) as agent:
-            expected = "".join([chunk.text async for chunk in agent.generate("the", params)])
+            found = list(await both)
+        async with build_agent(dataclasses.replace(config, tokenizer=str(model))) as own:
+            expected = "".join([chunk.text async for chunk in own.generate("the", params)])
     assert found == [expected] * 2
 
 

@@ -182,11 +182,10 @@ async def test_a_verifier_has_one_ready_and_takes_it_along() -> None:
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
     verifier = Verifier(ToyTarget(MODEL), Limits(), read_constraint=reader)
     assert not trials(reader).pids
-    verifier.get_ready()
-    await asyncio.to_thread(until, lambda: trials(reader).pids)
+    await asyncio.to_thread(verifier.get_ready)
     (pid,) = trials(reader).pids
     await verifier.stop()
     assert not trials(reader).pids
     until(lambda: not runs(pid))
-    verifier.get_ready()  # nothing begins any more
+    await asyncio.to_thread(verifier.get_ready)  # nothing begins any more
     assert not trials(reader).pids
