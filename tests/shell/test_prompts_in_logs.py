@@ -25,7 +25,7 @@ from tests.endpoint.live_endpoint import ask, events_of, over_toy
 from tests.endpoint.test_serve_command import WITHIN_S, curl, endpoint, needs_curl
 from tests.shell.live_verifier import daemon
 
-KEY = "sesame-0123456789"
+KEY = "sesame0123456789"
 WORD = "Xylophonquark"
 SCHEMA = {"type": "object", "properties": {WORD: {"type": "string"}}}
 
