@@ -20,6 +20,9 @@ ReadConstraint = Callable[[Constraint], Constraint]
 _TOY = "toy"
 _IDLE_S: Final = 300.0
 """After which a device lets go of the process that tries its grammars."""
+_DEVICE_BYTES: Final = 192 << 20
+"""Of data that such a process may have: a service with a memory budget ends where all its processes
+together go far beyond it."""
 
 
 def verifier_reader(reference: str) -> GrammarReader:
@@ -30,7 +33,8 @@ def verifier_reader(reference: str) -> GrammarReader:
 
 def device_reader(reference: str) -> ReadConstraint | None:
     """For the tokenizer that ``reference`` names; None where the library is not installed."""
-    reader = GrammarReader(partial(_vocabulary, reference, Role.DRAFT), idle_s=_IDLE_S)
+    vocabulary = partial(_vocabulary, reference, Role.DRAFT)
+    reader = GrammarReader(vocabulary, idle_s=_IDLE_S, most_bytes=_DEVICE_BYTES)
     return reader if reader.available else None
 
 

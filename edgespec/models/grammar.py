@@ -25,7 +25,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
     allows,
 )
-from edgespec.models.trial_processes import TrialFailedError, TrialProcesses
+from edgespec.models.trial_processes import DATA_BYTES, TrialFailedError, TrialProcesses
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -54,14 +54,19 @@ _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 class GrammarReader:
     """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
     ``LLTokenizer`` takes. ``tries`` False: nothing is tried in another process. One that waits for
-    constraints ends after ``idle_s`` without any; None: never. Call ``close`` in the end, or let go
-    of the reader."""
+    constraints ends after ``idle_s`` without any; None: never. It may have ``most_bytes`` of data.
+    Call ``close`` in the end, or let go of the reader."""
 
     def __init__(
-        self, tokenizer: Callable[[], Any], *, tries: bool = True, idle_s: float | None = None
+        self,
+        tokenizer: Callable[[], Any],
+        *,
+        tries: bool = True,
+        idle_s: float | None = None,
+        most_bytes: int = DATA_BYTES,
     ) -> None:
         self._make_tokenizer = tokenizer
-        self.trials = TrialProcesses(idle_s) if tries else None
+        self.trials = TrialProcesses(idle_s, most_bytes) if tries else None
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()

@@ -1,7 +1,7 @@
 """Compiles grammars in a process of its own, which may run out of time or memory alone.
 
-Run as a script, with a socket as standard input and the number of a pipe's reading end as its only
-argument. A line of JSON asks, ``{"vocabulary": ... or null, "grammar": ..., "bounds": ...}``; an
+Run as a script, with a socket as standard input; its arguments are the number of a pipe's reading
+end and how many bytes of data it may have. A line of JSON asks, ``{"vocabulary": ... or null, "grammar": ..., "bounds": ...}``; an
 empty line says that it was read, and then a JSON list what is wrong with the grammar, empty for
 nothing, and whether this process can be asked again. A grammar that needs too much kills the
 process, and so does the end of the pipe, at once and whatever it is doing: whoever holds the other
@@ -20,7 +20,6 @@ import time
 from typing import Any, Final
 
 _CPU_S: Final = 4
-_DATA_BYTES: Final = 768 << 20
 _STEPS: Final = 16
 _KEPT_BYTES: Final = 128 << 20
 """Of resident memory, which a process may have kept of what it tried."""
@@ -32,7 +31,8 @@ def main() -> None:
 
     _end_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (_DATA_BYTES, _DATA_BYTES))
+    most_bytes = int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     vocabularies = _Vocabularies()
     vocabularies.tokenizer(None)  # the library is loaded before anybody waits for it
     with socket.socket(fileno=0) as talk, talk.makefile("rb") as lines:

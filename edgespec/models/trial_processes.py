@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from edgespec.models import grammar_trial
 
+DATA_BYTES: Final = 768 << 20
 _SCRIPT: Final = Path(grammar_trial.__file__)
 _SLOW_S: Final = 0.1
 _BEHIND_S: Final = 1.0
@@ -48,10 +49,11 @@ class _GoneError(Exception):
 
 
 class TrialProcesses:
-    """``idle_s``: a process that had nothing to do for so long is ended; None: never. Close it."""
+    """``idle_s``: a process that had nothing to do for so long is ended; None: never.
+    ``most_bytes``: data that one may have. Close it."""
 
-    def __init__(self, idle_s: float | None = None) -> None:
-        self._idle_s = idle_s
+    def __init__(self, idle_s: float | None = None, most_bytes: int = DATA_BYTES) -> None:
+        self._idle_s, self._most_bytes = idle_s, most_bytes
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(_MOST)
         self._ready: list[_Process] = []
@@ -63,7 +65,7 @@ class TrialProcesses:
         """Start a process unless one waits already. Raises ``OSError``."""
         with self._lock:
             if not (self._ready or self._closed):
-                self._ready.append(_Process())
+                self._ready.append(_Process(self._most_bytes))
                 self._end_later()
 
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
@@ -127,7 +129,7 @@ class TrialProcesses:
             if self._ending is not None:
                 self._ending.cancel()
                 self._ending = None
-            process = self._ready.pop() if self._ready else _Process()
+            process = self._ready.pop() if self._ready else _Process(self._most_bytes)
             self._busy.add(process)
             return process
 
@@ -168,7 +170,7 @@ class TrialProcesses:
 class _Process:
     """One of them; starts at once and is ready soon. Raises ``OSError``."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self.reusable = True
         self._tries, self._unread = 0, bytearray()
         self._socket, theirs = socket.socketpair()
@@ -179,7 +181,7 @@ class _Process:
             try:
                 self._process = subprocess.Popen(
                     # -P: what lies beside the script is no library
-                    [sys.executable, "-P", str(_SCRIPT), str(life)],
+                    [sys.executable, "-P", str(_SCRIPT), str(life), str(most_bytes)],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # a panic's words may be those of the grammar

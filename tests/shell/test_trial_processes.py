@@ -117,6 +117,13 @@ def test_one_that_dies_of_a_grammar_says_so_and_is_replaced(reader: GrammarReade
     assert pid not in trials(reader).pids
 
 
+def test_one_that_cannot_begin_is_told_apart_from_a_grammar_that_takes_too_much() -> None:
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), most_bytes=1 << 20)
+    with pytest.raises(ConstraintError, match=r"cannot be tried now: the process .* ended with"):
+        reader.read(EASY[0])
+    reader.close()
+
+
 def test_one_that_nobody_needs_ends() -> None:
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), idle_s=0.01)
     assert reader.read(EASY[0]).matcher is not None
