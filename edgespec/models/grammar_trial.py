@@ -1,11 +1,11 @@
 """Compiles grammars in a process of its own, which may run out of time or memory alone.
 
 Run as a script, with a socket as standard input; its arguments are the number of a pipe's reading
-end and how many bytes of data it may have. A line of JSON asks, ``{"vocabulary": ... or null, "grammar": ..., "bounds": ...}``; an
-empty line says that it was read, and then a JSON list what is wrong with the grammar, empty for
-nothing, and whether this process can be asked again. A grammar that needs too much kills the
-process, and so does the end of the pipe, at once and whatever it is doing: whoever holds the other
-end has gone.
+end and how many bytes of data it may have. A line of JSON asks, ``{"vocabulary": ... or null,
+"grammar": ..., "bounds": ...}``; an empty line says that it was read, and then a JSON list what is
+wrong with the grammar, empty for nothing, and whether this process can be asked again. A grammar
+that needs too much kills the process, and so does the end of the pipe, at once and whatever it is
+doing: whoever holds the other end has gone.
 """
 
 from __future__ import annotations

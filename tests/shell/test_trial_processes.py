@@ -49,6 +49,12 @@ def runs(pid: int) -> bool:
     return False
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", WITHIN_S)
+
+
 @pytest.fixture
 def reader() -> Iterator[GrammarReader]:
     found = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
@@ -61,7 +67,10 @@ def trials(reader: GrammarReader) -> TrialProcesses:
     return reader.trials
 
 
-def test_one_process_tries_one_grammar_after_the_other(reader: GrammarReader) -> None:
+def test_one_process_tries_one_grammar_after_the_other(
+    reader: GrammarReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.models.trial_processes._BEHIND_S", WITHIN_S)  # none is slow
     reader.get_ready()
     (first,) = trials(reader).pids
     for easy in EASY[:4]:
@@ -89,10 +98,14 @@ def test_one_that_died_or_hangs_as_it_waited_is_replaced(
 
 
 def test_who_asks_for_something_endless_keeps_nobody_waiting(reader: GrammarReader) -> None:
-    """Oracle: the endless one is not done when all others are."""
+    """Oracle: the endless one is not done when all others are; it is stopped, for else it would be
+    killed after a while."""
+    reader.get_ready()
+    (pid,) = trials(reader).pids
     with ThreadPoolExecutor(2) as threads:
         endless = threads.submit(reader.read, ENDLESS)
-        until(lambda: trials(reader).pids)
+        until(lambda: len(trials(reader).pids) == 2)  # it is at it, and another one is ready
+        os.kill(pid, signal.SIGSTOP)
         for easy in EASY:
             assert reader.read(easy).matcher is not None
         assert not endless.done()
@@ -110,7 +123,8 @@ def test_one_that_dies_of_a_grammar_says_so_and_is_replaced(reader: GrammarReade
     with ThreadPoolExecutor(1) as threads:
         endless = threads.submit(reader.read, ENDLESS)
         until(lambda: len(trials(reader).pids) == 2)  # it is at it for long: the next is ready
-        os.kill(pid, signal.SIGKILL)  # as the kernel does to who takes all memory
+        with suppress(ProcessLookupError):  # it has had its share by now
+            os.kill(pid, signal.SIGKILL)  # as the kernel does to who takes all memory
         with pytest.raises(ConstraintError, match=TOO_MUCH):
             endless.result(WITHIN_S)
     assert reader.read(EASY[0]).matcher is not None
