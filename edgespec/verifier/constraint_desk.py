@@ -61,7 +61,7 @@ class ConstraintDesk:
             try:
                 self._keeper.get_ready()
             except Exception as error:  # whoever sends a constraint is told; nobody did yet
-                _LOG.warning("constraints cannot be read: %s", error)
+                _LOG.info("constraints cannot be read: %s", error)
 
     async def prepared(self, request: Open, peer: str) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
