@@ -22,7 +22,7 @@ from edgespec.agent.agent import (
     Piece,
 )
 from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
-from edgespec.compose import SetupError, build_agent
+from edgespec.compose import LOOKUP, NONE, SetupError, build_agent
 from edgespec.config import (
     DEFAULT_ADDRESS,
     AgentConfig,
@@ -97,7 +97,8 @@ def connect(
     best one is used, and when it fails in the middle of a text, the text goes on at another.
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
-    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream; ``model``
+    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream: then the
+    first generation takes the verifier's tokenizer, unless ``tokenizer`` names one; ``model``
     asks for a target by name; ``offline="draft"`` writes on while no verifier can be reached
     (``Agent.follow``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
     device. ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others;
@@ -130,7 +131,14 @@ def connect(
         "api_key_file": api_key_file,
         "insecure": insecure,
     }
-    return build_agent(load_config(AgentConfig, None, settings, overrides_from="connect"))
+    config = load_config(AgentConfig, None, settings, overrides_from="connect")
+    if config.draft.model in (NONE, LOOKUP):
+        from edgespec.borrowed_tokenizer import borrows_tokenizer
+        from edgespec.borrowing_agent import BorrowingAgent
+
+        if borrows_tokenizer(config):
+            return BorrowingAgent(config)
+    return build_agent(config)
 
 
 class SyncAgent:

@@ -17,6 +17,7 @@ from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.agent.conversation import current_conversation
 from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.text import TextDecoder
+from edgespec.agent.verifier_pool import VerifierPool
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection, VerifierConfig
 from edgespec.config.verifier import VLLM
 from edgespec.constraint_readers import device_reader, verifier_reader
@@ -290,27 +291,36 @@ def build_agent(
 ) -> Agent:
     """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
+    options = agent_options(config, vocabulary_of(reference))
+    drafter = load_drafter(config, say=say)
+    if drafter is not None and config.policy.leaves > 1:
+        known = RowCostFile(cache_folder(), config.draft)
+        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
+    encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
+    transport = verifier_transport(config)
+    return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
+
+
+def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
+    """To the verifiers of ``config``, behind its emulated link. Raises ``ConfigError``."""
     access = device_access(config)
-    dial = partial(connect, link=config.link, access=access)
-    transport = verifiers_of(config, access, dial)
+    return verifiers_of(config, access, partial(connect, link=config.link, access=access))
+
+
+def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
+    """The options of an agent whose tokenizer has this fingerprint; empty is not checked."""
     policy = config.policy
-    options = AgentOptions(
+    return AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
         prefer=policy.prefer,
         watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
         run_ahead=policy.run_ahead,
         reconnect=config.patience,
         model=config.model,
-        vocabulary=vocabulary_of(reference),
+        vocabulary=vocabulary,
         draft_caches=config.draft.caches,
         offline=config.offline_policy,
     )
-    drafter = load_drafter(config, say=say)
-    if drafter is not None and policy.leaves > 1:
-        known = RowCostFile(cache_folder(), config.draft)
-        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
-    encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
-    return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.models.draft_sources import resolve_texts
@@ -18,17 +18,24 @@ from edgespec.models.toy_tokenizer import TOY_ALPHABET, TOY_EOS
 
 ReadConstraint = Callable[[Constraint], Constraint]
 _TOY = "toy"
+_IDLE_S: Final = 300.0
+"""After which a device lets go of the process that tries its grammars."""
+_DEVICE_BYTES: Final = 192 << 20
+"""Of data that such a process may have: a service with a memory budget ends where all its processes
+together go far beyond it."""
 
 
-def verifier_reader(reference: str) -> ReadConstraint:
-    """For the target that ``reference`` names. Nothing is loaded before the first constraint."""
-    return GrammarReader(partial(_vocabulary, reference, Role.TARGET)).read
+def verifier_reader(reference: str) -> GrammarReader:
+    """For the target that ``reference`` names. Nothing is loaded before the first constraint, or
+    before it is told to get ready."""
+    return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
 
 
 def device_reader(reference: str) -> ReadConstraint | None:
     """For the tokenizer that ``reference`` names; None where the library is not installed."""
-    reader = GrammarReader(partial(_vocabulary, reference, Role.DRAFT))
-    return reader.read if reader.available else None
+    vocabulary = partial(_vocabulary, reference, Role.DRAFT)
+    reader = GrammarReader(vocabulary, idle_s=_IDLE_S, most_bytes=_DEVICE_BYTES)
+    return reader if reader.available else None
 
 
 def _vocabulary(reference: str, role: Role) -> Any:

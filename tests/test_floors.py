@@ -196,7 +196,7 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.compose", COMPOSED, HEAVY),
-    Floor("edgespec.api", (*COMPOSED, "edgespec.compose"), HEAVY),
+    Floor("edgespec.api", (*COMPOSED, *named("compose borrowed_tokenizer borrowing_agent")), HEAVY),
     # Programs for other environments, which import nothing of ours.
     Floor("edgespec.exporters.scripts", (), HEAVY - {"torch", "transformers"}),
     Floor(
@@ -206,6 +206,7 @@ FLOORS = (
     ),
     # For commands that begin without a tokenizer.
     Floor("edgespec.borrowed_tokenizer", (*COMPOSED, "edgespec.compose"), HEAVY),
+    Floor("edgespec.borrowing_agent", (*COMPOSED, *named("compose borrowed_tokenizer")), HEAVY),
     Floor(
         "edgespec_sim",
         (

@@ -250,6 +250,7 @@ class StatusSource:
             sent=counters.sent,
             passes=counters.passes,
             reconnects=counters.reconnects,
+            unverified=notes.unverified,
         )
 
     def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:

@@ -14,6 +14,7 @@ from edgespec.cli.running import reported, trace_to
 from edgespec.cli.serve_install import FLAG, install_service
 from edgespec.cli.serve_life import serve_until_stopped
 from edgespec.cli.tls_options import WHERE
+from edgespec.config.endpoint import LOGGED_CHARACTERS
 
 _SERVICE = "The endpoint"
 KEYS = {
@@ -28,6 +29,7 @@ KEYS = {
     "max_queue": "endpoint.max_queue",
     "max_tokens": "endpoint.default_max_tokens",
     "drain_s": "endpoint.drain_s",
+    "log_prompts": "endpoint.log_prompts",
 }
 Host = Annotated[
     str | None,
@@ -108,6 +110,15 @@ DrainS = Annotated[
         rich_help_panel=_SERVICE,
     ),
 ]
+LogPrompts = Annotated[
+    bool | None,
+    typer.Option(
+        "--log-prompts/--no-log-prompts",
+        help=f"Write prompts and answers to the log, at most {LOGGED_CHARACTERS} characters of each"
+        " (default: off, then no log has a word of them)",
+        rich_help_panel=_SERVICE,
+    ),
+]
 
 Install = Annotated[
     bool,
@@ -164,6 +175,7 @@ def serve(
     repetition_penalty: options.RepetitionPenalty = None,
     trace: options.Trace = None,
     install: Install = False,
+    log_prompts: LogPrompts = None,
     log_level: options.LogLevel = None,
     log_format: options.LogFormat = None,
     config: options.Config = None,

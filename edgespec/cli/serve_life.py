@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -17,7 +18,8 @@ from edgespec import __version__
 from edgespec.access import device_access, endpoint_key
 from edgespec.agent.agent import Agent
 from edgespec.agent.status import StatusSource
-from edgespec.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
+from edgespec.borrowed_tokenizer import borrows_tokenizer
+from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.compose import (
@@ -39,11 +41,14 @@ from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
+    from edgespec.endpoint.prompt_log import PromptLog
     from edgespec.endpoint.server import EndpointServer
+    from edgespec.endpoint.service import Endpoint
     from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
 
 _MIB = 1 << 20
 _AGAIN_S = 2.0
+_LOOK_EVERY_S = 0.2
 
 
 async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
@@ -64,24 +69,27 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
         hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
         raise SetupError(f"cannot listen on {host}:{config.endpoint.port}: {why}{hint}") from error
     with listener:
-        watch = await _look(config)
+        fits = _Fits(config)
+        watch = await _look(fits)
         try:
-            if borrows_tokenizer(config):
-                config = await _with_tokenizer(config, watch)
-                await watch.close()
-                watch = await _look(config)  # which knows now what fits
-            text = load_tokenizer(tokenizer_reference(config))
-            async with build_agent(config, tracer=tracer, say=say) as agent:
-                await _serve(config, key, agent, text, watch, listener)
+            async with _agent(config, tracer) as agent:
+                text = await _tokenizer(agent, fits, watch)
+                await _serve(fits, key, agent, text, watch, listener)
         finally:
             await watch.close()
 
 
+def _agent(config: AgentConfig, tracer: Tracer) -> Agent:
+    if borrows_tokenizer(config):
+        return BorrowingAgent(config, tracer=tracer, say=say)
+    return build_agent(config, tracer=tracer, say=say)
+
+
 async def _serve(
-    config: AgentConfig,
+    fits: _Fits,
     key: str,
     agent: Agent,
-    text: PromptTokenizer,
+    text: PromptTokenizer | None,
     watch: VerifierWatch,
     listener: Any,
 ) -> None:
@@ -89,11 +97,21 @@ async def _serve(
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
 
-    endpoint = Endpoint(agent, text, watch, config.endpoint, config.sampling, key=key)
+    config = fits.config
+    endpoint = Endpoint(
+        agent,
+        text,
+        watch,
+        config.endpoint,
+        config.sampling,
+        key=key,
+        prompt_log=_prompt_log(config, key),
+    )
     status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = _Stopping()
     numbers = on_stopping_signals(stop.ask)
+    lending = asyncio.create_task(_lent_later(agent, fits, endpoint))
     try:
         await server.start()
         watch.start()
@@ -102,13 +120,14 @@ async def _serve(
             say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
         say(f"  see: {url} shows how it is doing; edgespec top {url}")
-        say(_curl(url, text.chat_template() is not None, bool(key)))
-        await _until_asked(stop, server, endpoint.settings.drain_s)
+        say(_curl(url, text is not None and text.chat_template() is not None, bool(key)))
+        await _until_asked(stop, server, lending)
         going_on = ""
         if endpoint.active and not stop.hurried:
             going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
         say(f"stopping{going_on}")
     finally:
+        lending.cancel()
         try:
             await server.stop(0.0 if stop.hurried else None)
         finally:
@@ -132,10 +151,18 @@ class _Stopping:
         self.asked.set()
 
 
-async def _until_asked(stop: _Stopping, server: EndpointServer, drain_s: float) -> None:
-    waits = [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
+async def _until_asked(
+    stop: _Stopping, server: EndpointServer, lending: asyncio.Task[None]
+) -> None:
+    """Raises what ``lending`` raises."""
+    waits: list[asyncio.Task[Any]] = [lending]
+    waits += [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        while not (stop.asked.is_set() or server.died.is_set()):
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if lending in waits and lending.done():
+                waits.remove(lending)
+                lending.result()
     finally:
         for one in waits:
             one.cancel()
@@ -143,15 +170,23 @@ async def _until_asked(stop: _Stopping, server: EndpointServer, drain_s: float) 
         raise SetupError("the HTTP server ended by itself")
 
 
-async def _look(config: AgentConfig) -> VerifierWatch:
+@dataclass(slots=True)
+class _Fits:
+    """What a verifier has to fit: ``config`` knows its tokenizer once one was lent."""
+
+    config: AgentConfig
+
+
+async def _look(fits: _Fits) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
     from edgespec.endpoint.verifiers import VerifierWatch
 
+    config = fits.config
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
     watch = VerifierWatch(
         {one: connect(one, access=access) for one in addresses},
-        lambda model: misfit(config, model, "the verifier"),
+        lambda model: misfit(fits.config, model, "the verifier"),
     )
     try:
         await watch.look()
@@ -170,23 +205,47 @@ def _refuse_hopeless(watch: VerifierWatch) -> None:
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
 
 
-async def _with_tokenizer(config: AgentConfig, watch: VerifierWatch) -> AgentConfig:
-    """``config`` with the tokenizer of the first verifier that is there; waits for one. Raises
-    ``SetupError`` where none will ever do, or sends none."""
-    from edgespec.endpoint.verifiers import Presence
+async def _tokenizer(agent: Agent, fits: _Fits, watch: VerifierWatch) -> PromptTokenizer | None:
+    """That of ``fits.config``, or the one of a verifier that is there; None: none is, and one will
+    lend it later. Raises ``SetupError`` where a verifier lends none."""
+    if isinstance(agent, BorrowingAgent):
+        if not watch.ready:
+            return None
+        try:
+            fits.config = await agent.borrow()
+        except LinkError:  # it has gone again
+            return None
+        await watch.look()  # who else fits is known only now
+    return await asyncio.to_thread(load_tokenizer, tokenizer_reference(fits.config))
 
-    waits = False
+
+async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
+    """Until ``endpoint`` has a tokenizer. Raises ``SetupError`` where a verifier lends none."""
+    if endpoint.tokenizer is not None:
+        return
+    say("no verifier answers yet; requests wait for one that lends its tokenizer, since neither")
+    say("--draft nor --tokenizer names one")
+    watch = endpoint.verifiers
     while True:
-        for status in watch.statuses:
-            if status.presence is Presence.READY and status.info is not None:
-                return await with_tokenizer(config, status.info.model, say, status.address)
-        if not waits:
-            say("no verifier answers yet; waiting for one that lends its tokenizer, since neither")
-            say("--draft nor --tokenizer names one")
-            waits = True
+        while not watch.ready:
+            _refuse_hopeless(watch)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if (text := await _tokenizer(agent, fits, watch)) is not None:
+            endpoint.take_tokenizer(text)
+            say(f"a verifier has come: {endpoint.model}, whose tokenizer is used from here on")
+            return
         await asyncio.sleep(_AGAIN_S)
-        await watch.look()
-        _refuse_hopeless(watch)
+
+
+def _prompt_log(config: AgentConfig, key: str) -> PromptLog | None:
+    """Has begun, if there is one."""
+    from edgespec.endpoint.prompt_log import PromptLog
+
+    if not config.endpoint.log_prompts:
+        return None
+    found = PromptLog((key, device_access(config).key))
+    found.begin()
+    return found
 
 
 # --- what is said at the start ---------------------------------------------------------------

@@ -29,7 +29,7 @@ from edgespec.access import ServerAccess
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.cli.service_manager import ServiceManager
 from edgespec.cli.watching import Watching, watching
-from edgespec.compose import SetupError, build_verifier, load_target, target_mode
+from edgespec.compose import TOY, SetupError, build_verifier, load_target, target_mode
 from edgespec.config import ConfigError, VerifierConfig
 from edgespec.ports import TargetModel
 from edgespec.telemetry.trace import Tracer
@@ -78,6 +78,8 @@ async def _serve_until(
         config, target=target, tracer=tracer, access=access, watch=watch.watch
     )
     _fail_with_ranks(target, serving)
+    if config.model != TOY:  # whose few words are no work
+        await asyncio.to_thread(serving.get_ready)
     await server.start()
     _collect_less_often()
     sys.setswitchinterval(_SWITCH_S)

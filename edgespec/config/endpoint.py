@@ -10,6 +10,8 @@ from edgespec.core.protocol.sampling import MAX_TOKENS
 ENDPOINT_HOST = "127.0.0.1"
 ENDPOINT_PORT = 7421
 ANY_ORIGIN = "*"
+LOGGED_CHARACTERS = 4096
+"""Of one prompt or answer, where ``log_prompts`` has them logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class EndpointSection:
     """A client that reads nothing for so long counts as gone."""
     drain_s: float = 5.0
     """How long running requests may go on after a request to stop."""
+    log_prompts: bool = False
+    """Write what is asked and answered to the log, whatever ``log_level`` says."""
 
     def __post_init__(self) -> None:
         if not self.host.strip():

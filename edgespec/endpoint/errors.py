@@ -91,6 +91,16 @@ def stopping() -> ApiError:
     )
 
 
+def no_tokenizer() -> ApiError:
+    """Nobody was there in time who lends this device a tokenizer."""
+    return ApiError(
+        503,
+        "no verifier answers, and this device takes its tokenizer from one",
+        code="verifier_unavailable",
+        retry_after_s=VERIFIER_BACK_S,
+    )
+
+
 def from_generation(error: GenerationError) -> ApiError:
     """What a generation that failed is over HTTP."""
     status, code = (503, "verifier_unavailable")

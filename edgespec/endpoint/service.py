@@ -5,6 +5,7 @@ to an answer, without HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -18,8 +19,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.answer import Choice
 from edgespec.endpoint.counts import EndpointCounts, Gauges
-from edgespec.endpoint.errors import ApiError, stopping
+from edgespec.endpoint.errors import ApiError, no_tokenizer, stopping
 from edgespec.endpoint.events import ChatShape, CompletionShape, Envelope, Shape, usage_of
+from edgespec.endpoint.prompt_log import PromptLog
 from edgespec.endpoint.prompting import (
     chat_tokens,
     choices_of,
@@ -31,6 +33,7 @@ from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, complet
 from edgespec.endpoint.run import Run
 from edgespec.endpoint.verifiers import VerifierWatch, context_of
 from edgespec.models.chat_template import ChatTokenizer
+from edgespec.telemetry.request_id import request_id
 
 ALIAS: Final = "edgespec"
 """A model name that always means whatever the verifier serves."""
@@ -54,25 +57,31 @@ class Answer:
 
 
 class Endpoint:
-    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for."""
+    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for;
+    ``prompt_log`` None: no word of a request is logged. ``tokenizer`` None: requests wait for the
+    one that ``take_tokenizer`` brings, as long as for a verifier."""
 
     def __init__(
         self,
         agent: Agent,
-        tokenizer: ChatTokenizer,
+        tokenizer: ChatTokenizer | None,
         verifiers: VerifierWatch,
         settings: EndpointSection,
         sampling: SamplingParams | None = None,
         *,
         key: str = "",
+        prompt_log: PromptLog | None = None,
     ) -> None:
         self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
+        self._prompt_log = prompt_log
         self.admission = Admission(settings.max_concurrent, settings.max_queue)
         self.counts = EndpointCounts()
         self.started = int(time.time())
         self.stopping = False
         """New requests are refused; those that run may end."""
+        self._wake = asyncio.Event()
+        """The tokenizer is there, or nobody waits for it any more."""
         self._runs: set[Run] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -95,9 +104,15 @@ class Endpoint:
         """Returns when no request is being answered."""
         await self._idle.wait()
 
+    def take_tokenizer(self, tokenizer: ChatTokenizer) -> None:
+        """What was not there at the beginning."""
+        self.tokenizer = tokenizer
+        self._wake.set()
+
     def begin_stop(self) -> None:
         """Take nothing new; who waits for a turn is told."""
         self.stopping = True
+        self._wake.set()
         self.admission.close(stopping())
 
     def cut(self) -> None:
@@ -111,21 +126,26 @@ class Endpoint:
         """Raises ``ApiError``."""
         request = chat_request(data, self.sampling, self.settings.max_concurrent)
         self._check_model(request.asked.model)
-        tokens = await chat_tokens(self.tokenizer, request)
-        request = with_forced_call(self.tokenizer, request)
-        return self._answer(ChatShape(), request.asked, [tokens], request)
+        tokenizer = await self._its_tokenizer()
+        tokens = await chat_tokens(tokenizer, request)
+        request = with_forced_call(tokenizer, request)
+        return self._answer(ChatShape(), tokenizer, request.asked, [tokens], request)
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
         request = completion_request(data, self.sampling, self.settings.max_concurrent)
         self._check_model(request.asked.model)
-        prompts = [await prompt_tokens(self.tokenizer, one) for one in request.prompts]
-        return self._answer(CompletionShape(), request.asked, prompts)
+        tokenizer = await self._its_tokenizer()
+        prompts = [await prompt_tokens(tokenizer, one) for one in request.prompts]
+        return self._answer(CompletionShape(), tokenizer, request.asked, prompts)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
         """The generations of ``answer``, once it is their turn. Raises ``ApiError``."""
+        request_id.set(answer.envelope.id)  # whatever is logged from here on names it
         async with self.admission.turn(len(answer.choices)):
+            if self._prompt_log is not None:
+                self._prompt_log.asked(answer.envelope.id, answer.choices)
             run = Run(self.agent, [choice.job for choice in answer.choices])
             self._runs.add(run)
             self._idle.clear()
@@ -142,6 +162,8 @@ class Endpoint:
                     self._idle.set()
                 self.counts.add_answer(answer.prompt_tokens, answer.choices)
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
+                if self._prompt_log is not None:
+                    self._prompt_log.answered(answer.envelope.id, answer.choices)
 
     def note_first(self, answer: Answer) -> None:
         """Tokens of ``answer`` have come."""
@@ -152,6 +174,7 @@ class Endpoint:
     def _answer(
         self,
         shape: Shape,
+        tokenizer: ChatTokenizer,
         asked: Asked,
         prompts: list[Any],
         request: ChatRequest | None = None,
@@ -171,9 +194,19 @@ class Endpoint:
             f"fp_{fingerprint[:12]}" if fingerprint else None,
             asked.include_usage,
         )
-        choices = choices_of(asked, prompts, samplings, self.tokenizer, request)
+        choices = choices_of(asked, prompts, samplings, tokenizer, request)
         count = sum(len(tokens) for tokens in prompts)
         return Answer(envelope, choices, count, asked.stream, asked.sampling.seed)
+
+    async def _its_tokenizer(self) -> ChatTokenizer:
+        """Raises ``ApiError`` where none comes in time."""
+        if self.tokenizer is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.agent.options.reconnect.give_up_first_s):
+                    await self._wake.wait()
+        if self.tokenizer is None:
+            raise stopping() if self.stopping else no_tokenizer()
+        return self.tokenizer
 
     def _check_model(self, name: str) -> None:
         """A name is checked once it is known what is served."""

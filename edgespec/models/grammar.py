@@ -4,21 +4,19 @@ Theory of operation. A constraint is compiled once for a vocabulary, and each te
 the compiled one. Both are bounded. A step counts its work in the library's own units
 (``_STEP_BOUNDS``), and a text that needs more fails by name. To compile is not bounded that well by
 the library (a JSON schema with ``allOf`` over 30 patterns takes for ever, and all memory), so what
-was never read before is tried in a process of its own first (``grammar_trial.py``), which has so
-much time and memory and no more. Calls come from any thread.
+was never read before is tried in another process first (``trial_processes.py``), which has so much
+time and memory and no more. Calls come from any thread.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.core.protocol.constraint import (
@@ -27,7 +25,7 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
     allows,
 )
-from edgespec.models import grammar_trial
+from edgespec.models.trial_processes import DATA_BYTES, TrialFailedError, TrialProcesses
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -39,7 +37,6 @@ _MOST_COPIES: Final = 256
 is compiled again."""
 _TRIAL_S: Final = 30.0
 """Of the clock, on a busy machine; of processor time a trial has less."""
-_TRIAL: Final = Path(grammar_trial.__file__)
 _MAX_MESSAGE: Final = 400
 STEP_BOUNDS: Final = {
     "max_items_in_row": 1000,
@@ -56,13 +53,43 @@ _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 class GrammarReader:
     """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
-    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in a process of its own."""
+    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in another process. One that waits for
+    constraints ends after ``idle_s`` without any; None: never. It may have ``most_bytes`` of data.
+    Call ``close`` in the end, or let go of the reader."""
 
-    def __init__(self, tokenizer: Callable[[], Any], *, tries: bool = True) -> None:
-        self._make_tokenizer, self._tries = tokenizer, tries
+    def __init__(
+        self,
+        tokenizer: Callable[[], Any],
+        *,
+        tries: bool = True,
+        idle_s: float | None = None,
+        most_bytes: int = DATA_BYTES,
+    ) -> None:
+        self._make_tokenizer = tokenizer
+        self.trials = TrialProcesses(idle_s, most_bytes) if tries else None
         self._tokenizer: LLTokenizer | None = None
+        self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
+        if self.trials is not None:
+            weakref.finalize(self, self.trials.close)
+
+    def __call__(self, constraint: Constraint) -> Constraint:
+        """``read``."""
+        return self.read(constraint)
+
+    def get_ready(self) -> None:
+        """Do all that the first constraint would have to wait for. Takes a while, in which the
+        library keeps every other thread of this process waiting (of a vocabulary of 151,936 words
+        0.4 to 0.9 s). Raises what ``tokenizer`` raises, and ``OSError``."""
+        if self.available and self.trials is not None:
+            self.trials.get_ready()
+            self._vocabulary()
+
+    def close(self) -> None:
+        """End the other processes; what is being tried fails."""
+        if self.trials is not None:
+            self.trials.close()
 
     @property
     def available(self) -> bool:
@@ -104,8 +131,8 @@ class GrammarReader:
         from llguidance import LLMatcher, LLParserLimits
 
         grammar = grammar_of(constraint)
-        if self._tries and not known:
-            self._try(constraint.kind, grammar)
+        if self.trials is not None and not known:
+            self._try(self.trials, constraint.kind, grammar)
         limits = LLParserLimits(
             max_items_in_row=STEP_BOUNDS["max_items_in_row"],
             initial_lexer_fuel=STEP_BOUNDS["initial_lexer_fuel"],
@@ -120,29 +147,32 @@ class GrammarReader:
             raise _refused(constraint.kind, matcher.get_error())
         return matcher
 
-    def _try(self, kind: ConstraintKind, grammar: str) -> None:
+    def _try(self, trials: TrialProcesses, kind: ConstraintKind, grammar: str) -> None:
         """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
-        that a grammar is tried on it; of all else 256 bytes are enough."""
-        source = self._make_tokenizer() if kind is ConstraintKind.GRAMMAR else "byte"
-        if not isinstance(source, str):
-            source = "byte"
-        asked = {"tokenizer": source, "grammar": grammar, "bounds": STEP_BOUNDS}
+        that a grammar is tried on them; of all else 256 bytes are enough."""
+        vocabulary = self._vocabulary() if kind is ConstraintKind.GRAMMAR else None
+        asked = {"vocabulary": vocabulary, "grammar": grammar, "bounds": STEP_BOUNDS}
         try:
-            done = subprocess.run(
-                [sys.executable, str(_TRIAL)],
-                input=json.dumps(asked).encode(),
-                capture_output=True,
-                timeout=_TRIAL_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+            why = trials.tried(asked, _TRIAL_S)
+        except TrialFailedError:
             raise _too_much(kind) from None
         except OSError as error:
             raise ConstraintError(f"a {kind.value} cannot be tried now: {error}") from error
-        if done.returncode:
-            raise _too_much(kind)
-        if why := json.loads(done.stdout):
-            raise _refused(kind, str(why))
+        if why:
+            raise _refused(kind, why)
+
+    def _vocabulary(self) -> dict[str, Any]:
+        """What a trial has to know of it (``grammar_trial._Words``)."""
+        tokens = self._tokens()
+        if self._special is None:
+            ids = filter(tokens.is_special_token, range(tokens.vocab_size))
+            named = {str(token): tokens.decode_str([token]) for token in ids}
+            self._special = {
+                "size": tokens.vocab_size,
+                "end": tokens.eos_token,
+                "special": {token: name for token, name in named.items() if name},
+            }
+        return self._special
 
 
 @dataclass(slots=True)

@@ -45,6 +45,8 @@ AGENT_METRICS: Final = (
     _metric(_C, "first_choice_hits_total", "Of these, those that its first choice won"),
     _metric(_C, "passes_total", "The verifier's passes for these texts, as far as it told"),
     _metric(_C, "reconnects_total", "Streams that were lost and tried again"),
+    _metric(_C, "unverified_tokens_total", "Tokens shown while no verifier could be reached"),
+    _metric(_C, "taken_back_tokens_total", "Of these, those that the target did not say"),
     _metric(_G, "drafting_worth", "1: drafts pay for their rows now; 0: they rest"),
     _metric(
         _G, "drafting_rung", "0: all is drafted, 1: narrow, 2: thrifty, 3: none; with a ladder"
@@ -104,6 +106,8 @@ def agent_values(status: AgentStatus) -> dict[str, Value]:
         "first_choice_hits_total": totals.hits,
         "passes_total": totals.passes,
         "reconnects_total": totals.reconnects,
+        "unverified_tokens_total": totals.unverified,
+        "taken_back_tokens_total": totals.taken_back,
         "drafting_worth": None if status.drafting.worth is None else float(status.drafting.worth),
         "drafting_rung": _rung(status.drafting.rung),
         "row_price": status.drafting.least_chance,

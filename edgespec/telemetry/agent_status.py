@@ -100,6 +100,8 @@ class GenerationStatus:
     sent: int
     passes: int
     reconnects: int
+    unverified: int = 0
+    """Tokens that its reader has, and that no verifier has seen yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,10 @@ class AgentTotals:
     reconnects: int = 0
     draft_failures: int = 0
     """Generations whose drafter failed."""
+    unverified: int = 0
+    """Tokens that readers were shown while no verifier could be reached."""
+    taken_back: int = 0
+    """Of these, those that the target did not say."""
 
     @property
     def acceptance(self) -> float | None:

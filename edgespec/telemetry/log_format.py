@@ -2,7 +2,8 @@
 
 As JSON a line is one object: ``time`` (UTC), ``level``, ``logger``, ``message``; ``request`` (the
 stream's id) and ``exception`` where there is one; and the fields that a caller gave as
-``extra={"fields": {...}}``. Whatever a message holds stays on one line.
+``extra={"fields": {...}}``. Whatever a message holds stays on one line. As text a line ends with
+what the caller gave as ``extra={"quoted": ...}``, in quotes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
+from edgespec.core.protocol.printable import printable
 from edgespec.telemetry.request_id import request_id
 
 TEXT, JSON = "text", "json"
@@ -46,7 +48,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)
         record.where = f" [{request}]" if request else ""
-        return super().format(record)
+        quoted = getattr(record, "quoted", None)
+        more = "" if quoted is None else f": {printable(json.dumps(quoted, ensure_ascii=False))}"
+        return super().format(record) + more
 
 
 def formatter(name: str) -> logging.Formatter:

@@ -8,21 +8,33 @@ one thread at a time, so that whoever sends hard ones keeps nobody else waiting.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import Constraint, ConstraintError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 
+_LOG = logging.getLogger(__name__)
 _THREADS: Final = 4
 _MOST_WAITING: Final = 32
 WITHIN_S: Final = 40.0
 """A grammar that is not read by then is refused."""
 ReadConstraint = Callable[[Constraint], Constraint]
 """Gives the constraint its matcher. Raises ``ConstraintError``."""
+
+
+@runtime_checkable
+class ReadyReader(Protocol):
+    """What a ``ReadConstraint`` has beside, if it keeps something ready."""
+
+    def get_ready(self) -> None:
+        """Do what the first constraint would have to wait for. Not for an event loop."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -36,10 +48,20 @@ class ConstraintDesk:
 
     def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
         self._read, self._end_tokens = read, end_tokens
+        keeper: object = read
+        self._keeper = keeper if isinstance(keeper, ReadyReader) else None
         self._waiting = 0
         self._turns: dict[str, _Turn] = {}
         """Of the peers that have something to be read."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
+
+    def get_ready(self) -> None:
+        """Do what the first constraint would have to wait for. Not for an event loop."""
+        if self._keeper is not None:
+            try:
+                self._keeper.get_ready()
+            except Exception as error:  # whoever sends a constraint is told; nobody did yet
+                _LOG.info("constraints cannot be read: %s", error)
 
     async def prepared(self, request: Open, peer: str) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
@@ -82,3 +104,5 @@ class ConstraintDesk:
     def close(self) -> None:
         """What waits is not read any more; what is being read ends by itself, in its bounds."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._keeper is not None:
+            self._keeper.close()

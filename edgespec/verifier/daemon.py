@@ -115,6 +115,11 @@ class Verifier:
         pass_us = round((engine.pass_s or 0.0) * 1e6)
         return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
 
+    def get_ready(self) -> None:
+        """Do what the first constraint would have to wait for, and all streams with it. Before
+        there are any, and in a thread."""
+        self._desk.get_ready()
+
     # --- streams ---------------------------------------------------------------------------
 
     async def serve(self, stream: VerifierStream) -> None:

@@ -23,6 +23,7 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.app import build_app
+from edgespec.endpoint.prompt_log import PromptLog
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
@@ -68,10 +69,11 @@ async def live(
     key: str = "",
     *,
     status: StatusSource | None = None,
+    prompt_log: PromptLog | None = None,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
-    endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
+    endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key, prompt_log=prompt_log)
     with listen("127.0.0.1", 0) as listener:
         server = EndpointServer(endpoint, build_app(endpoint, status), listener)
         await server.start()

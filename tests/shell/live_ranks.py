@@ -37,7 +37,15 @@ def all_ready(*processes: subprocess.Popen[str]) -> Iterator[list[Daemon]]:
 
 
 def other_ranks(verifier: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(verifier.pid).children(recursive=True)
+    """All children but the one that waits for grammars."""
+    every = psutil.Process(verifier.pid).children(recursive=True)
+    return [child for child in every if not _tries_grammars(child)]
+
+
+def _tries_grammars(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(word.endswith("grammar_trial.py") for word in process.cmdline())
+    return False
 
 
 def generating(folder: Path, *addresses: str) -> subprocess.Popen[str]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import json
 import os
 import random
+import re
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,10 +21,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from edgespec.agent.agent import Agent, GenerationError
+from edgespec.api import connect
 from edgespec.borrowed_tokenizer import with_tokenizer
+from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.main import app
-from edgespec.compose import load_tokenizer
+from edgespec.compose import build_agent, load_tokenizer
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_files import (
     MAX_TEXT_BYTES,
     PART_BYTES,
@@ -39,10 +47,13 @@ from edgespec.target_loading import packed_texts
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.tokenizer_codec import decode_request, encode_list, encode_part
 from edgespec.transport.tokenizer_fetch import TokenizerFetch
+from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
+from tests.shell.gate import Gate
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.tiny_checkpoints import write_checkpoint, write_tokenizer
 
+WITHIN_S = 200.0
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -85,6 +96,99 @@ def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, c
     assert talk.exit_code == 0, talk.output
     assert "fetching the tokenizer of tiny" in talk.stderr
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+async def test_the_python_api_fetches_it_too(address: str, model: Path, draft: str) -> None:
+    params = SamplingParams(max_tokens=12)
+
+    async def text(agent: Agent) -> str:
+        async with agent:
+            return "".join([chunk.text async for chunk in agent.generate("the quick", params)])
+
+    expected = await text(connect(address, draft="none", tokenizer=str(model)))
+    agent = connect(address, draft=draft)
+    assert await text(agent) == expected
+    assert (agent.drafter is None) == (draft == "none")
+
+
+PATIENT = ReconnectPolicy(give_up_first_s=WITHIN_S, first_s=0.01, longest_s=0.05)
+
+
+async def test_an_agent_waits_for_who_lends_it(address: str, model: Path) -> None:
+    """Oracle: the same agent with the folder."""
+    params, port = SamplingParams(max_tokens=12), int(address.rpartition(":")[2])
+    async with Gate(None) as gate:
+        config = AgentConfig(verifier=gate.address, draft=DraftSection("none"), reconnect=PATIENT)
+        agent = BorrowingAgent(config)
+        async with agent:
+
+            async def text() -> str:
+                return "".join([chunk.text async for chunk in agent.generate("the", params)])
+
+            both = asyncio.gather(text(), text())
+            with pytest.raises(LinkError, match=gate.address):
+                await agent.borrow()
+            assert agent.lent is None
+            gate.port = port
+            found = list(await both)
+        async with build_agent(dataclasses.replace(config, tokenizer=str(model))) as own:
+            expected = "".join([chunk.text async for chunk in own.generate("the", params)])
+    assert found == [expected] * 2
+
+
+async def test_who_lends_none_ends_the_waiting() -> None:
+    config = AgentConfig(verifier="127.0.0.1:1", draft=DraftSection("none"), model="other")
+    hasty = dataclasses.replace(config, reconnect=ReconnectPolicy(give_up_first_s=0.1))
+    async with BorrowingAgent(hasty) as agent:
+        with pytest.raises(GenerationError, match=r"gave up on the verifier: .*127.0.0.1:1"):
+            await anext(agent.generate("the"))
+    async with serving() as (where, _):
+        async with BorrowingAgent(dataclasses.replace(config, verifier=where)) as agent:
+            with pytest.raises(GenerationError, match="serves 'toy', not 'other'"):
+                await anext(agent.generate("the"))
+
+
+async def test_an_endpoint_begins_without_a_verifier_and_takes_its_tokenizer_later(
+    address: str, model: Path, tmp_path: Path
+) -> None:
+    """Oracle: what the verifier gives to a device that has the folder."""
+    params, asked = SamplingParams(max_tokens=8), {"prompt": "the quick", "max_tokens": 8}
+    config = AgentConfig(verifier=address, draft=DraftSection("none"), tokenizer=str(model))
+    async with build_agent(config) as agent:
+        text = "".join([chunk.text async for chunk in agent.generate("the quick", params)])
+    file = tmp_path / "device.yaml"
+    file.write_text("reconnect: {give_up_first_s: 0.2}\ndraft: {model: none}\n")
+    async with Gate(None) as gate:
+        where = ("--port", "0", "--verifier", gate.address)
+        process = start("serve", "--config", str(file), *where)
+        with process:
+            try:
+                assert process.stdout is not None
+                line = await asyncio.to_thread(process.stdout.readline)
+                found = re.search(r"ready on http://127.0.0.1:(\d+)/v1", line)
+                assert found is not None, line
+                port = int(found[1])
+                health = await exchange(port, request_bytes("/health"))
+                assert health.json["status"] == "waiting"
+                assert (await exchange(port, request_bytes("/"))).status == 200
+                refused = await exchange(port, completion(asked))
+                assert refused.status == 503
+                assert "takes its tokenizer from one" in refused.error["message"]
+                gate.port = int(address.rpartition(":")[2])
+                while (answer := await exchange(port, completion(asked))).status != 200:
+                    assert answer.status == 503
+                assert answer.json["choices"][0]["text"] == text
+                health = await exchange(port, request_bytes("/health"))
+                assert health.json["verifiers"][0]["model"] == "tiny"
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait) == 0
+            finally:
+                process.kill()
+
+
+def completion(asked: dict[str, object]) -> bytes:
+    return request_bytes("/v1/completions", json.dumps(asked).encode())
 
 
 async def test_a_verifier_that_lends_none_says_so(tmp_path: Path) -> None:

@@ -212,10 +212,14 @@ def test_a_schema_that_takes_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch
     """In a process of its own, so that its bound can be anything; without it, this never ends."""
     monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 1.0)
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    assert reader.trials is not None
     with pytest.raises(ConstraintError, match="takes more time or memory than is given"):
         reader.read(ENDLESS)
     monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 200.0)  # however busy the machine is
     assert reader.read(schema({"type": "object"})).matcher is not None
+    assert reader.trials.pids
+    reader.close()
+    assert not reader.trials.pids
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
