@@ -146,21 +146,25 @@ async def _install(kind: ExporterKind, folder: Path, hear: Hear) -> None:
     try:
         venv = (sys.executable, "-m", "venv", str(folder))
         await run_child("making an environment", venv, note)
-        await run_child(f"installing {kind.name}", (*pip, *_cpu_torch(), *kind.requirements), note)
+        if torch := _first_torch(kind):
+            await run_child("installing torch without CUDA", (*pip, *torch), note)
+        await run_child(f"installing {kind.name}", (*pip, *kind.requirements), note)
     except ChildError as error:
         causes = (why for sign, why in _CAUSES if any(sign in words for words in said))
         why = next(causes, "")
         raise SetupError(f"{why}\n{error}" if why else str(error)) from error
 
 
-def _cpu_torch() -> tuple[str, ...]:
-    """For pip: where torch is without CUDA, gigabytes that no exporter needs. On Linux alone the
-    usual index has it with CUDA; pip prefers ``2.9.0+cpu`` to ``2.9.0``. Whoever has told pip which
-    index to use is not overruled."""
+def _first_torch(kind: ExporterKind) -> tuple[str, ...]:
+    """For pip: torch without CUDA, which is gigabytes that no exporter needs. On Linux alone the
+    usual index has it with CUDA. Nothing where no torch is wanted, or where somebody has told pip
+    which index to use."""
+    wanted = [one for one in kind.requirements if one.startswith("torch")]
     told = any(os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_NO_INDEX"))
-    if told or not sys.platform.startswith("linux"):
+    if not wanted or told or not sys.platform.startswith("linux"):
         return ()
-    return ("--extra-index-url", _CPU_TORCH)
+    # Alone: what torch needs comes with the rest, and one index is asked for one package.
+    return ("--no-deps", "--retries", "2", "--index-url", _CPU_TORCH, *wanted)
 
 
 async def _check(kind: ExporterKind, python: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from edgespec.exporters.kinds import ExporterKind
 from edgespec.setup_error import SetupError
 
 KIND = ExporterKind("some", ("some==1",), ("some",), (32,), lambda source, target, bits: ())
+WITH_TORCH = replace(KIND, requirements=("some==1", "torch>=2.5"))
 WITHIN = 3000
 """Turns of 20 ms, a minute."""
 PYTHON = """#!/bin/sh
@@ -166,12 +168,19 @@ async def test_torch_comes_without_cuda_unless_pip_was_told_otherwise(
 ) -> None:
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
-    python = await python_of()
-    assert ("--extra-index-url" in asked(folder)[0]) == sys.platform.startswith("linux")
+    monkeypatch.setattr(sys, "platform", "linux")
+    python = await exporter_python(WITH_TORCH, None, print, print)
+    first, second = asked(folder)
+    assert "--index-url https://download.pytorch.org/whl/cpu torch>=2.5" in first
+    assert "--no-deps" in first
+    assert "some" not in first
+    assert "--index-url" not in second
+    assert second.endswith("some==1 torch>=2.5")
     shutil.rmtree(python.parents[1])
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
-    await python_of()
-    assert "--extra-index-url" not in asked(folder)[1]
+    await exporter_python(WITH_TORCH, None, print, print)
+    assert len(asked(folder)) == 3
+    assert "--index-url" not in asked(folder)[2]
 
 
 async def test_a_cache_that_cannot_be_written_is_told(
