@@ -120,8 +120,9 @@ async def _make(kind: ExporterKind, folder: Path, say: Say, hear: Hear) -> None:
         await _install(kind, folder, hear)
         (folder / _READY).touch()
     except BaseException as error:
+        # Gigabytes go in a thread, so that a second Ctrl-C is heard meanwhile.
         with suppress(OSError):
-            shutil.rmtree(folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise _cannot(folder, error) from error
         raise
@@ -146,9 +147,14 @@ async def _install(kind: ExporterKind, folder: Path, hear: Hear) -> None:
     try:
         venv = (sys.executable, "-m", "venv", str(folder))
         await run_child("making an environment", venv, note)
+        # A pip that is ended leaves what it has unpacked so far: here that goes with the rest.
+        unpacked = folder / "unpacked"
+        await asyncio.to_thread(unpacked.mkdir)
+        places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(unpacked))
         if torch := _first_torch(kind):
-            await run_child("installing torch without CUDA", (*pip, *torch), note)
-        await run_child(f"installing {kind.name}", (*pip, *kind.requirements), note)
+            await run_child("installing torch without CUDA", (*pip, *torch), note, places)
+        await run_child(f"installing {kind.name}", (*pip, *kind.requirements), note, places)
+        await asyncio.to_thread(shutil.rmtree, unpacked, ignore_errors=True)
     except ChildError as error:
         causes = (why for sign, why in _CAUSES if any(sign in words for words in said))
         why = next(causes, "")

@@ -28,6 +28,8 @@ case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip")
     echo "$@" >> "{folder}/asked"
+    mkdir "$TMPDIR/pip-unpack-$$"
+    echo "$TMPDIR" > "{folder}/tmpdir"
     echo "Collecting some"
     case "$(cat "{folder}/mode")" in
     full) echo "ERROR: Could not install: an OSError: [Errno 28] No space left on device"
@@ -91,6 +93,7 @@ async def test_it_is_made_once_and_found_again(folder: Path) -> None:
     assert "making an environment for some, once, in" in said[0]
     assert "some==1" in said[0]
     assert "Collecting some" in heard
+    assert not Path((folder / "tmpdir").read_text().strip()).exists()
     said.clear()
     assert await python_of(said) == python
     assert (said, len(asked(folder))) == ([], 1)
