@@ -70,6 +70,11 @@ def made(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "edgespec" / "exporters").glob("some-*[!k]"))
 
 
+def unpacked_in(folder: Path) -> Path:
+    """Where the last pip was told to unpack."""
+    return Path((folder / "tmpdir").read_text().strip())
+
+
 async def python_of(said: list[str] | None = None, heard: list[str] | None = None) -> Path:
     say = [] if said is None else said
     hear = [] if heard is None else heard
@@ -93,7 +98,7 @@ async def test_it_is_made_once_and_found_again(folder: Path) -> None:
     assert "making an environment for some, once, in" in said[0]
     assert "some==1" in said[0]
     assert "Collecting some" in heard
-    assert not Path((folder / "tmpdir").read_text().strip()).exists()
+    assert not unpacked_in(folder).exists()
     said.clear()
     assert await python_of(said) == python
     assert (said, len(asked(folder))) == ([], 1)
