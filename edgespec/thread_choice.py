@@ -3,7 +3,9 @@
 A second thread nearly halves the step of a large draft where a core is free, and lengthens it where
 threads share one or wait for one another: it has to be tried. A small draft, whose step is shorter
 than a thread's waking up, has one without being tried. Counts are tried one after another, never
-two drafts at once, as a device may have memory for one. A later start reads what was found.
+two drafts at once, as a device may have memory for one. A later start reads what was found. While
+other programs take the cores nothing is learned of the machine: that start goes by size, and the
+next one measures.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ MOST_TRIED: Final = 4
 _LEAST_SAVED: Final = 0.1
 _PROMPT, _WARM_UP, _LEAST_STEPS, _STEPS = 16, 1, 3, 12
 _LONGEST_S: Final = 1.0
+# A step that has the processor for less of its time than this is held up by other programs.
+_LEAST_SHARE: Final = 0.8
 _log = logging.getLogger(__name__)
 _Drafter = TypeVar("_Drafter", bound=Drafter)
 
@@ -69,21 +73,25 @@ def best_count(step_s: dict[int, float]) -> int:
     return min(count for count, time_s in step_s.items() if time_s * (1 - _LEAST_SAVED) <= quickest)
 
 
-def least_step_s(drafter: Drafter) -> float:
+def least_step_s(drafter: Drafter) -> float | None:
     """The shortest of some steps of one token behind a short prompt: what the machine can do, not
-    what it does beside other programs at this moment. Stops after about a second."""
+    what it does beside other programs at this moment; None: these held it up most of the time.
+    Stops after about a second."""
     size, context = drafter.info.vocabulary_size, drafter.info.context_length
     length = max(1, min(_PROMPT, context - _WARM_UP - _STEPS))
     drafter.begin(length, SamplingParams())
     drafter.step(0, [position % size for position in range(length)], 1)
     times: list[float] = []
-    begun_s = time.perf_counter()
+    begun_s, before_cpu_s = time.perf_counter(), time.process_time()
     for position in range(length, min(context, length + _WARM_UP + _STEPS)):
         if len(times) >= _LEAST_STEPS and time.perf_counter() - begun_s > _LONGEST_S:
             break
         before_s = time.perf_counter()
         drafter.step(position, [1 % size], 1)
         times.append(time.perf_counter() - before_s)
+    cpu_s, took_s = time.process_time() - before_cpu_s, time.perf_counter() - begun_s
+    if cpu_s < _LEAST_SHARE * took_s:
+        return None
     return min(times[_WARM_UP:] or times, default=math.inf)
 
 
@@ -94,11 +102,15 @@ def _measured(
     for count in counts:
         drafter = load(count)
         try:
-            times[count] = least_step_s(drafter)
+            found = least_step_s(drafter)
         except Exception as error:  # whatever a runtime raises: the session will tell it in words
             _log.info("a draft step with %d threads failed: %s", count, error)
             return drafter
         drafter.close()
+        if found is None:
+            say("draft threads: by the draft's size this time, as other programs hold the cores")
+            return load(0)
+        times[count] = found
     best = best_count(times)
     told = ", ".join(f"{count}: {time_s * 1e3:.1f} ms" for count, time_s in times.items())
     say(f"draft threads: {best} ({told} a step)")
