@@ -29,9 +29,11 @@ from edgespec_sim.world.watch import RUNG
 Row = ConditionSection
 
 
-def world(conditions: ConditionsSection | None, duration_s: float = 12.0) -> Scenario:
+def world(
+    conditions: ConditionsSection | None, duration_s: float = 12.0, think_s: float = 1.0
+) -> Scenario:
     workload = WorkloadSection(
-        prompt_tokens=32, output_tokens=64, think_s=0.2, start_within_s=0.1, start_thinking=False
+        prompt_tokens=16, output_tokens=32, think_s=think_s, start_within_s=0.1
     )
     device = DeviceSection(path=("wan",), workload=workload, conditions=conditions)
     return Scenario(
@@ -89,7 +91,7 @@ def test_a_device_that_gets_hot_drafts_less_and_then_nothing() -> None:
 
 def test_what_is_over_is_forgotten_rung_by_rung() -> None:
     course = (replace(WELL, celsius=90.0), Row(4.0, celsius=40.0))
-    scenario = world(ConditionsSection(course), duration_s=120.0)
+    scenario = world(ConditionsSection(course), duration_s=120.0, think_s=4.0)
     outcome = play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()))
     assert counts(outcome)[:2] == (1, 3)
     rungs = [what.removeprefix("drafting: ") for _, what in happened(outcome)]
@@ -97,30 +99,30 @@ def test_what_is_over_is_forgotten_rung_by_rung() -> None:
 
 
 def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
-    course = (WELL, Row(3.0, resident_mib=600.0), Row(5.0, resident_mib=100.0))
+    course = (WELL, Row(3.0, resident_mib=600.0), Row(20.0, resident_mib=100.0))
     section = ConditionsSection(course, budget_mib=500.0, window=512)
-    scenario = world(section, duration_s=150.0)
+    scenario = world(section, duration_s=150.0, think_s=4.0)
     outcome = play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()))
     down, up, less, more = counts(outcome)
     assert (down, up) == (0, 0)
     assert less >= 1
-    assert more >= 2  # a text of 96 tokens holds nothing at first, then some, then all again
+    assert more >= 2  # nothing at first, then some, then all again
     kinds = [what for _, what in happened(outcome)]
     assert kinds == [LESS_MEMORY] * less + [MORE_MEMORY] * more
     by_start = outcome.meters.rows()
-    resting = [row for row in by_start if 6.0 < row.started_s < 30.0]
+    resting = [row for row in by_start if 20.0 < row.started_s < 45.0]
     assert resting
     assert all(row.acceptance is None for row in resting)
-    assert by_start[-1].acceptance is not None
+    assert [row for row in by_start if row.tokens][-1].acceptance is not None
 
 
 def test_a_window_that_slides_costs_time_and_no_token() -> None:
     roomy = ConditionsSection((WELL,), budget_mib=900.0, window=512)
     plain, small = played(roomy), played(replace(roomy, window=64))
-    assert counts(small) == (0, 0, 0, 0)
-    assert [one.tokens for one in small.meters.records] != []
+    assert counts(small) == counts(plain) == (0, 0, 0, 0)
     section = world(roomy).devices["phone"]
-    dear = replace(section, draft=replace(section.draft, row_ms=4.0))
+    longer = replace(section.workload, output_tokens=128)
+    dear = replace(section, draft=replace(section.draft, row_ms=4.0), workload=longer)
 
     def mean_tpot_s(window: int) -> float:
         phone = replace(dear, conditions=replace(roomy, window=window))
@@ -130,7 +132,6 @@ def test_a_window_that_slides_costs_time_and_no_token() -> None:
         return tpot.mean
 
     assert mean_tpot_s(64) > mean_tpot_s(512)  # tokens are fed again, 4 ms each
-    assert counts(plain) == (0, 0, 0, 0)
 
 
 def test_its_battery_is_what_the_course_or_else_the_world_says() -> None:
