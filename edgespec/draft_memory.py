@@ -32,6 +32,7 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, read_config, resolve_m
 from edgespec.ports import Drafter
 from edgespec.setup_error import SetupError, needs
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
+from edgespec.thread_choice import kept_threads
 
 Say = Callable[[str], None]
 
@@ -174,9 +175,11 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
         from edgespec.drafters.guarded import CacheGroup, GuardedDrafter
         from edgespec.drafters.onnx_drafter import OnnxDrafter
     variants = without_tokenizer(variants_of(draft))
-    question = question_of(draft, most_width)
-    plan = plan_memory(variants, question, known_drafts())
     folder = resolve_model(draft.model, Role.DRAFT)
+    question = question_of(draft, most_width)
+    if not draft.threads and (kept := kept_threads(folder / MODEL_FILE)) is not None:
+        question = replace(question, threads=kept)
+    plan = plan_memory(variants, question, known_drafts())
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = exported(folder, draft.bits, say, plan.variant.kv_type)

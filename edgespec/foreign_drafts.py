@@ -2,32 +2,35 @@
 
 Of several variants in a folder the fastest is taken: which one that is depends on the processor
 (8-bit products, float16), so each is loaded once and timed. What was measured is kept in the user's
-cache, under a key of the files' sizes and times.
+cache, under a key of the machine and of the files' sizes and times.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.export_cache import cache_folder
+from edgespec.machine_key import measured_key
 from edgespec.models.draft_sources import DraftSource
 from edgespec.models.foreign_info import read_foreign_info
 from edgespec.ports import ModelInfo
+from edgespec.thread_choice import load_with_best_threads
+from edgespec.whole_file import replace_file
 
 if TYPE_CHECKING:
     from edgespec.drafters.foreign_check import Behaviour
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import ForeignGraph
 
+_CPU = ("CPUExecutionProvider",)
 _WARM_UP, _STEPS = 2, 9
 _PROMPT = 16
 
@@ -53,14 +56,26 @@ def foreign_drafter(
     tokenizer: Path | None = None,
     threads: int = 0,
     context_length: int = 0,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
+    providers: Sequence[str] = _CPU,
+    try_threads: bool = False,
 ) -> ForeignDrafter:
     """A drafter on the one graph of ``source``, or on the fastest of several. ``tokenizer`` is a
-    folder whose tokenizer goes with it where it has none. Raises ``ValueError`` naming the file."""
+    folder whose tokenizer goes with it where it has none. ``try_threads``: where ``threads`` is 0
+    they are measured and kept, else chosen by size. Raises ``ValueError`` naming the file."""
+    from edgespec.drafters.runtime_session import is_small
+
     load = _loader(source, tokenizer, threads, context_length, providers)
-    if len(source.graphs) == 1:
-        return load(next(iter(source.graphs.values())))
-    return load(source.graphs[_fastest(source.graphs, load, say)])
+    path = next(iter(source.graphs.values()))
+    if len(source.graphs) > 1:
+        path = source.graphs[_fastest(source.graphs, load, say)]
+    if threads or not try_threads:
+        return load(path)
+
+    def load_with(count: int) -> ForeignDrafter:
+        return _loader(source, tokenizer, count, context_length, providers)(path)
+
+    tried = tuple(providers) == _CPU and not is_small(path)
+    return load_with_best_threads(load_with, path, say, tried=tried)
 
 
 def inspect_graph(source: DraftSource, variant: str) -> Inspection:
@@ -87,7 +102,7 @@ def _loader(
     tokenizer: Path | None,
     threads: int,
     context_length: int,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
+    providers: Sequence[str] = _CPU,
 ) -> Callable[[Path], ForeignDrafter]:
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import HeadHint
@@ -153,11 +168,8 @@ def step_s(drafter: ForeignDrafter) -> float:
 
 
 def _key(graphs: Mapping[str, Path]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for variant, path in graphs.items():
-        stat = path.stat()
-        digest.update(f"{variant} {path.resolve()} {stat.st_size} {stat.st_mtime_ns} ".encode())
-    return digest.hexdigest()
+    places = (f"{variant} {path.resolve()}" for variant, path in graphs.items())
+    return measured_key(graphs.values(), *places)
 
 
 def _read(path: Path, graphs: Mapping[str, Path]) -> str | None:
@@ -170,10 +182,6 @@ def _read(path: Path, graphs: Mapping[str, Path]) -> str | None:
 
 def _write(path: Path, value: Mapping[str, object]) -> None:
     """A cache that cannot be written costs the next start some time, and nothing else."""
-    aside = path.with_suffix(f".{os.getpid()}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
+        replace_file(path, json.dumps(value, indent=2) + "\n")

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.core.device.kv_type import KvType
+from edgespec.drafters.manifest import MODEL_FILE
 from edgespec.models.draft_sources import find_draft, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
 from edgespec.ports import Drafter
 from edgespec.setup_error import SetupError, needs
+from edgespec.thread_choice import load_with_best_threads
 
 Say = Callable[[str], None]
+_CPU = ("CPUExecutionProvider",)
 
 
 def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
@@ -36,6 +39,7 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
                 threads=draft.threads,
                 context_length=draft.context_length,
                 providers=_providers(draft, say),
+                try_threads=True,
             )
     if draft.memory_budget:
         if draft.provider != "cpu":
@@ -47,10 +51,33 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.drafters.onnx_drafter import OnnxDrafter
+        from edgespec.drafters.onnx_drafter import is_small
 
         providers = _providers(draft, say)
-    if leaves > 1:
+    load = _loader(folder, draft, leaves, providers, say)
+    if draft.threads:
+        return load(draft.threads)
+    tried = providers == _CPU and not is_small(folder)
+    return load_with_best_threads(load, folder / MODEL_FILE, say, tried=tried)
+
+
+def _loader(
+    folder: Path, draft: DraftSection, leaves: int, providers: tuple[str, ...], say: Say
+) -> Callable[[int], Drafter]:
+    """Loads the draft folder of ours with so many threads, 0 by its size; with one leaf a step,
+    and ``say`` hears why, where the graph takes no more."""
+    from edgespec.drafters.onnx_drafter import OnnxDrafter
+
+    def plain(threads: int) -> Drafter:
+        return OnnxDrafter(
+            folder,
+            threads=threads,
+            context_length=draft.context_length,
+            window=draft.window,
+            providers=providers,
+        )
+
+    def with_leaves(threads: int) -> Drafter:
         from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
         from edgespec.drafters.tree_graph import TreeGraphError
 
@@ -58,19 +85,15 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
             return OnnxTreeDrafter(
                 folder,
                 leaves,
-                threads=draft.threads,
+                threads=threads,
                 context_length=draft.context_length,
                 providers=providers,
             )
         except TreeGraphError as error:
             say(f"one leaf a draft step: {error}")
-    return OnnxDrafter(
-        folder,
-        threads=draft.threads,
-        context_length=draft.context_length,
-        window=draft.window,
-        providers=providers,
-    )
+            return plain(threads)
+
+    return plain if leaves == 1 else with_leaves
 
 
 def _providers(draft: DraftSection, say: Say) -> tuple[str, ...]:

@@ -6,23 +6,19 @@ more leaves than pay. What one process has learned, the next one begins with, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import platform
 from contextlib import suppress
 from dataclasses import astuple
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from edgespec.config import DraftSection
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.row_times import RowTimes
+from edgespec.machine_key import measured_key
 from edgespec.whole_file import replace_file
 
 _LONGEST_S = 60.0
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 class RowCostFile:
@@ -54,26 +50,7 @@ class RowCostFile:
 
 
 def _key(draft: DraftSection) -> str:
-    """Of the processor, the runtime, the settings of the draft and the files it is made of."""
-    digest = hashlib.blake2b(digest_size=12)
-    try:
-        runtime = version("onnxruntime")
-    except PackageNotFoundError:
-        runtime = ""
-    for part in (_processor(), str(os.cpu_count()), runtime, repr(astuple(draft))):
-        digest.update(f"{part}\n".encode())
+    """Of the machine, the settings of the draft and the files it is made of."""
     folder = Path(draft.model).expanduser()
-    for path in sorted(folder.glob("*.onnx*")) if folder.is_dir() else ():
-        with suppress(OSError):
-            stat = path.stat()
-            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-def _processor() -> str:
-    """Its name as the system tells it, or what Python knows."""
-    with suppress(OSError):
-        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return f"{platform.machine()} {platform.processor()}"
+    files = folder.glob("*.onnx*") if folder.is_dir() else ()
+    return measured_key(files, repr(astuple(draft)))

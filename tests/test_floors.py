@@ -77,7 +77,7 @@ def named(names: str) -> tuple[str, ...]:
 COMPOSED = named(
     "core ports telemetry config drafters targets engines transport models agent verifier "
     "export_cache draft_memory target_loading target_memory foreign_drafts model_drafter access "
-    "setup_error many_verifiers constraint_readers row_cost_file"
+    "setup_error many_verifiers constraint_readers row_cost_file thread_choice machine_key"
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -107,6 +107,14 @@ FLOORS = (
         HEAVY | IMPURE,
     ),
     Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
+    # A guarded draft's window and governor are the simulator's too; a log is no harm to it.
+    Floor("edgespec.drafters.draft_window", (), HEAVY | IMPURE, stdlib_only=True),
+    Floor(
+        "edgespec.drafters.guarded",
+        (CORE, PORTS, "edgespec.drafters.twins"),
+        HEAVY | (IMPURE - {"logging"}),
+        stdlib_only=True,
+    ),
     Floor("edgespec.drafters.twins", (PORTS,), HEAVY | IMPURE, stdlib_only=True),
     Floor(
         "edgespec.drafters.tree_rows",
@@ -155,7 +163,10 @@ FLOORS = (
     # A draft within a memory budget: measured, planned, exported, guarded.
     Floor(
         "edgespec.draft_memory",
-        (CORE, PORTS, CONFIG, TELEMETRY, *named("drafters models export_cache setup_error")),
+        (
+            *(CORE, PORTS, CONFIG, TELEMETRY),
+            *named("drafters models export_cache setup_error thread_choice"),
+        ),
         HEAVY - {"onnxruntime"},
     ),
     Floor("edgespec.constraint_readers", (CORE, "edgespec.models"), HEAVY),
@@ -163,7 +174,10 @@ FLOORS = (
     Floor("edgespec.target_memory", (CORE, CONFIG, TELEMETRY, "edgespec.targets"), HEAVY),
     Floor(
         "edgespec.foreign_drafts",
-        (CORE, PORTS, "edgespec.drafters", "edgespec.models", "edgespec.export_cache"),
+        (
+            *(CORE, PORTS, WHOLE_FILE),
+            *named("drafters models export_cache machine_key thread_choice"),
+        ),
         HEAVY,
     ),
     Floor(
@@ -171,6 +185,7 @@ FLOORS = (
         (
             *(CORE, CONFIG, PORTS),
             *named("draft_memory drafters export_cache foreign_drafts models setup_error"),
+            "edgespec.thread_choice",
         ),
         HEAVY,
     ),
@@ -187,7 +202,15 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
-    Floor("edgespec.row_cost_file", (CORE, CONFIG, WHOLE_FILE), HEAVY),
+    Floor("edgespec.row_cost_file", (CORE, CONFIG, WHOLE_FILE, "edgespec.machine_key"), HEAVY),
+    # What was measured on a machine, and how many threads that comes to.
+    Floor("edgespec.machine_key", (), HEAVY, stdlib_only=True),
+    Floor(
+        "edgespec.thread_choice",
+        (CORE, PORTS, WHOLE_FILE, *named("export_cache machine_key")),
+        HEAVY,
+        stdlib_only=True,
+    ),
     # The composition root, and the Python API on top of it.
     # A target from settings; its libraries are loaded late.
     Floor(
@@ -215,8 +238,7 @@ FLOORS = (
             TELEMETRY,
             CONFIG,
             ARMS,
-            "edgespec.drafters.toy",
-            "edgespec.drafters.tree_rows",
+            *named("drafters.draft_window drafters.guarded drafters.toy drafters.tree_rows"),
             "edgespec.targets.toy",
         ),
         HEAVY | REAL_WORLD,

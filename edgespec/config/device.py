@@ -49,7 +49,7 @@ class DraftSection:
     """Which ONNX graph of others to use, such as ``q4`` or ``fp16``; ``auto``: the fastest there
     is, or the smallest to download."""
     threads: int = 0
-    """0: chosen by the size of the model."""
+    """0: one for a small model, else measured at the first start on this machine, and kept."""
     context_length: int = 0
     """0: the model's own. Less bounds the memory of keys and values."""
     draft_ms: float = 0.0

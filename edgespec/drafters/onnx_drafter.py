@@ -87,7 +87,7 @@ class OnnxDrafter:
         if window:
             self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
-        threads = threads or _default_threads(self._manifest, self._weights_bytes)
+        threads = threads or (1 if is_small(folder) else 2)
         path = folder / MODEL_FILE
         self._session: ort.InferenceSession | None = self._open(path, threads, providers)
         self._cache, self._work = TokenCache(self._info), Workspace()
@@ -276,8 +276,9 @@ def _weights_bytes(folder: Path) -> int:
     return sum(part.stat().st_size for part in folder.glob(f"{MODEL_FILE}*"))
 
 
-def _default_threads(manifest: DraftManifest, weights_bytes: int) -> int:
-    return 1 if weights_bytes < _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0) else 2
+def is_small(folder: Path) -> bool:
+    """Is its step so short that a second thread would lengthen it? Raises ``DraftModelError``."""
+    return _weights_bytes(folder) < _TWO_THREADS_FROM_BYTES.get(read_manifest(folder).bits, 0)
 
 
 def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:

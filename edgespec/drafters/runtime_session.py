@@ -26,8 +26,12 @@ _TWO_THREADS_FROM_BYTES = 8_000_000
 
 def open_session(path: Path, threads: int, providers: Sequence[str] = CPU) -> ort.InferenceSession:
     """As ``load_session``; ``threads`` 0 chooses by the size of the weights."""
-    two = weights_bytes(path) >= _TWO_THREADS_FROM_BYTES
-    return load_session(path, threads or (2 if two else 1), providers)
+    return load_session(path, threads or (1 if is_small(path) else 2), providers)
+
+
+def is_small(path: Path) -> bool:
+    """Is its step so short that a second thread would lengthen it?"""
+    return weights_bytes(path) < _TWO_THREADS_FROM_BYTES
 
 
 def load_session(

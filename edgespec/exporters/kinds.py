@@ -12,6 +12,8 @@ from pathlib import Path
 
 TORCH_EXPORT = "edgespec.exporters.scripts.torch_export"
 REFERENCE = "edgespec.exporters.scripts.reference_logits"
+# One version, as a newer one from whatever index pip knows may bring CUDA along.
+_TORCH = "torch==2.13.0"
 OWN = "edgespec"
 """The exporter of this project, which needs no torch."""
 
@@ -63,7 +65,7 @@ KINDS = {
                 "optimum==2.1.0",
                 "optimum-onnx==0.1.0",
                 "transformers==4.57.6",
-                "torch>=2.5",
+                _TORCH,
                 "onnx>=1.18",
                 "onnxruntime>=1.23",
                 "protobuf>=6.33.5,<7",
@@ -79,7 +81,7 @@ KINDS = {
                 "onnxruntime-genai==0.18.0",
                 "onnx-ir>=0.1.10",
                 "transformers>=5.17,<6",
-                "torch>=2.5",
+                _TORCH,
                 "onnx>=1.18",
                 "onnxruntime>=1.23",
             ),
@@ -89,7 +91,7 @@ KINDS = {
         ),
         ExporterKind(
             "torch",
-            ("transformers>=5.17,<6", "torch>=2.9", "onnx>=1.18", "onnxscript>=0.5"),
+            ("transformers>=5.17,<6", _TORCH, "onnx>=1.18", "onnxscript>=0.5"),
             ("transformers", "torch", "onnx", "onnxscript"),
             (4, 8, 32),
             _torch,

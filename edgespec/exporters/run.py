@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from edgespec.exporters.child import Hear, run_child
 from edgespec.exporters.environment import exporter_python
 from edgespec.exporters.kinds import REFERENCE, ExporterKind, script
+from edgespec.exporters.older_config import readable_by_transformers_4
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import ModelFolderError, read_json
+from edgespec.models.folders import ModelFolderError
 from edgespec.setup_error import needs
 
 Say = Callable[[str], None]
@@ -59,18 +61,19 @@ async def export_by(
     if bits not in kind.bits:
         raise ValueError(f"bits is {bits}, but {kind.name} writes one of {kind.bits}")
     source, target = _absolute(source), _absolute(target)
-    if kind.name == "optimum":
-        _refuse_newer_config(source)
-    python = await exporter_python(kind, python, say, hear)
-    command = (str(python), *kind.arguments(source, target, bits))
-    await run_child(f"the exporter {kind.name}", command, hear)
-    path = _written(kind, source, target)
     reference: tuple[list[int], NDArray[np.float32]] | None = None
     difference: float | None = None
-    with needs("onnx and onnxruntime", "edgespec[export,cpu]"):
+    wanted = needs("onnx and onnxruntime", "edgespec[export,cpu]")
+    with wanted, _readable(kind, source) as readable:
+        python = await exporter_python(kind, python, say, hear)
+        command = (str(python), *kind.arguments(readable, target, bits))
+        await run_child(f"the exporter {kind.name}", command, hear)
+        path = _written(kind, source, target)
         if check:
             hear("comparing with the checkpoint")
-            reference = await _reference(python, source, target, hear)
+            reference = await _reference(python, readable, source.name, target, hear)
+    with needs("onnx and onnxruntime", "edgespec[export,cpu]"):
+        if reference is not None:
             written = 32 if kind.rounds else bits
             difference = await asyncio.to_thread(_compare, target, source, written, *reference)
         if kind.rounds and bits != 32:
@@ -83,16 +86,14 @@ async def export_by(
         return await asyncio.to_thread(_described, target, path, difference)
 
 
-def _refuse_newer_config(source: Path) -> None:
-    """transformers 4 passes over what it does not know, and its rotations would be others: the
-    comparison, which it makes too, would not see it. Raises ``ModelFolderError``."""
-    config = read_json(source / "config.json")
-    if "rope_parameters" in config and "rope_theta" not in config:
-        raise ModelFolderError(
-            f"{source / 'config.json'}: has rope_parameters and no rope_theta, which transformers 4"
-            " reads wrongly; write rope_theta and rope_scaling there, too, or use --exporter genai"
-            " or torch"
-        )
+@contextmanager
+def _readable(kind: ExporterKind, source: Path) -> Iterator[Path]:
+    """The source as the exporter's own transformers reads it. Raises ``ModelFolderError``."""
+    if kind.name != "optimum":
+        yield source
+        return
+    with readable_by_transformers_4(source) as folder:
+        yield folder
 
 
 def _absolute(path: Path) -> Path:
@@ -118,17 +119,17 @@ def _written(kind: ExporterKind, source: Path, target: Path) -> Path:
 
 
 async def _reference(
-    python: Path, source: Path, target: Path, hear: Hear
+    python: Path, source: Path, name: str, target: Path, hear: Hear
 ) -> tuple[list[int], NDArray[np.float32]]:
     """(tokens, logits [T, V] behind each) of the checkpoint."""
     from edgespec.drafters.parity import CHECKED_TOKENS
     from edgespec.models.foreign_info import read_foreign_info
 
-    info = await asyncio.to_thread(read_foreign_info, target, source.name)
+    info = await asyncio.to_thread(read_foreign_info, target, name)
     length = min(CHECKED_TOKENS, info.model.context_length)
     tokens = np.random.default_rng(0).integers(0, info.token_count, length).tolist()
-    with tempfile.TemporaryDirectory(prefix="edgespec-reference-") as name:
-        out = Path(name) / "logits.npy"
+    with tempfile.TemporaryDirectory(prefix="edgespec-reference-") as folder:
+        out = Path(folder) / "logits.npy"
         words = ",".join(map(str, tokens))
         command = (str(python), script(REFERENCE), str(source), str(out), words)
         await run_child("the checkpoint itself", command, hear)

@@ -145,6 +145,7 @@ def requests_ended_table(run: RunSummary) -> str:
     ended = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
     header: tuple[str, ...] = ended
     handed = any(arm.all.handovers for arm in run.arms)
+    walked = any(any(_changes(arm.all)) for arm in run.arms)
     rows = [
         (
             arm.arm,
@@ -155,6 +156,7 @@ def requests_ended_table(run: RunSummary) -> str:
             _ms(arm.all.itl_s, _MEDIAN),
             _ms(arm.all.itl_s, _P99),
             *(_handed(arm.all) if handed else ()),
+            *(_walked(arm.all) if walked else ()),
         )
         for arm in run.arms
     ]
@@ -165,6 +167,12 @@ def requests_ended_table(run: RunSummary) -> str:
     if handed:
         header = (*header, "handovers", "moved, recomputed", "moved with KV")
         caption += " Handovers are those of running requests; moved: to another verifier."
+    if walked:
+        header = (*header, "rungs down / up", "memory less / more")
+        caption += (
+            " Rungs are those of the ladder by battery, heat and other programs; memory: what the"
+            " draft may hold, by its budget."
+        )
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
 
 
@@ -174,6 +182,15 @@ def _handed(group: GroupSummary) -> tuple[str, ...]:
         figures.count(group.moves_recomputed),
         figures.count(group.moves_with_kv),
     )
+
+
+def _changes(group: GroupSummary) -> tuple[int, int, int, int]:
+    return group.rungs_down, group.rungs_up, group.memory_tightened, group.memory_loosened
+
+
+def _walked(group: GroupSummary) -> tuple[str, ...]:
+    down, up, less, more = map(figures.count, _changes(group))
+    return f"{down} / {up}", f"{less} / {more}"
 
 
 def bounds_table(run: RunSummary) -> str:

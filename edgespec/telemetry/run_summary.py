@@ -98,6 +98,13 @@ class GroupSummary:
     """Running sessions that went to another verifier, which computed their prefix again."""
     moves_with_kv: int = 0
     """Those whose keys and values went along."""
+    rungs_down: int = 0
+    """Changes of a device's ladder while a request ran: less drafting, for its battery, its heat or
+    other programs."""
+    rungs_up: int = 0
+    memory_tightened: int = 0
+    """Restrictions of a draft by its memory budget while a request ran, and their ends."""
+    memory_loosened: int = 0
     mismatches: int | None = None
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
     unfinished: int = 0
@@ -185,7 +192,7 @@ class WatchedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Nothing passed for a while, or a device changed its cell."""
+    """Nothing passed for a while, or a device changed its cell, or drafts more or less."""
 
     start_s: float
     end_s: float

@@ -31,6 +31,7 @@ from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.parity import CHECKED_TOKENS
 from edgespec.drafters.reference_model import reference_logits
 from edgespec.exporters.kinds import KINDS
+from edgespec.exporters.older_config import readable_by_transformers_4
 from edgespec.foreign_drafts import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info, token_count
@@ -161,11 +162,38 @@ def test_wrong_usage_is_told(
     assert message in result.stderr
 
 
-def test_a_config_that_transformers_4_misreads_is_refused(tmp_path: Path) -> None:
+def test_a_newer_config_is_handed_on_in_older_words(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    with readable_by_transformers_4(source) as folder:
+        assert folder != source
+        older = json.loads((folder / "config.json").read_text())
+        assert older == config | {"rope_theta": 1000.0, "rope_scaling": None}
+        assert (folder / "model.safetensors").samefile(source / "model.safetensors")
+    assert not folder.exists()
+    assert (source / "model.safetensors").is_file()
+    scaled = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": scaled}))
+    with readable_by_transformers_4(source) as folder:
+        older = json.loads((folder / "config.json").read_text())
+        assert (older["rope_theta"], older["rope_scaling"]) == (
+            5e5,
+            {"rope_type": "yarn", "factor": 4.0},
+        )
+    told = config | {"rope_theta": 1000.0}
+    (source / "config.json").write_text(json.dumps(told))
+    with readable_by_transformers_4(source) as folder:
+        assert folder == source
+
+
+def test_rotations_that_have_no_older_words_are_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    by_layer = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": by_layer}))
     result = export(source, tmp_path / "out", interpreter("good", source, tmp_path))
     assert result.exit_code == 1
-    assert "has rope_parameters and no rope_theta" in result.stderr
+    assert "has rope_parameters without one rope_theta for all layers" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

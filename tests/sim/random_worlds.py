@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -15,6 +16,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.drafters.toy import ToyDrafter, toy_info
 from edgespec.ports import Drafter
+from edgespec_sim.faults.governors import BUDGET
 from edgespec_sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
 from edgespec_sim.faults.worlds import run_world
 
@@ -49,7 +51,28 @@ def play(seed: int) -> WorldResult:
 
 def draw_options(seed: int) -> WorldOptions:
     options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
-    return _with_leaves(options, random.Random(f"leaves of {seed}"))
+    options = _with_leaves(options, random.Random(f"leaves of {seed}"))
+    return _with_conditions(options, random.Random(f"conditions of {seed}"))
+
+
+def _with_conditions(options: WorldOptions, dice: random.Random) -> WorldOptions:
+    """Some devices get hot, run empty or are crowded, some are short of memory; every fifth of a
+    second it is another thing."""
+    readings = [
+        MachineReading(
+            battery=dice.choice((None, 0.05, 0.15, 0.25, 0.9)),
+            celsius=dice.choice((None, 40.0, 72.0, 80.0, 90.0)),
+            others_load=dice.choice((None, 0.1, 0.7, 0.9, 1.0)),
+        )
+        for _ in range(dice.choice((1, 4, 16)))
+    ]
+    held = [dice.choice((0, 0, BUDGET // 2, BUDGET - 80 * 1024, BUDGET)) for _ in range(8)]
+    kind = dice.randrange(6)
+    if kind in (0, 1):
+        options = replace(options, reading=lambda now: readings[int(5 * now) % len(readings)])
+    if kind in (1, 2):
+        options = replace(options, resident_bytes=lambda now: held[int(5 * now) % len(held)])
+    return options
 
 
 def _with_leaves(options: WorldOptions, dice: random.Random) -> WorldOptions:

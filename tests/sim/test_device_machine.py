@@ -28,7 +28,8 @@ def test_a_machine_that_is_well_changes_nothing() -> None:
 
 def test_drafting_empties_the_battery_and_gets_less() -> None:
     plain = played_on(PLAIN, "coin 0.9", 0.03, 0.004)
-    way, machine = laddered(battery(0.32, per_drafting_s=0.06))
+    way, machine = laddered(battery(0.32, per_drafting_s=0.08))
+    machine.every_s = 1.0
     found = played_on(way, "coin 0.9", 0.03, 0.004, machine)
     assert [rung for _, rung in machine.rungs] == [Rung.NARROW, Rung.THRIFTY]
     assert len(found.times_s) == TOKENS

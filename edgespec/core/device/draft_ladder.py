@@ -94,6 +94,7 @@ class DraftLadder:
         battery: Bounds = BATTERY,
         celsius: Bounds = CELSIUS,
         others_load: Bounds = OTHERS_LOAD,
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         self.rung = Rung.ALL
         self.why = ""
@@ -101,6 +102,7 @@ class DraftLadder:
         self.walked_down = 0
         """How often a rung was left downwards."""
         self._battery, self._celsius, self._load = battery, celsius, others_load
+        self._recovery_s = recovery_s
         self._well_since: float | None = None
 
     def observe(self, seen: MachineReading, now: float) -> Rung | None:
@@ -118,7 +120,7 @@ class DraftLadder:
             return None
         if self._well_since is None:
             self._well_since = now
-        if now - self._well_since < RECOVERY_S:
+        if now - self._well_since < self._recovery_s:
             return None
         return self._stand(Rung(self.rung - 1), seen)
 

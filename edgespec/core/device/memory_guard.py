@@ -57,7 +57,12 @@ class MemoryGuard:
     """
 
     def __init__(
-        self, budget_bytes: int, margin_bytes: int, full: Restriction, bytes_per_token: int
+        self,
+        budget_bytes: int,
+        margin_bytes: int,
+        full: Restriction,
+        bytes_per_token: int,
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         self.current = full
         self.tightened = 0
@@ -66,6 +71,7 @@ class MemoryGuard:
         self._slack = margin_bytes
         self._full = full
         self._row_bytes = max(1, bytes_per_token)
+        self._recovery_s = recovery_s
         self._calm_since: float | None = None
 
     def observe(self, seen: Observation, now: float) -> Restriction | None:
@@ -82,7 +88,7 @@ class MemoryGuard:
             return None
         if self._calm_since is None:
             self._calm_since = now
-        if now - self._calm_since < RECOVERY_S:
+        if now - self._calm_since < self._recovery_s:
             return None
         self._calm_since = now
         return self._changed(richer)

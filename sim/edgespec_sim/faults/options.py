@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -74,6 +75,12 @@ class WorldOptions:
     """Of each operation of the target, before it and after it."""
     session_failure_chance: float = 0.0
     """Of each time that a session's machine asks its acceptance rule or its run-ahead policy."""
+
+    reading: Callable[[float], MachineReading] | None = None
+    """What every device reads of its machine, by the time: its policy stands on a ladder then."""
+    resident_bytes: Callable[[float], int] | None = None
+    """What every device's process holds beside its draft, by the time, of ``governors.BUDGET``;
+    with one leaf a step only."""
 
     @property
     def quiet(self) -> bool:

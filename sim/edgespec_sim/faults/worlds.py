@@ -46,6 +46,7 @@ from edgespec_sim.faults.checks import (
     require,
     target_stream,
 )
+from edgespec_sim.faults.governors import guarded, with_ladder
 from edgespec_sim.faults.options import DeviceResult, WorldOptions, WorldResult
 
 # Worlds end well or not at all: their devices never give up.
@@ -141,16 +142,17 @@ class _World:
 
     def _start_device(self, index: int, request: Open) -> SimulatedDevice:
         options = self.options
+        policy, machine = with_ladder(options.policies[index], options)
         session = DraftSession(
             request,
-            options.policies[index],
+            policy,
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
             leaves=options.leaves,
         )
         inner = PathDrafter(options.drafter(options.model), options.leaves)
-        drafter = CheckedDrafter(inner, session.tree)
+        drafter = guarded(CheckedDrafter(inner, session.tree), options, self.queue)
         device = SimulatedDevice(
             self.queue,
             session,
@@ -159,6 +161,9 @@ class _World:
             lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)
+        if machine is not None:
+            delivery = device.delivery
+            machine.watch(self.queue, lambda: 0.0, lambda: delivery.ended is not None)
         self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
         return device
 

@@ -129,6 +129,11 @@ def check_mean_field(scenario: Scenario) -> None:
                 f"devices.{name}.workload.requests is {section.workload.requests}, but users of a "
                 "mean field go on: 0"
             )
+        if section.conditions is not None:
+            raise ValueError(
+                f"devices.{name}.conditions change over time, but a mean field has one law for all"
+                " of it: null"
+            )
 
 
 def _users(

@@ -12,12 +12,8 @@ from edgespec.core.device.policy_names import PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec_sim.radio.power import RADIOS
-from edgespec_sim.scenario.arrival_sections import (
-    DRAIN_S,
-    ArrivalsSection,
-    SloSection,
-    window_s,
-)
+from edgespec_sim.scenario.arrival_sections import DRAIN_S, ArrivalsSection, SloSection, window_s
+from edgespec_sim.scenario.condition_sections import ConditionsSection
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 
 MAX_DEVICES = 1_000_000
@@ -253,6 +249,8 @@ class DeviceSection:
     without ``draft_w``, no energy is reported."""
     battery_j: float | None = None
     """Charge at the start; a device that has used it up goes on without drafting."""
+    conditions: ConditionsSection | None = None
+    """Battery, heat, other programs and memory over time; null: they are not looked at."""
 
     def __post_init__(self) -> None:
         bounded("count", self.count, 1, MAX_DEVICES)

@@ -22,6 +22,7 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.costs import Operation, law_of
 from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.traces.condition_course import course_of
 from edgespec_sim.world.allocation import FixedAssociation
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, Conservation
@@ -102,6 +103,8 @@ class World:
         self._after = self._before
         """What verifiers had done when the requests that count began, and ended, to come."""
         self.watch = Watch(self.users[0], scenario, self.network)
+        if (governors := self.users[0].governors) is not None:
+            governors.on_change = self._governed
         if self.network.cells is not None:
             HandingOver(
                 self.network,
@@ -126,12 +129,17 @@ class World:
                 reconnect=_RECONNECT,
                 eos_token_ids=frozenset(target_info.eos_token_ids),
                 radio_w=section.radio_w + self.network.transmit_w,
+                course=None
+                if section.conditions is None
+                else course_of(section.conditions, self.surrounding.folder),
             )
             for index in range(section.count):
                 name = self.scenario.device_name(group, index)
                 number = len(users)
                 user_seed = f"{seed}/user/{number}"
-                users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
+                users.append(
+                    User(self.queue, name, number, settings, self, self.meters, user_seed, index)
+                )
         return users
 
     def _make_reception(self, seed: str) -> Reception | None:
@@ -183,6 +191,9 @@ class World:
         if user is self.watch.user and self.network.cells is not None:
             now_s = self.queue.now
             self.watch.moved.append(Interruption(now_s, now_s + self.network.cells.gap_s, what))
+
+    def _governed(self, what: str) -> None:
+        self.watch.moved.append(Interruption(self.queue.now, self.queue.now, what))
 
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
@@ -266,6 +277,8 @@ class World:
             self.reception.watch.check_end(now_s, self.reception.arrived, serving)
         for user in self.users:
             longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
+            if user.settings.course is not None:
+                longest_s *= user.settings.course.most_slowdown
             conservation.check_device(user.name, now_s, user.drafting_s, user.airtime_s, longest_s)
 
     def _verifier(self, index: int) -> VerifierSummary:

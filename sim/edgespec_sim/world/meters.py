@@ -24,6 +24,7 @@ from edgespec.telemetry.run_summary import (
     spread_of,
 )
 from edgespec_sim.planning.replication import Total, mean_interval, ratio_interval
+from edgespec_sim.world.governors import Walked
 
 MAX_ROWS = 500
 SERIES_STEPS = 60
@@ -67,6 +68,7 @@ class RequestRecord:
     waited_s: float = 0.0
     """For a device to be free, in an open loop; a part of ``ttft_s``."""
     handed: Handed = field(default_factory=Handed)
+    walked: Walked = field(default_factory=Walked)
     ended_s: float = 0.0
     """Or the world's end."""
     place_m: tuple[float, float] | None = None
@@ -257,6 +259,10 @@ class Meters:
             handovers=int(total(lambda one: one.handed.handovers)),
             moves_recomputed=int(total(lambda one: one.handed.recomputed)),
             moves_with_kv=int(total(lambda one: one.handed.with_kv)),
+            rungs_down=int(total(lambda one: one.walked.down)),
+            rungs_up=int(total(lambda one: one.walked.up)),
+            memory_tightened=int(total(lambda one: one.walked.tightened)),
+            memory_loosened=int(total(lambda one: one.walked.loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
         )

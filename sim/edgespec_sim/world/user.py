@@ -32,7 +32,9 @@ from edgespec_sim.radio.power import RADIOS, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
+from edgespec_sim.traces.condition_course import ConditionCourse
 from edgespec_sim.world.arrivals import Arrival
+from edgespec_sim.world.governors import Governors, Walked
 from edgespec_sim.world.lengths import drawn_length
 from edgespec_sim.world.metered_stream import MeteredStream
 from edgespec_sim.world.meters import MAX_ROWS, Handed, Meters, RequestRecord
@@ -73,11 +75,14 @@ class UserSettings:
     eos_token_ids: frozenset[int]
     radio_w: float
     """While sending."""
+    course: ConditionCourse | None = None
+    """Of the section's conditions."""
 
 
 class User:
     """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
-    under way. ``on_free`` hears, in an open loop, that the next request may come."""
+    under way. ``on_free`` hears, in an open loop, that the next request may come. ``index`` is its
+    number within its group."""
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class User:
         surroundings: Surroundings,
         meters: Meters,
         seed: str,
+        index: int = 0,
     ) -> None:
         self.name, self.number, self.settings = name, number, settings
         self.site: Site | None = None
@@ -105,6 +111,9 @@ class User:
         # Costs have dice of their own: the questions are the same whatever the arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
         self._drafter: Drafter = settings.source.drafter()
+        self._late_s = 0.0
+        """How much later than the first device of its group it meets its conditions."""
+        self.governors = self._make_governors(index)
         self._prices: dict[str, RowPrice] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
@@ -123,6 +132,23 @@ class User:
         """When the verifier that it moved to has what it needs."""
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
+
+    def _make_governors(self, index: int) -> Governors | None:
+        section, course = self.settings.section.conditions, self.settings.course
+        if section is None or course is None:
+            return None
+        self._late_s = index * section.spread_s
+        if self.settings.arm is not Arm.EDGESPEC:
+            return None
+        governors = Governors(
+            self._queue, section, course, self._late_s, self._drafter, self._battery_share
+        )
+        self._drafter = governors.drafter
+        return governors
+
+    def _battery_share(self) -> float | None:
+        whole = self.settings.section.battery_j
+        return self.battery_j / whole if whole and self.battery_j is not None else None
 
     def start(self) -> None:
         workload = self.settings.section.workload
@@ -167,6 +193,7 @@ class User:
             policy = named_policy(section.policy, prefer=section.prefer)
             floor = WORTH[section.prefer].row_chance
         settings = arm_settings(arm, self.settings.gamma, policy)
+        governors = self.governors
         key = f"{self.name}{REQUEST_MARK}{self._asked}"
         self.key, self.run_ahead = key, settings.run_ahead
         drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
@@ -182,27 +209,37 @@ class User:
         )
         session = DraftSession(
             request,
-            settings.policy,
+            settings.policy if governors is None else governors.policy(settings.policy),
             self.settings.reconnect,
             section.draft_context_tokens,
             jitter_seed=self.number,
             price=self._prices.setdefault(site.name, RowPrice(floor=floor)),
             learned=self._learned,
         )
+        tracer = self._surroundings.tracer(self)
         self.device = SimulatedDevice(
             self._queue,
             session,
             self._drafter,
             self._step_s,
             lambda: self._connect(self.site or site, key),
-            self._surroundings.tracer(self),
+            tracer,
             self._ended,
         )
+        if governors is not None:
+            governors.begin(self.device, self.drafting_s, tracer)
         self.device.start()
 
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
-        return self.settings.step.seconds(fed, kept, chance)
+        course, slowdown = self.settings.course, 1.0
+        if course is not None:
+            slowdown = course.slowdown(max(0.0, self._queue.now - self._late_s))
+        if self.governors is not None:
+            kept, fed = self.governors.step_of(kept, fed)
+            if not fed:
+                return 0.0  # a draft at rest computes nothing
+        return slowdown * self.settings.step.seconds(fed, kept, chance)
 
     def _connect(self, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         opened = self._surroundings.connect(self, site, key)
@@ -294,6 +331,7 @@ class User:
             complete=complete,
             ended_s=self._queue.now,
             handed=self.handed,
+            walked=Walked() if self.governors is None else self.governors.ended(),
             place_m=self._place_m,
             failed=ended.why if isinstance(ended, Fail) else "",
             waited_s=self._begun_s - self.asked_s,
