@@ -37,9 +37,6 @@ from edgespec_sim.world.surrounding import Surrounding
 LawOfShare = Callable[[float], TimeLaw]
 # What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
-# Where passes are bound by memory a further session costs nothing, and every policy that goes where
-# it is fastest would fill the first verifier alone: of equal ones the emptier is taken.
-_LEAST_SESSION_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,7 @@ def build_site(
         surrounding.source,
         computes,
         pass_s,
-        max(law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1), _LEAST_SESSION_S),
+        max(0.0, law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1)),
         {device: index for index, device in enumerate(slices)},
         tracer,
     )
