@@ -60,6 +60,15 @@ class Hardware:
             node.brought[key] = positions
 
     @property
+    def pass_s_of(self) -> dict[str, float]:
+        """By session, its part of all nodes' passes; empty where nobody asked for it."""
+        taken_s: dict[str, float] = {}
+        for node in self.nodes:
+            for session, seconds in (node.pass_s_of or {}).items():
+                taken_s[session] = taken_s.get(session, 0.0) + seconds
+        return taken_s
+
+    @property
     def counters(self) -> SiteCounters:
         """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
         counted = self.nodes if self.sliced else self.nodes[:1]
@@ -172,10 +181,12 @@ class _Ground:
     law_of_share: LawOfShare
     seed: str
     audited: bool
+    charges: bool
 
     def machine(self, label: str | int, law: TimeLaw) -> Machine:
         audit = Slots(f"passes run on {self.name}") if self.audited else None
-        return Machine(self.queue, law, f"{self.seed}/machine/{self.name}/{label}", audit)
+        seed = f"{self.seed}/machine/{self.name}/{label}"
+        return Machine(self.queue, law, seed, audit, charges=self.charges)
 
 
 def build_site(
@@ -191,7 +202,8 @@ def build_site(
     section = scenario.verifiers[kind]
     name = scenario.verifier_name(kind, number)
     law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
-    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks)
+    charges = section.power_busy_w > 0.0
+    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks, charges)
     allocation = surrounding.allocation
     slices = allocation.slices_of(name) if allocation is not None else {}
     law = law_of_share(1.0)

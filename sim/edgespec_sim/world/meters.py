@@ -73,6 +73,13 @@ class RequestRecord:
     """Where it was asked."""
     energy_known: bool = False
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
+    session: str = ""
+    """Its id; empty: it never had one."""
+    radiated_j: float | None = None
+    """By the device, uplink; None without air."""
+    verifier_j: float | None = None
+    verifier_idle_j: float | None = None
+    """What it bears of its verifiers' (``verifier_energy.py``), known at the world's end."""
 
 
 def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> RequestRecord:
@@ -204,6 +211,8 @@ class Meters:
                 one.counters.acceptance if one.counters.tried else None,
                 one.failed or ("" if one.complete else "the world ended first"),
                 *(one.place_m or (None, None)),
+                verifier_j=one.verifier_j,
+                verifier_idle_j=one.verifier_idle_j,
             )
             for one in self.records[:MAX_ROWS]
         )
@@ -259,6 +268,9 @@ class Meters:
             moves_with_kv=int(total(lambda one: one.handed.with_kv)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
+            radiated_j_per_token=_mean_j([one.radiated_j for one in records], tokens),
+            verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
+            verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
         )
 
 
@@ -266,6 +278,13 @@ def _mismatches(records: Sequence[RequestRecord]) -> int | None:
     if any(one.lossy for one in records):
         return None
     return sum(one.mismatches for one in records)
+
+
+def _mean_j(joules: Sequence[float | None], tokens: int) -> float | None:
+    """A token; None where a part is not known."""
+    if not tokens or None in joules:
+        return None
+    return sum(one or 0.0 for one in joules) / tokens
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -28,7 +28,7 @@ from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.power import RADIOS, RadioMeter
+from edgespec_sim.radio.power import RADIOS, TRANSMIT_FACTOR, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
@@ -71,8 +71,6 @@ class UserSettings:
     source: TokenSource
     reconnect: ReconnectPolicy
     eos_token_ids: frozenset[int]
-    radio_w: float
-    """While sending."""
 
 
 class User:
@@ -110,6 +108,8 @@ class User:
         self._learned = Learned()
         self.asked_s = self._begun_s = 0.0
         """Of the request under way; apart from each other where it had to wait here."""
+        self.first_s = 0.0
+        """When it asks its first question, once ``start`` has drawn that."""
         self.cut_off = False
         """Whether the world ended before its last request."""
         self._asked = 0
@@ -127,7 +127,8 @@ class User:
     def start(self) -> None:
         workload = self.settings.section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
-        self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
+        self.first_s = self._pause_s() if workload.start_thinking else first_s
+        self._queue.after(self.first_s, self._ask)
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request that came at ``arrival.at_s``, now or earlier."""
@@ -288,6 +289,8 @@ class User:
             up_bytes=sum(stream.up_bytes for stream in self._streams),
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             energy_j=energy_j,
+            session=self.key,
+            radiated_j=None if self._place_m is None else self._radiated_j,
             energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
@@ -308,8 +311,12 @@ class User:
         self.airtime_s += airtime_s
         drafting_j = section.draft_w * device.drafting_s
         if self.radio is None:
-            return drafting_j + self.settings.radio_w * airtime_s
+            return drafting_j + section.radio_w * airtime_s + TRANSMIT_FACTOR * self._radiated_j
         return drafting_j + self.radio.take(self._queue.now)
+
+    @property
+    def _radiated_j(self) -> float:
+        return sum(stream.radiated_j for stream in self._streams)
 
     def _settle_radio(self) -> None:
         """What the radio took since the last answer: its tail, and idling."""

@@ -1,0 +1,291 @@
+"""Does the simulator hold for several devices on one verifier? Real processes beside virtual ones.
+
+    python benchmarks/fidelity_devices.py [--devices 8] [--repeats 4] [--rtts 20,100] [--json FILE]
+
+Real: one verifier process (toy target, emulated passes) and a process for each device (toy draft,
+emulated steps), each on an emulated link of its own, over gRPC. Simulated: the same scenario, and
+by the same seeds the same questions, pauses and dice of tokens. What a pass and a message cost on
+this machine is taken from plain streaming without distance, and given to the simulator; the rows
+compared are other ones. Asked for: mean TTFT and TPOT within 5 %. The interval of each ratio is
+over repeats, paired by seed, so a busy machine makes it wide. Exits 1 where a whole interval lies
+outside of 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from unittest.mock import patch
+
+from kernel_device import Load, source_of
+
+from edgespec.agent.agent import Agent
+from edgespec.benchmark.arm_options import arm_options
+from edgespec.benchmark.arms import Arm
+from edgespec.benchmark.measurement import measure
+from edgespec.cli.child import PLAIN_STREAMING, verifier_process
+from edgespec.compose import connect, load_drafter, load_tokenizer
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.association.policies import association_policy
+from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.transport.shaped import ShapedTransport
+from edgespec_sim.planning.replication import Interval, Total, speedup
+from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.sections import (
+    CostSection,
+    DeviceSection,
+    Scenario,
+    TokensFrom,
+    TokensSection,
+    VerifierSection,
+    WorkloadSection,
+)
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.connections import Connections
+from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.user import REQUESTS_PER_USER
+
+WITHIN = 0.05
+Rows = list[tuple[float, float]]
+"""TTFT and TPOT of requests, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of this machine, beyond the link and the emulated times."""
+
+    pass_ms: float = 0.0
+    message_ms: float = 0.0
+
+
+# --- the real side --------------------------------------------------------------------------
+
+
+async def device(address: str, number: int, rtt_ms: float, load: Load) -> Rows:
+    """What one device process does, as a simulated user with that number would."""
+    link = LinkSettings(one_way_s=rtt_ms / 2e3)
+    transport = ShapedTransport(connect(address), LinkModel(link), LinkModel(link))
+    arm, source = Arm(load.arm), source_of(load)
+    config = AgentConfig(draft=DraftSection(model="toy", draft_ms=load.draft_ms))
+    drafter = load_drafter(config) if arm.drafts else None
+    tokenizer = load_tokenizer("toy")
+    dice = random.Random(f"{load.seed}/user/{number}")
+    rows: Rows = []
+    async with Agent(
+        transport, drafter, tokenizer.encode, tokenizer.stream, arm_options(arm)
+    ) as agent:
+        await transport.info()
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        await asyncio.sleep(dice.uniform(0.0, load.think_s))
+        for asked in range(load.requests + 1):
+            request = source.request(
+                number * REQUESTS_PER_USER + asked, load.prompt_tokens, load.tokens
+            )
+            done = await measure(agent, request.prompt, request.sampling, ())
+            if asked and done.ttft_s is not None and done.tpot_s is not None:
+                rows.append((done.ttft_s, done.tpot_s))
+            await asyncio.sleep(dice.expovariate(1.0 / load.think_s))
+    return rows
+
+
+@asynccontextmanager
+async def started(
+    address: str, number: int, rtt_ms: float, load: Load
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A device process that is ready; ended with the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__)),
+        *("--device", str(number), "--address", address, "--rtts", f"{rtt_ms:g}"),
+        *("--load", json.dumps(asdict(load))),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            raise RuntimeError(f"device {number} did not start")
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def played(address: str, count: int, rtt_ms: float, load: Load) -> Rows:
+    """All devices at once; the first request of each warms up and is not in it."""
+
+    async def one(number: int) -> Rows:
+        async with started(address, number, rtt_ms, load) as process:
+            ready.release()
+            await go.wait()
+            said, _ = await process.communicate(b"go\n")
+            return [(ttft, tpot) for ttft, tpot in json.loads(said)]
+
+    ready, go = asyncio.Semaphore(0), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(number)) for number in range(count)]
+        for _ in tasks:
+            await ready.acquire()
+        go.set()
+    return [row for task in tasks for row in task.result()]
+
+
+# --- the simulated side ---------------------------------------------------------------------
+
+
+def scenario_of(count: int, rtt_ms: float, load: Load, costs: Costs) -> Scenario:
+    workload = WorkloadSection(
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.tokens,
+        think_s=load.think_s,
+        requests=load.requests + 1,
+        start_within_s=load.think_s,
+    )
+    section = DeviceSection(
+        count=count, path=("link",), draft=CostSection(ms=load.draft_ms), workload=workload
+    )
+    passes = CostSection(ms=load.pass_ms + costs.pass_ms)
+    return Scenario(
+        name="devices",
+        duration_s=900.0,
+        tokens=TokensSection(source=TokensFrom.TOY),
+        arms=(Arm(load.arm),),
+        links={"link": LinkSection(rtt_ms=rtt_ms, framing_bytes=0)},
+        devices={"device": section},
+        verifiers={"verifier": VerifierSection(pass_time=passes)},
+        message_ms=costs.message_ms,
+    )
+
+
+def simulated(count: int, rtt_ms: float, load: Load, costs: Costs) -> Rows:
+    scenario = scenario_of(count, rtt_ms, load, costs)
+    surrounding = Surrounding(source_of(load), association_policy("lowest-delay"), Path())
+    # The product's emulated link takes a round trip to open each stream, not only the first.
+    with patch.object(Connections, "known", return_value=False):
+        records = World(scenario, Arm(load.arm), str(load.seed), surrounding).run().meters.records
+    begun: set[str] = set()
+    rows: Rows = []
+    for one in sorted(records, key=lambda record: record.started_s):
+        if one.device in begun and one.ttft_s is not None and one.tpot_s is not None:
+            rows.append((one.ttft_s, one.tpot_s))
+        begun.add(one.device)
+    return rows
+
+
+# --- both -----------------------------------------------------------------------------------
+
+
+def means(rows: Rows) -> tuple[float, float]:
+    ttfts_s, tpots_s = zip(*rows, strict=True)
+    return fmean(ttfts_s), fmean(tpots_s)
+
+
+def costs_of(count: int, load: Load, real: Rows) -> Costs:
+    """From plain streaming without distance: what a pass takes beyond its time, and a message, of
+    which the first token takes one there and one back."""
+    ttft_s, tpot_s = means(real)
+    costs = Costs(pass_ms=max(0.0, 1e3 * tpot_s - load.pass_ms))
+    without_s, _ = means(simulated(count, 0.0, load, costs))
+    return replace(costs, message_ms=max(0.0, 1e3 * (ttft_s - without_s) / 2.0))
+
+
+def ratio(virtual: Sequence[Rows], real: Sequence[Rows], what: int) -> Interval:
+    """Simulated over real, paired by repeat; ``what``: 0 TTFT, 1 TPOT."""
+    totals = [
+        [Total(sum(row[what] for row in rows), len(rows)) for rows in side]
+        for side in (virtual, real)
+    ]
+    value, interval = speedup(*totals)
+    assert value is not None
+    return interval or Interval(value, value, value)
+
+
+def told(name: str, real: Sequence[Rows], virtual: Sequence[Rows]) -> dict[str, object]:
+    row: dict[str, object] = {"set-up": name}
+    words = []
+    for what, figure in enumerate(("TTFT", "TPOT")):
+        found = ratio(virtual, real, what)
+        ours, theirs = (1e3 * fmean(means(rows)[what] for rows in side) for side in (real, virtual))
+        outside = found.low > 1.0 + WITHIN or found.high < 1.0 - WITHIN
+        sure = 1.0 - WITHIN <= found.low and found.high <= 1.0 + WITHIN
+        verdict = "OUT" if outside else "within" if sure else "open"
+        words.append(
+            f"{figure} {ours:.1f} -> {theirs:.1f} ms, {found.value:.3f}"
+            f" ({found.low:.3f} to {found.high:.3f}) {verdict}"
+        )
+        row[figure] = {"real_ms": ours, "simulated_ms": theirs, **asdict(found), "is": verdict}
+    print(f"{name}: {'; '.join(words)}", flush=True)
+    return row
+
+
+async def compare(args: argparse.Namespace) -> list[dict[str, object]]:
+    load = Load(requests=args.requests, draft_ms=60.0, pass_ms=120.0, tokens=16)
+    seeds = range(args.seed, args.seed + args.repeats)
+    count: int = args.devices
+    options = ("--model", "toy", PLAIN_STREAMING, "--pass-ms", f"{load.pass_ms:g}")
+    cells = [(arm, rtt_ms) for arm in args.arms for rtt_ms in args.rtts]
+    real: dict[tuple[str, float], list[Rows]] = {cell: [] for cell in cells}
+    bare: list[Costs] = []
+    async with verifier_process(options) as (address, _):
+        for seed in seeds:
+            mine = replace(load, seed=seed)
+            found = costs_of(count, mine, await played(address, count, 0.0, mine))
+            bare.append(found)
+            print(f"seed {seed}: of the machine {found}", file=sys.stderr, flush=True)
+            for arm, rtt_ms in cells:
+                playing = replace(mine, arm=arm)
+                real[arm, rtt_ms].append(await played(address, count, rtt_ms, playing))
+    table = []
+    for (arm, rtt_ms), sides in real.items():
+        virtual = [
+            simulated(count, rtt_ms, replace(load, arm=arm, seed=seed), costs)
+            for seed, costs in zip(seeds, bare, strict=True)
+        ]
+        table.append(told(f"{arm}, {count} devices, RTT {rtt_ms:g} ms", sides, virtual))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=8, help="of each device")
+    parser.add_argument(
+        "--arms", type=lambda text: text.split(","), default=["target-only", "edgespec"]
+    )
+    parser.add_argument(
+        "--rtts",
+        type=lambda text: [float(one) for one in text.split(",")],
+        default=[20.0, 100.0],
+        help="ms",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    for name in ("--device", "--address", "--load"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.device is not None:
+        load = Load(**json.loads(args.load))
+        print(json.dumps(asyncio.run(device(args.address, int(args.device), args.rtts[0], load))))
+        return 0
+    print(f"load before: {os.getloadavg()}", flush=True)
+    table = asyncio.run(compare(args))
+    print(f"load after: {os.getloadavg()}")
+    if args.json:
+        args.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return int(any("OUT" in json.dumps(row) for row in table))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
