@@ -19,8 +19,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -84,8 +84,6 @@ async def device(address: str, number: int, rtt_ms: float, load: Load) -> Rows:
         transport, drafter, tokenizer.encode, tokenizer.stream, arm_options(arm)
     ) as agent:
         await transport.info()
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
         await asyncio.sleep(dice.uniform(0.0, load.think_s))
         for asked in range(load.requests + 1):
             request = source.request(
@@ -98,47 +96,59 @@ async def device(address: str, number: int, rtt_ms: float, load: Load) -> Rows:
     return rows
 
 
-@asynccontextmanager
-async def started(
-    address: str, number: int, rtt_ms: float, load: Load
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A device process that is ready; ended with the block."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__)),
-        *("--device", str(number), "--address", address, "--rtts", f"{rtt_ms:g}"),
-        *("--load", json.dumps(asdict(load))),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+def be_device(address: str, number: int) -> None:
+    """Each line of standard input is a round trip and a ``Load``; each answer a line of rows."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        rtt_ms, load = json.loads(line)
+        rows = asyncio.run(device(address, number, rtt_ms, Load(**load)))
+        print(json.dumps(rows), flush=True)
+
+
+class Devices:
+    """Device processes beside one another, for one set-up after another; a context manager."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self._address, self._count = address, count
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> Devices:
+        try:
+            for number in range(self._count):
+                await self._start(number)
+            for process in self._processes:
+                await self._line(process)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def play(self, rtt_ms: float, load: Load) -> Rows:
+        """All at once; the first request of each warms up and is not in it."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{json.dumps((rtt_ms, asdict(load)))}\n".encode())
+        lines = [await self._line(process) for process in self._processes]
+        return [(ttft, tpot) for line in lines for ttft, tpot in json.loads(line)]
+
+    async def _start(self, number: int) -> None:
+        command = (sys.executable, __file__, "--device", str(number), "--address", self._address)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        self._processes.append(process)
+
+    async def _line(self, process: asyncio.subprocess.Process) -> bytes:
         assert process.stdout is not None
-        if not await process.stdout.readline():
-            raise RuntimeError(f"device {number} did not start")
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def played(address: str, count: int, rtt_ms: float, load: Load) -> Rows:
-    """All devices at once; the first request of each warms up and is not in it."""
-
-    async def one(number: int) -> Rows:
-        async with started(address, number, rtt_ms, load) as process:
-            ready.release()
-            await go.wait()
-            said, _ = await process.communicate(b"go\n")
-            return [(ttft, tpot) for ttft, tpot in json.loads(said)]
-
-    ready, go = asyncio.Semaphore(0), asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(number)) for number in range(count)]
-        for _ in tasks:
-            await ready.acquire()
-        go.set()
-    return [row for task in tasks for row in task.result()]
+        line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a device ended with {await process.wait()}")
+        return line
 
 
 # --- the simulated side ---------------------------------------------------------------------
@@ -237,15 +247,14 @@ async def compare(args: argparse.Namespace) -> list[dict[str, object]]:
     cells = [(arm, rtt_ms) for arm in args.arms for rtt_ms in args.rtts]
     real: dict[tuple[str, float], list[Rows]] = {cell: [] for cell in cells}
     bare: list[Costs] = []
-    async with verifier_process(options) as (address, _):
+    async with verifier_process(options) as (address, _), Devices(address, count) as devices:
         for seed in seeds:
             mine = replace(load, seed=seed)
-            found = costs_of(count, mine, await played(address, count, 0.0, mine))
+            found = costs_of(count, mine, await devices.play(0.0, mine))
             bare.append(found)
             print(f"seed {seed}: of the machine {found}", file=sys.stderr, flush=True)
             for arm, rtt_ms in cells:
-                playing = replace(mine, arm=arm)
-                real[arm, rtt_ms].append(await played(address, count, rtt_ms, playing))
+                real[arm, rtt_ms].append(await devices.play(rtt_ms, replace(mine, arm=arm)))
     table = []
     for (arm, rtt_ms), sides in real.items():
         virtual = [
@@ -272,12 +281,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    for name in ("--device", "--address", "--load"):
+    for name in ("--device", "--address"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device is not None:
-        load = Load(**json.loads(args.load))
-        print(json.dumps(asyncio.run(device(args.address, int(args.device), args.rtts[0], load))))
+        be_device(args.address, int(args.device))
         return 0
     print(f"load before: {os.getloadavg()}", flush=True)
     table = asyncio.run(compare(args))

@@ -31,8 +31,8 @@ from edgespec_sim.world.run import Job
 
 # Sessions of a world, seconds of sessions in its window, and the window's bounds.
 _PLAYED_SESSIONS: Final = 64.0
-_SESSION_SECONDS: Final = 1500.0
-_CYCLES: Final = (4.0, 30.0)
+_SESSION_SECONDS: Final = 600.0
+_CYCLES: Final = (2.0, 30.0)
 _MOST_ROUNDS: Final = 24
 
 Triple = tuple[float, float, float]
@@ -109,6 +109,7 @@ class Search:
                 0,
                 self._question.seed + len(self._worlds[number][1]),
                 self._question.folder,
+                checks=False,
             )
             for number in numbers
         ]
@@ -194,7 +195,7 @@ def judged(
         played=len(outcomes[0].verifiers),
         seeds=len(outcomes),
         requests=sum(map(len, groups)),
-        unfinished=sum(not one.complete for group in groups for one in group),
+        unfinished=sum(one.pace_s is None for group in groups for one in group),
         ttft_p95_s=ttft,
         tpot_p95_s=tpot,
         utilisation=sum(busy) / len(busy),
@@ -208,7 +209,11 @@ def _ttft_s(one: RequestRecord) -> float | None:
 
 
 def _tpot_s(one: RequestRecord) -> float | None:
-    return one.tpot_s if one.complete and not one.failed else math.inf
+    """So far, of a request that the world's end cut off; without end, of one that never got
+    there."""
+    if one.failed or (one.pace_s is None and not one.complete):
+        return math.inf
+    return one.pace_s
 
 
 def _meets(*pairs: tuple[Triple, float]) -> Meets:

@@ -71,6 +71,8 @@ class RequestRecord:
     """Or the world's end."""
     place_m: tuple[float, float] | None = None
     """Where it was asked."""
+    pace_s: float | None = None
+    """As ``tpot_s``, also of a request that the world's end cut off: so far."""
     energy_known: bool = False
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
     session: str = ""

@@ -269,6 +269,7 @@ class User:
         if count and tokens[-1] in self.settings.eos_token_ids:
             count -= 1
         times_s = delivery.times_s[:count]
+        pace_s = (times_s[-1] - times_s[0]) / (count - 1) if count > 1 else None
         energy_j = self._energy_j(device)
         if self.battery_j is not None:
             self.battery_j = max(0.0, self.battery_j - energy_j)
@@ -283,7 +284,8 @@ class User:
             verifier=site.name,
             started_s=self.asked_s,
             ttft_s=times_s[0] - self.asked_s if times_s else None,
-            tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
+            tpot_s=pace_s if complete else None,
+            pace_s=pace_s,
             tokens=count,
             counters=replace(device.session.counters),
             up_bytes=sum(stream.up_bytes for stream in self._streams),
