@@ -4,9 +4,10 @@
 
 Real: one verifier process (toy target, emulated passes) and a process for each device (toy draft,
 emulated steps), each on an emulated link of its own, over gRPC. Simulated: the same scenario, and
-by the same seeds the same questions, pauses and dice of tokens. What a pass and a message cost on
-this machine is taken from plain streaming without distance, and given to the simulator; the rows
-compared are other ones. Asked for: mean TTFT and TPOT within 5 %. The interval of each ratio is
+by the same seeds the same questions, pauses and dice of tokens. The simulator gets this machine's
+costs: what passes and draft steps took in that very run, as verifier and devices timed them, and
+what a message costs, from plain streaming without distance. What is compared is what follows from
+sharing and waiting. Asked for: mean TTFT and TPOT within 5 %. The interval of each ratio is
 over repeats, paired by seed, so a busy machine makes it wide. Exits 1 where a whole interval lies
 outside of 5 %.
 """
@@ -55,15 +56,16 @@ from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import REQUESTS_PER_USER
 
 WITHIN = 0.05
-Rows = list[tuple[float, float]]
-"""TTFT and TPOT of requests, in seconds."""
+Rows = list[tuple[float, ...]]
+"""TTFT and TPOT of requests, in seconds; of real ones also a pass and a draft step, as timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of this machine, beyond the link and the emulated times."""
+    """Of this machine."""
 
-    pass_ms: float = 0.0
+    pass_ms: float
+    draft_ms: float
     message_ms: float = 0.0
 
 
@@ -91,7 +93,10 @@ async def device(address: str, number: int, rtt_ms: float, load: Load) -> Rows:
             )
             done = await measure(agent, request.prompt, request.sampling, ())
             if asked and done.ttft_s is not None and done.tpot_s is not None:
-                rows.append((done.ttft_s, done.tpot_s))
+                assert agent.stats is not None
+                pass_s = done.counters.verify_s / max(1, done.counters.passes)
+                step_s = agent.stats.estimates.step_s.get(load.draft_ms / 1e3)
+                rows.append((done.ttft_s, done.tpot_s, pass_s, step_s))
             await asyncio.sleep(dice.expovariate(1.0 / load.think_s))
     return rows
 
@@ -135,7 +140,7 @@ class Devices:
             assert process.stdin is not None
             process.stdin.write(f"{json.dumps((rtt_ms, asdict(load)))}\n".encode())
         lines = [await self._line(process) for process in self._processes]
-        return [(ttft, tpot) for line in lines for ttft, tpot in json.loads(line)]
+        return [tuple(row) for line in lines for row in json.loads(line)]
 
     async def _start(self, number: int) -> None:
         command = (sys.executable, __file__, "--device", str(number), "--address", self._address)
@@ -163,9 +168,9 @@ def scenario_of(count: int, rtt_ms: float, load: Load, costs: Costs) -> Scenario
         start_within_s=load.think_s,
     )
     section = DeviceSection(
-        count=count, path=("link",), draft=CostSection(ms=load.draft_ms), workload=workload
+        count=count, path=("link",), draft=CostSection(ms=costs.draft_ms), workload=workload
     )
-    passes = CostSection(ms=load.pass_ms + costs.pass_ms)
+    passes = CostSection(ms=costs.pass_ms)
     return Scenario(
         name="devices",
         duration_s=900.0,
@@ -197,17 +202,21 @@ def simulated(count: int, rtt_ms: float, load: Load, costs: Costs) -> Rows:
 
 
 def means(rows: Rows) -> tuple[float, float]:
-    ttfts_s, tpots_s = zip(*rows, strict=True)
-    return fmean(ttfts_s), fmean(tpots_s)
+    return fmean(row[0] for row in rows), fmean(row[1] for row in rows)
 
 
-def costs_of(count: int, load: Load, real: Rows) -> Costs:
-    """From plain streaming without distance: what a pass takes beyond its time, and a message, of
-    which the first token takes one there and one back."""
-    ttft_s, tpot_s = means(real)
-    costs = Costs(pass_ms=max(0.0, 1e3 * tpot_s - load.pass_ms))
-    without_s, _ = means(simulated(count, 0.0, load, costs))
-    return replace(costs, message_ms=max(0.0, 1e3 * (ttft_s - without_s) / 2.0))
+def timed(real: Rows, message_ms: float = 0.0) -> Costs:
+    """Passes and steps of that run."""
+    pass_s, step_s = (fmean(row[column] for row in real) for column in (2, 3))
+    return Costs(1e3 * pass_s, 1e3 * step_s, message_ms)
+
+
+def message_ms_of(count: int, load: Load, real: Rows) -> float:
+    """From plain streaming without distance: of what a message takes, the first token takes one
+    there and one back."""
+    ttft_s, _ = means(real)
+    without_s, _ = means(simulated(count, 0.0, load, timed(real)))
+    return max(0.0, 1e3 * (ttft_s - without_s) / 2.0)
 
 
 def ratio(virtual: Sequence[Rows], real: Sequence[Rows], what: int) -> Interval:
@@ -246,20 +255,21 @@ async def compare(args: argparse.Namespace) -> list[dict[str, object]]:
     options = ("--model", "toy", PLAIN_STREAMING, "--pass-ms", f"{load.pass_ms:g}")
     cells = [(arm, rtt_ms) for arm in args.arms for rtt_ms in args.rtts]
     real: dict[tuple[str, float], list[Rows]] = {cell: [] for cell in cells}
-    bare: list[Costs] = []
+    message_ms: list[float] = []
     async with verifier_process(options) as (address, _), Devices(address, count) as devices:
         for seed in seeds:
             mine = replace(load, seed=seed)
-            found = costs_of(count, mine, await devices.play(0.0, mine))
-            bare.append(found)
-            print(f"seed {seed}: of the machine {found}", file=sys.stderr, flush=True)
+            message_ms.append(message_ms_of(count, mine, await devices.play(0.0, mine)))
             for arm, rtt_ms in cells:
-                real[arm, rtt_ms].append(await devices.play(rtt_ms, replace(mine, arm=arm)))
+                found = await devices.play(rtt_ms, replace(mine, arm=arm))
+                real[arm, rtt_ms].append(found)
+                said = f"seed {seed}, {arm}, {rtt_ms:g} ms: {timed(found, message_ms[-1])}"
+                print(said, file=sys.stderr, flush=True)
     table = []
     for (arm, rtt_ms), sides in real.items():
         virtual = [
-            simulated(count, rtt_ms, replace(load, arm=arm, seed=seed), costs)
-            for seed, costs in zip(seeds, bare, strict=True)
+            simulated(count, rtt_ms, replace(load, arm=arm, seed=seed), timed(rows, one_ms))
+            for seed, rows, one_ms in zip(seeds, sides, message_ms, strict=True)
         ]
         table.append(told(f"{arm}, {count} devices, RTT {rtt_ms:g} ms", sides, virtual))
     return table

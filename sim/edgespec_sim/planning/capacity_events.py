@@ -56,15 +56,18 @@ def confirm(
     arms: tuple[ArmPlan, ...],
     play: Play,
     more: Callable[[int], bool],
+    *,
+    at_once: int = 1,
 ) -> CapacityPlan:
-    """``more`` is asked before each round of events, with the number of rounds played."""
+    """``more`` is asked before each round of events, with the number of rounds played. ``at_once``:
+    worlds that can be played beside one another; a round has as many, so that no core waits."""
     best = best_arm(arms)
     if best is None or best.verifiers is None:
         return CapacityPlan(arms, None, 0, (0, 0), {}, confirmed=False)
     search = Search(planner, question, best.arm, best.verifiers)
     rounds = 0
     while (wanted := search.wanted()) and rounds < _MOST_ROUNDS and more(rounds):
-        search.play(wanted, play)
+        search.play(wanted, play, max(1, at_once // len(wanted)))
         rounds += 1
     return search.plan(arms)
 
@@ -98,26 +101,30 @@ class Search:
         guess = max(guess, low + 1)
         return guess if high is None else min(guess, high)
 
-    def play(self, numbers: Sequence[int], play: Play) -> None:
+    def play(self, numbers: Sequence[int], play: Play, seeds: int = 1) -> None:
+        """So many further seeds of each number."""
         for number in numbers:
             if number not in self._worlds:
                 self._worlds[number] = (self._world(number), [])
+        question = self._question
+        wanted = [(number, seed) for number in numbers for seed in range(seeds)]
         jobs = [
             Job(
                 self._worlds[number][0],
                 self._arm,
                 0,
-                self._question.seed + len(self._worlds[number][1]),
-                self._question.folder,
+                question.seed + len(self._worlds[number][1]) + seed,
+                question.folder,
                 checks=False,
             )
-            for number in numbers
+            for number, seed in wanted
         ]
         named = " and ".join(map(str, sorted(numbers)))
         outcomes = play(f"{self._arm.value} on {named} verifiers, by events", jobs)
-        for number, outcome in zip(numbers, outcomes, strict=True):
+        for (number, _), outcome in zip(wanted, outcomes, strict=True):
             self._worlds[number][1].append(outcome)
-            self.observed[number] = judged(self._question.slo, number, *self._worlds[number])
+        for number in numbers:
+            self.observed[number] = judged(question.slo, number, *self._worlds[number])
 
     def plan(self, arms: tuple[ArmPlan, ...]) -> CapacityPlan:
         found = self.candidate

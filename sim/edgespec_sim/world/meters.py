@@ -201,23 +201,7 @@ class Meters:
         )
 
     def rows(self) -> tuple[RequestRow, ...]:
-        return tuple(
-            RequestRow(
-                one.device,
-                one.verifier,
-                one.started_s,
-                one.ttft_s,
-                one.tpot_s,
-                one.tokens,
-                _ratio(one.counters.committed, one.counters.passes),
-                one.counters.acceptance if one.counters.tried else None,
-                one.failed or ("" if one.complete else "the world ended first"),
-                *(one.place_m or (None, None)),
-                verifier_j=one.verifier_j,
-                verifier_idle_j=one.verifier_idle_j,
-            )
-            for one in self.records[:MAX_ROWS]
-        )
+        return tuple(_row(one) for one in self.records[:MAX_ROWS])
 
     def whole(self) -> GroupSummary:
         return self._group(self.records, spread_of(self.gaps_s))
@@ -274,6 +258,25 @@ class Meters:
             verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
             verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
         )
+
+
+def _row(one: RequestRecord) -> RequestRow:
+    x_m, y_m = one.place_m or (None, None)
+    return RequestRow(
+        one.device,
+        one.verifier,
+        one.started_s,
+        one.ttft_s,
+        one.tpot_s,
+        one.tokens,
+        _ratio(one.counters.committed, one.counters.passes),
+        one.counters.acceptance if one.counters.tried else None,
+        one.failed or ("" if one.complete else "the world ended first"),
+        x_m=x_m,
+        y_m=y_m,
+        verifier_j=one.verifier_j,
+        verifier_idle_j=one.verifier_idle_j,
+    )
 
 
 def _mismatches(records: Sequence[RequestRecord]) -> int | None:
