@@ -119,7 +119,7 @@ def plan(question: CapacityQuestion, processes: int) -> CapacityPlan:
                     f" {one.predicted.utilisation:.0%} busy",
                     flush=True,
                 )
-        return confirm(planner, question, arms, play, lambda rounds: rounds < 2)
+        return confirm(planner, question, arms, play, lambda rounds: rounds < 2, at_once=processes)
 
 
 def main() -> int:

@@ -226,7 +226,8 @@ def _search(
     from edgespec_sim.planning.capacity_events import confirm
 
     ends_s: list[float] = []
-    with Workers(processes or default_processes()) as workers:
+    cores = processes or default_processes()
+    with Workers(cores) as workers:
 
         def play(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
             tasks = [Task(doing, job) for job in jobs]
@@ -240,7 +241,8 @@ def _search(
             return not rounds or ends_s[-1] + round_s - began_s <= max_seconds
 
         planner = CapacityPlanner(question, play)
-        return confirm(planner, question, planner.by_mean_field(), play, more)
+        arms = planner.by_mean_field()
+        return confirm(planner, question, arms, play, more, at_once=cores)
 
 
 # --- the answer -----------------------------------------------------------------------------

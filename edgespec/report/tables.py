@@ -14,10 +14,16 @@ from edgespec.telemetry.run_summary import (
     RequestRow,
     RunSummary,
     Spread,
+    VerifierSummary,
 )
 
 ROWS_SHOWN = 50
+Borne = dict[str, Callable[[GroupSummary | RequestRow], float | None]]
 _NOT_FAILED = "no"
+_BORNE = (
+    "GPU: of each pass by the rows in it; idle: of what its verifiers drew between passes, by what "
+    "their passes took for it."
+)
 _MEDIAN, _P95, _P99 = (QUANTILES.index(share) for share in (0.5, 0.95, 0.99))
 
 
@@ -86,7 +92,12 @@ def arms_table(run: RunSummary) -> str:
 
 def _energy(run: RunSummary) -> dict[str, Callable[[ArmSummary], float | None]]:
     """The columns of energy of which anything is known."""
-    columns = {"device J": device_j, "GPU J, at most": verifiers_j}
+    columns = {
+        "device J": device_j,
+        "radiated mJ": _radiated_mj,
+        "GPU J, at most": verifiers_j,
+        "GPU idle J": verifiers_idle_j,
+    }
     return {
         name: of for name, of in columns.items() if any(of(arm) is not None for arm in run.arms)
     }
@@ -97,12 +108,44 @@ def device_j(arm: ArmSummary) -> float | None:
     return arm.all.energy_j_per_token
 
 
+def _radiated_mj(arm: ArmSummary) -> float | None:
+    joules = arm.all.radiated_j_per_token
+    return None if joules is None else 1e3 * joules
+
+
 def verifiers_j(arm: ArmSummary) -> float | None:
     """A token, while passes ran."""
-    known = [one.energy_j for one in arm.verifiers]
+    return _a_token(arm, [one.energy_j for one in arm.verifiers])
+
+
+def verifiers_idle_j(arm: ArmSummary) -> float | None:
+    """A token, while verifiers were powered and no pass ran: those that served nobody, too."""
+    return _a_token(arm, [one.idle_j for one in arm.verifiers])
+
+
+def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
     if not arm.all.tokens or not known or None in known:
         return None
     return sum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
+
+
+def _borne(runs: Sequence[GroupSummary | RequestRow]) -> Borne:
+    """The columns of what requests bear of their verifiers, where that is known of any."""
+    columns: Borne = {}
+    if any(_verifier_j(one) is not None for one in runs):
+        columns["GPU J, at most"] = _verifier_j
+    if any(_verifier_idle_j(one) is not None for one in runs):
+        columns["GPU idle J"] = _verifier_idle_j
+    return columns
+
+
+def _verifier_j(one: GroupSummary | RequestRow) -> float | None:
+    """Of a request, or of a token of a group's."""
+    return one.verifier_j if isinstance(one, RequestRow) else one.verifier_j_per_token
+
+
+def _verifier_idle_j(one: GroupSummary | RequestRow) -> float | None:
+    return one.verifier_idle_j if isinstance(one, RequestRow) else one.verifier_idle_j_per_token
 
 
 def _named(arm: ArmSummary) -> str:
@@ -210,7 +253,8 @@ def bounds_table(run: RunSummary) -> str:
 
 def groups_table(run: RunSummary) -> str:
     """Empty when no arm has groups."""
-    header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK)
+    borne = _borne([group for arm in run.arms for group in arm.groups.values()])
+    header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK, *borne)
     names = list(dict.fromkeys(name for arm in run.arms for name in arm.groups))
     rows, ours = [], []
     for name in names:
@@ -219,14 +263,19 @@ def groups_table(run: RunSummary) -> str:
             if group is None:
                 continue
             ended = (figures.count(group.requests), figures.count(group.failed))
-            rows.append((name, arm.arm, *ended, *_times(group), *_work(group)))
+            joules = (figures.number(of(group)) for of in borne.values())
+            rows.append((name, arm.arm, *ended, *_times(group), *_work(group), *joules))
             ours.append(is_ours(arm.arm))
-    return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
+    caption = "Groups of devices."
+    if borne:
+        caption += f" {_BORNE} Per token."
+    return table(caption, header, rows, ours, texts=(1,)) if rows else ""
 
 
 def verifiers_table(run: RunSummary) -> str:
     """Empty when no verifier was seen. The busiest of each arm come first."""
     header = ("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass")
+    powered = any(one.idle_j is not None for arm in run.arms for one in arm.verifiers)
     rows, ours, left = [], [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
@@ -235,15 +284,26 @@ def verifiers_table(run: RunSummary) -> str:
             load = (figures.percent(one.utilisation), figures.count(one.passes))
             sizes = (figures.number(one.rows_per_pass), figures.number(one.sessions_per_pass))
             waits = _queue(None if arm.all.acceptance is None else one.queue_s)
-            rows.append((one.name, arm.arm, *load, *sizes, *waits))
+            idle = _idle(one) if powered else ()
+            rows.append((one.name, arm.arm, *load, *sizes, *waits, *idle))
             ours.append(is_ours(arm.arm))
     more = f" {left:,} less busy ones are left out." if left else ""
     caption = (
         "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
         f"drafts.{more}"
     )
-    queue = ("queue p50 ms", "queue p95 ms")
+    queue: tuple[str, ...] = ("queue p50 ms", "queue p95 ms")
+    if powered:
+        queue = (*queue, "idle, powered s", "idle J", "passes J, at most")
+        caption += (
+            " Idle, powered: no pass runs and the machine is on, with sessions or without;"
+            " one that served nobody draws its idle power all the same."
+        )
     return table(caption, (*header, *queue), rows, ours, texts=(1,)) if rows else ""
+
+
+def _idle(one: VerifierSummary) -> tuple[str, ...]:
+    return tuple(figures.number(value) for value in (one.idle_s, one.idle_j, one.energy_j))
 
 
 def _queue(spread: Spread | None) -> tuple[str, str]:
@@ -256,11 +316,22 @@ def _queue(spread: Spread | None) -> tuple[str, str]:
 def requests_table(arm: ArmSummary) -> str:
     """The first requests of an arm; empty without any."""
     header = ("device", "verifier", "start s", "TTFT ms", "TPOT ms", "tokens", "tokens / pass")
-    rows = [(*_request(row), row.failed or _NOT_FAILED) for row in arm.rows[:ROWS_SHOWN]]
+    borne = _borne(arm.rows[:ROWS_SHOWN])
+    rows = [
+        (
+            *_request(row),
+            *(figures.number(of(row)) for of in borne.values()),
+            row.failed or _NOT_FAILED,
+        )
+        for row in arm.rows[:ROWS_SHOWN]
+    ]
     if not rows:
         return ""
     caption = f"The first {len(rows)} requests of {arm.arm}; all that were kept are in the CSV."
-    return table(caption, (*header, "acceptance", "failed"), rows, texts=(1, 8))
+    if borne:
+        caption += f" {_BORNE}"
+    titles = (*header, "acceptance", *borne, "failed")
+    return table(caption, titles, rows, texts=(1, len(titles) - 1))
 
 
 def _request(row: RequestRow) -> tuple[str, ...]:

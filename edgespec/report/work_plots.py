@@ -6,10 +6,10 @@ from typing import Any
 
 from edgespec.report.document import Figure
 from edgespec.report.plots import axis, colors, label, layout
-from edgespec.report.tables import device_j, verifiers_j
+from edgespec.report.tables import device_j, verifiers_idle_j, verifiers_j
 from edgespec.telemetry.run_summary import RunSummary
 
-_FADED = 0.5
+_FADED, _FAINT = 0.5, 0.25
 
 
 def wasted_plot(run: RunSummary) -> Figure | None:
@@ -28,7 +28,11 @@ def wasted_plot(run: RunSummary) -> Figure | None:
 
 def energy_plot(run: RunSummary) -> Figure | None:
     """None where nothing is known."""
-    parts = (("device", device_j, 1.0), ("verifiers, at most", verifiers_j, _FADED))
+    parts = (
+        ("device", device_j, 1.0),
+        ("verifiers, at most", verifiers_j, _FADED),
+        ("verifiers, idle", verifiers_idle_j, _FAINT),
+    )
     paint = colors([arm.arm for arm in run.arms])
     data, said = [], []
     for name, of, opacity in parts:
@@ -44,8 +48,8 @@ def energy_plot(run: RunSummary) -> Figure | None:
     shape = _shape(len(run.arms), "energy per token, J") | {"barmode": "stack"}
     caption = (
         "Energy of each delivered token: of the device (drafting, and its radio in every state) in "
-        "full colour, of the verifiers' passes at their data sheet's most in light; what is not "
-        "known is not drawn."
+        "full colour, of the verifiers' passes at their data sheet's most in light, of verifiers "
+        "that were powered and ran no pass in faint; what is not known is not drawn."
     )
     return Figure(data, shape, caption, f"Energy a token by arm; {'; '.join(said)}")
 

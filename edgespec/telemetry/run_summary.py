@@ -109,6 +109,13 @@ class GroupSummary:
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
     unfinished: int = 0
     """Asked, and not over when the run was."""
+    radiated_j_per_token: float | None = None
+    """By the devices' radios, uplink; None where they have no air."""
+    verifier_j_per_token: float | None = None
+    """Of the verifiers' passes, by rows in them; None where powers are not known."""
+    verifier_idle_j_per_token: float | None = None
+    """Of verifiers that were powered and ran no pass, by what their passes took for these
+    requests; None as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,10 @@ class VerifierSummary:
     """From the arrival of drafts to the start of the pass that takes them."""
     energy_j: float | None = None
     """While passes ran, at the power that the scenario names; None without one."""
+    idle_j: float | None = None
+    """While it was powered and no pass ran; None where that power is not known."""
+    idle_s: float | None = None
+    """How long that was, of all its machines; None as ``idle_j``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +241,10 @@ class RequestRow:
     x_m: float | None = None
     y_m: float | None = None
     """Where the device asked; None where it has no place."""
+    verifier_j: float | None = None
+    """Of the verifiers' passes, by its rows; None where powers are not known."""
+    verifier_idle_j: float | None = None
+    """Its part of what verifiers drew between passes; None as above."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,27 @@ def test_load_counts() -> None:
     assert (crowd.count(0), crowd.count(1)) == (16, 24)  # 26 each, but a pass is 10 ms shorter
 
 
+@pytest.mark.parametrize("policy", [LowestDelay(), MostCompute(), StrongestSignal()])
+def test_equal_verifiers_share_the_devices(policy: AssociationPolicy) -> None:
+    """Where a further session costs nothing: nine devices at three verifiers, and one device where
+    the loads are told. With loads alike too, it is the first."""
+    alike = [VerifierView(f"v{n}", 0.02, 0, 99) for n in range(3)]
+    links = [[LinkView(0.01)] * 3] * 9
+    chosen = policy.assign([DEVICE] * 9, alike, links)
+    assert [chosen.count(v) for v in range(3)] == [3, 3, 3]
+    assert chosen[0] == 0
+    told = [VerifierView(f"v{n}", 0.02, load, 99) for n, load in enumerate((5, 3, 4))]
+    assert policy.assign([DEVICE], told, links[:1]) == (1,)
+
+
+def test_a_nearer_verifier_is_taken_before_an_emptier_one() -> None:
+    told = [VerifierView("near", 0.02, 50, 99), VerifierView("far", 0.02, 0, 99)]
+    links = [[LinkView(0.010), LinkView(0.011)]]
+    assert LowestDelay().assign([DEVICE], told, links) == (0,)
+    assert StrongestSignal().assign([DEVICE], told, links) == (0,)
+    assert MostCompute().assign([DEVICE], told, links) == (1,), "whatever the link"
+
+
 def test_a_cable_beats_radio_and_a_shorter_cable_a_longer() -> None:
     verifiers = [VerifierView(name, 0.02, 0, 8) for name in ("radio", "far", "near")]
     links = [[LinkView(0.001, snr_db=30.0), LinkView(0.020), LinkView(0.010)]]

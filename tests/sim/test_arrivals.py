@@ -358,7 +358,7 @@ def who_waits_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def requests_come_late(patch: pytest.MonkeyPatch) -> None:
     def start(self: Reception) -> None:
-        for arrival in self._arrivals:
+        for arrival in self.arrivals:
             self._queue.at(arrival.at_s + 0.01, partial(self._arrive, arrival))
 
     patch.setattr(Reception, "start", start)

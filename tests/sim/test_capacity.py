@@ -128,6 +128,22 @@ def test_without_time_nothing_is_confirmed() -> None:
     assert "before 10 and 9 verifiers were played" in plan.why_not
 
 
+def test_a_round_has_as_many_worlds_as_there_are_cores() -> None:
+    """Four at once: two numbers with two seeds each, no seed twice."""
+    asked = question(scenario=replace(SCENARIO, duration_s=1.0))
+    planner = cast("CapacityPlanner", MadeUp(60.0))
+    rounds: list[list[tuple[int, int]]] = []
+
+    def play_some(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
+        rounds.append([(job.scenario.verifiers["gpu"].count, job.seed) for job in jobs])
+        return played(doing, jobs)
+
+    arms = (ArmPlan(Arm.TARGET_ONLY, 2, predicted(2, 0.03)),)
+    plan = confirm(planner, asked, arms, play_some, lambda rounds: rounds < 1, at_once=4)
+    assert rounds == [[(2, 1), (2, 2), (1, 1), (1, 2)]]
+    assert [one.seeds for one in plan.observed.values()] == [2, 2]
+
+
 def test_the_arm_with_fewest_verifiers_is_taken_then_the_quicker() -> None:
     def arm(which: Arm, verifiers: int | None, tpot_s: float) -> ArmPlan:
         return ArmPlan(which, verifiers, predicted(verifiers or 1, tpot_s))

@@ -23,6 +23,7 @@ from edgespec.core.association.policies import (
 )
 from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.radio.power import TRANSMIT_FACTOR
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES, LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (
@@ -40,7 +41,6 @@ from edgespec_sim.world.radio_network import (
     LEAST_BITS_PER_HZ,
     MOST_BITS_PER_HZ,
     STATION_NOISE_DB,
-    TRANSMIT_FACTOR,
     RadioNetwork,
     grid_m,
 )

@@ -81,15 +81,19 @@ class StrongestSignal:
 
 
 class MostCompute:
-    """The shortest pass with everyone counted who is there, whatever the link."""
+    """The shortest pass with everyone counted who is there, whatever the link. Of equal passes the
+    one with fewest sessions: where a further session costs nothing, nearness alone would fill the
+    nearest."""
 
     name = "most-compute"
 
     def assign(
         self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
     ) -> tuple[int, ...]:
-        def score(device: int, verifier: int, placed: int) -> tuple[float, float]:
-            return (_pass_s(verifiers[verifier], placed), links[device][verifier].rtt_s)
+        def score(device: int, verifier: int, placed: int) -> tuple[float, float, float]:
+            view = verifiers[verifier]
+            rtt_s = links[device][verifier].rtt_s
+            return (_pass_s(view, placed), view.sessions + placed, rtt_s)
 
         return one_by_one(devices, verifiers, score)
 

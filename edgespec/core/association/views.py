@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Score = Callable[[int, int, int], float | tuple[float, float]]
+Score = Callable[[int, int, int], float | tuple[float, ...]]
 """Of (device, verifier, devices placed there so far); the lowest wins."""
 
 
@@ -53,14 +53,18 @@ Links = Sequence[Sequence[LinkView]]
 def one_by_one(
     devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], score: Score
 ) -> tuple[int, ...]:
-    """Each device in turn to the lowest score among the verifiers with room, all if none has any;
-    ties go to the first."""
+    """Each device in turn to the lowest score among the verifiers with room, all if none has any.
+    Ties go to the one with fewest sessions, those placed here included, and then to the first, so
+    that equal verifiers share the devices."""
     placed = [0] * len(verifiers)
     chosen: list[int] = []
     for device in range(len(devices)):
         free = [v for v, view in enumerate(verifiers) if has_room(view, placed[v])]
         candidates = free or range(len(verifiers))
-        best = min(candidates, key=lambda v: score(device, v, placed[v]))
+        best = min(
+            candidates,
+            key=lambda v: (score(device, v, placed[v]), verifiers[v].sessions + placed[v]),
+        )
         placed[best] += 1
         chosen.append(best)
     return tuple(chosen)

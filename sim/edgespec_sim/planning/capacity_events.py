@@ -31,8 +31,8 @@ from edgespec_sim.world.run import Job
 
 # Sessions of a world, seconds of sessions in its window, and the window's bounds.
 _PLAYED_SESSIONS: Final = 64.0
-_SESSION_SECONDS: Final = 1500.0
-_CYCLES: Final = (4.0, 30.0)
+_SESSION_SECONDS: Final = 600.0
+_CYCLES: Final = (2.0, 30.0)
 _MOST_ROUNDS: Final = 24
 
 Triple = tuple[float, float, float]
@@ -56,15 +56,18 @@ def confirm(
     arms: tuple[ArmPlan, ...],
     play: Play,
     more: Callable[[int], bool],
+    *,
+    at_once: int = 1,
 ) -> CapacityPlan:
-    """``more`` is asked before each round of events, with the number of rounds played."""
+    """``more`` is asked before each round of events, with the number of rounds played. ``at_once``:
+    worlds that can be played beside one another; a round has as many, so that no core waits."""
     best = best_arm(arms)
     if best is None or best.verifiers is None:
         return CapacityPlan(arms, None, 0, (0, 0), {}, confirmed=False)
     search = Search(planner, question, best.arm, best.verifiers)
     rounds = 0
     while (wanted := search.wanted()) and rounds < _MOST_ROUNDS and more(rounds):
-        search.play(wanted, play)
+        search.play(wanted, play, max(1, at_once // len(wanted)))
         rounds += 1
     return search.plan(arms)
 
@@ -98,25 +101,30 @@ class Search:
         guess = max(guess, low + 1)
         return guess if high is None else min(guess, high)
 
-    def play(self, numbers: Sequence[int], play: Play) -> None:
+    def play(self, numbers: Sequence[int], play: Play, seeds: int = 1) -> None:
+        """So many further seeds of each number."""
         for number in numbers:
             if number not in self._worlds:
                 self._worlds[number] = (self._world(number), [])
+        question = self._question
+        wanted = [(number, seed) for number in numbers for seed in range(seeds)]
         jobs = [
             Job(
                 self._worlds[number][0],
                 self._arm,
                 0,
-                self._question.seed + len(self._worlds[number][1]),
-                self._question.folder,
+                question.seed + len(self._worlds[number][1]) + seed,
+                question.folder,
+                checks=False,
             )
-            for number in numbers
+            for number, seed in wanted
         ]
         named = " and ".join(map(str, sorted(numbers)))
         outcomes = play(f"{self._arm.value} on {named} verifiers, by events", jobs)
-        for number, outcome in zip(numbers, outcomes, strict=True):
+        for (number, _), outcome in zip(wanted, outcomes, strict=True):
             self._worlds[number][1].append(outcome)
-            self.observed[number] = judged(self._question.slo, number, *self._worlds[number])
+        for number in numbers:
+            self.observed[number] = judged(question.slo, number, *self._worlds[number])
 
     def plan(self, arms: tuple[ArmPlan, ...]) -> CapacityPlan:
         found = self.candidate
@@ -194,7 +202,7 @@ def judged(
         played=len(outcomes[0].verifiers),
         seeds=len(outcomes),
         requests=sum(map(len, groups)),
-        unfinished=sum(not one.complete for group in groups for one in group),
+        unfinished=sum(one.pace_s is None for group in groups for one in group),
         ttft_p95_s=ttft,
         tpot_p95_s=tpot,
         utilisation=sum(busy) / len(busy),
@@ -208,7 +216,11 @@ def _ttft_s(one: RequestRecord) -> float | None:
 
 
 def _tpot_s(one: RequestRecord) -> float | None:
-    return one.tpot_s if one.complete and not one.failed else math.inf
+    """So far, of a request that the world's end cut off; without end, of one that never got
+    there."""
+    if one.failed or (one.pace_s is None and not one.complete):
+        return math.inf
+    return one.pace_s
 
 
 def _meets(*pairs: tuple[Triple, float]) -> Meets:

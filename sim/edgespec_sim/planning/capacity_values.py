@@ -24,6 +24,8 @@ MOST_VERIFIERS: Final = 10_000
 # Devices of an open loop: so many that a request hardly ever finds its device busy.
 _DEVICES_A_RATE: Final = 60.0
 _LEAST_DEVICES: Final = 64
+WARM_UP_CYCLES: Final = 2.0
+"""Of requests, before those that count: nobody is served at the start."""
 
 
 class Meets(Enum):
@@ -96,7 +98,7 @@ class CapacityQuestion:
             raise ValueError(f"a world of {count} devices is asked for, the limit is {MAX_DEVICES}")
         counts = dealt(self.weights, count)
         section = scenario.verifiers[self.kind]
-        warm_up_s = 3.0 * cycle_s
+        warm_up_s = WARM_UP_CYCLES * cycle_s
         return replace(
             scenario,
             shards=1,
@@ -105,7 +107,7 @@ class CapacityQuestion:
             arrivals=arrivals,
             warm_up_s=warm_up_s,
             duration_s=warm_up_s + window_s,
-            drain_s=10.0 * cycle_s + 10.0,
+            drain_s=cycle_s,
             devices={
                 name: replace(
                     scenario.devices[name],
@@ -156,6 +158,7 @@ class Observed:
     seeds: int
     requests: int
     unfinished: int
+    """That had no second token when the world ended."""
     ttft_p95_s: tuple[float, float, float]
     tpot_p95_s: tuple[float, float, float]
     utilisation: float

@@ -8,8 +8,10 @@ of devices are mixed as they are among the active ones of the whole scenario. Th
 
 A moment of thought there has to be: without it a question follows the last commit by the same time
 always, so it meets the passes at the same phase always, and the TTFT is off by a part of a pass.
-Requests count that are asked after the first ones have ended, and they are waited for: at the start
-all prompts would stand in one queue, and without the wait short answers would weigh too much.
+Requests count that are asked after the first ones have ended: at the start all prompts would stand
+in one queue. The world goes on for a request's time behind the window, and what is not over then
+counts with its time per token so far: of those that ended alone, short answers would weigh too
+much, and waiting for the longest would take as long again as all the others.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from edgespec_sim.world.surrounding import Surrounding
 
 # Some hundred requests: texts differ, so a mean over them is good to 2 % or so.
 SESSION_SECONDS = 240.0
-_LEAST_CYCLES = 3.0
-# How many times as long as guessed requests may take that are waited for.
-_MOST_CYCLES = 8.0
+_LEAST_CYCLES = 1.5
+# First questions come within so many requests' times: within one, their prompts would stand in a
+# queue that takes two more to go.
+_START_CYCLES, _WARM_UP_CYCLES = 1.5, 2.0
 # Long beside a pass, short beside a request.
 _THINK_S = 0.1
 _QUANTILES = (np.arange(50) + 0.5) / 50
@@ -92,13 +95,13 @@ class Point:
 
     def cycle_s(self, group: str) -> float:
         """Of a whole request with an answer of mean length: those that were played have another
-        mean by chance. Infinite where none ended."""
-        ended = [one for one in self.records(group) if one.complete and one.ttft_s is not None]
-        if not ended:
+        mean by chance. Infinite where none began."""
+        begun = [one for one in self.records(group) if one.ttft_s is not None and not one.failed]
+        if not begun:
             return math.inf
-        ttft_s = fmean(one.ttft_s for one in ended if one.ttft_s is not None)
-        steps = sum(one.tokens - 1 for one in ended)
-        spans_s = sum((one.tpot_s or 0.0) * (one.tokens - 1) for one in ended)
+        ttft_s = fmean(one.ttft_s for one in begun if one.ttft_s is not None)
+        steps = sum(one.tokens - 1 for one in begun)
+        spans_s = sum((one.pace_s or 0.0) * (one.tokens - 1) for one in begun)
         return ttft_s + (self.tokens[group] - 1.0) * spans_s / max(1, steps)
 
     @property
@@ -120,11 +123,12 @@ def point_world(
         shards=1,
         arms=(arm,),
         arrivals=None,
-        warm_up_s=cycle_s,
-        duration_s=cycle_s + max(session_seconds / total, _LEAST_CYCLES * cycle_s),
-        drain_s=_MOST_CYCLES * cycle_s,
+        warm_up_s=_WARM_UP_CYCLES * cycle_s,
+        duration_s=_WARM_UP_CYCLES * cycle_s
+        + max(session_seconds / total, _LEAST_CYCLES * cycle_s),
+        drain_s=cycle_s,
         devices={
-            group: _restless(scenario.devices[group], count, cycle_s)
+            group: _restless(scenario.devices[group], count, _START_CYCLES * cycle_s)
             for group, count in counts.items()
         },
         verifiers={kind: replace(scenario.verifiers[kind], count=1)},
@@ -160,7 +164,7 @@ def _group(group: str, points: Sequence[Sequence[Point]]) -> GroupCurve:
         np.array([point.active for point in found]),
         np.array([point.cycle_s(group) for point in found]),
         np.stack([_spread([one.ttft_s for one in point.records(group)]) for point in found]),
-        np.stack([_spread([one.tpot_s for one in point.records(group)]) for point in found]),
+        np.stack([_spread([one.pace_s for one in point.records(group)]) for point in found]),
     )
 
 

@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+TRANSMIT_FACTOR: Final = 2.6
+"""Joules that a handset's amplifier draws a joule radiated, as in arXiv 2511.01695."""
+
 
 @dataclass(frozen=True, slots=True)
 class RadioPower:

@@ -14,6 +14,8 @@ _MAX_MBPS = 1e6
 # Ethernet 18, IPv4 20, TCP with timestamps 32, HTTP/2 frame 9, gRPC prefix 5: RFCs 894, 791,
 # 9293, 7323, 9113. TLS would add 22.
 FRAMING_BYTES = 84
+# 3GPP TS 38.331: the values that Alpha can have.
+ALPHAS = (0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,27 @@ class LinkSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PowerControlSection:
+    """Phones send as strongly as their path loss asks for: open-loop fractional power control of
+    3GPP TS 38.213, 7.1.1 (``radio/uplink_power.py``), up to ``device_dbm``."""
+
+    p0_dbm: float = -80.0
+    """What a station is to receive of a resource block of 180 kHz, were ``alpha`` 1. Operators set
+    it, for a deployment; this value is ours."""
+    alpha: float = 0.8
+    """Share of the path loss that is made up for: one of those of TS 38.331 (``Alpha``)."""
+    filter_k: int = 4
+    """Of the layer 3 filter of received powers (TS 38.331, 5.5.3.2, whose default is 4)."""
+
+    def __post_init__(self) -> None:
+        bounded("p0_dbm", self.p0_dbm, -202.0, 24.0)  # TS 38.331: p0-NominalWithGrant
+        if self.alpha not in ALPHAS:
+            known = ", ".join(f"{one:g}" for one in ALPHAS)
+            raise ValueError(f"alpha is {self.alpha:g}, but must be one of {known}")
+        bounded("filter_k", self.filter_k, 0, 19)
+
+
+@dataclass(frozen=True, slots=True)
 class RadioSection:
     """Mobile edge: devices move among the verifiers' base stations (``radio.py``)."""
 
@@ -128,6 +151,8 @@ class RadioSection:
     3GPP model: one row a step."""
     handover: CellHandoverSection | None = None
     """None: a phone is in the cell of the verifier that it uses."""
+    power_control: PowerControlSection | None = None
+    """None: phones send at ``device_dbm``, near or far."""
 
     def __post_init__(self) -> None:
         bounded("area_m", self.area_m, 10.0, 1e5)

@@ -99,7 +99,8 @@ class Reception:
         watch: ArrivalWatch | None = None,
     ) -> None:
         self.arrived, self.watch = 0, watch
-        self._queue, self._arrivals, self._at, self._servers = queue, arrivals, at, servers
+        self.arrivals = arrivals
+        self._queue, self._at, self._servers = queue, at, servers
         self._waiting: dict[int | str, deque[Arrival]] = {}
         self._groups: Mapping[str, list[int]] = _by_group(servers)
         self._place = {
@@ -112,7 +113,7 @@ class Reception:
                 watch.device(device, server.group)
 
     def start(self) -> None:
-        for arrival in self._arrivals:
+        for arrival in self.arrivals:
             self._queue.at(arrival.at_s, partial(self._arrive, arrival))
 
     @property

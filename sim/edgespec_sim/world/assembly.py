@@ -8,6 +8,8 @@ the others. Worlds with several shards are played one by one and added up.
 from __future__ import annotations
 
 import gc
+import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +36,8 @@ from edgespec_sim.world.network import Network
 from edgespec_sim.world.site import Site, SiteCounters
 from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import User, UserSettings
-from edgespec_sim.world.watch import Watch
+from edgespec_sim.world.verifier_energy import Powered, charge
+from edgespec_sim.world.watch import MOST_WATCHED, Watch
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
@@ -49,9 +52,15 @@ class WorldOutcome:
     meters: Meters
     verifiers: list[VerifierSummary]
     links: tuple[LinkLoad, ...] = ()
-    watched: Watched | None = None
-    """The first device."""
+    watches: tuple[Watched, ...] = ()
+    """Of the devices that a page may tell of, the same in every arm."""
     stations: tuple[Station, ...] = ()
+
+    @property
+    def watched(self) -> Watched | None:
+        """The first of them that has a request that counts, or the first."""
+        asked = (one for one in self.watches if one.requests)
+        return next(asked, self.watches[0] if self.watches else None)
 
 
 class World:
@@ -102,9 +111,8 @@ class World:
         self._before = [SiteCounters() for _ in self.sites]
         self._after = self._before
         """What verifiers had done when the requests that count began, and ended, to come."""
-        self.watch = Watch(self.users[0], scenario, self.network)
-        if (governors := self.users[0].governors) is not None:
-            governors.on_change = self._governed
+        self._watches: list[Watch] = []
+        """Of the devices that a page may tell of; there are none before it runs."""
         if self.network.cells is not None:
             HandingOver(
                 self.network,
@@ -128,7 +136,6 @@ class World:
                 source=self.surrounding.source,
                 reconnect=_RECONNECT,
                 eos_token_ids=frozenset(target_info.eos_token_ids),
-                radio_w=section.radio_w + self.network.transmit_w,
                 course=None
                 if section.conditions is None
                 else course_of(section.conditions, self.surrounding.folder),
@@ -174,26 +181,27 @@ class World:
         if not site.reachable:
             return None
         up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
-        airtime = self.network.airtime(user.settings.group, user.number, site.name)
+        sending = self.network.ways.sending(user.settings.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
-            least_s = self.network.least_ways_s(user.settings.group, site.name)
+            least_s = self.network.ways.least_ways_s(user.settings.group, site.name)
             watch = self.conservation.watch(site, key, *least_s)
-        stream = MeteredStream(self.queue, up, down, airtime, watch, user.radio)
+        stream = MeteredStream(self.queue, up, down, sending, watch, user.radio)
         site.accept(stream, key)
-        self.network.watch_breaks(user.settings.group, user.number, stream)
+        self.network.connections.watch(user.settings.group, user.number, stream)
         return stream, rtt_s
 
     def place_m(self, user: User) -> tuple[float, float] | None:
         return self.network.place_m(user.number)
 
     def _handed(self, user: User, what: str) -> None:
-        if user is self.watch.user and self.network.cells is not None:
-            now_s = self.queue.now
-            self.watch.moved.append(Interruption(now_s, now_s + self.network.cells.gap_s, what))
+        cells, now_s = self.network.cells, self.queue.now
+        for watch in self._watches:
+            if user is watch.user and cells is not None:
+                watch.moved.append(Interruption(now_s, now_s + cells.gap_s, what))
 
-    def _governed(self, what: str) -> None:
-        self.watch.moved.append(Interruption(self.queue.now, self.queue.now, what))
+    def _governed(self, watch: Watch, what: str) -> None:
+        watch.moved.append(Interruption(self.queue.now, self.queue.now, what))
 
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
@@ -211,7 +219,8 @@ class World:
             for step in range(1, _MAX_PROGRESS_STEPS + 1):
                 now_s = duration_s * step / _MAX_PROGRESS_STEPS
                 self.meters.events += self.queue.run(now_s)
-                self.watch.sample(now_s)
+                for watch in self._watches:
+                    watch.sample(now_s)
                 progress(now_s)
             self._after, links = self._counters(), self.network.loads()
             self._drain()
@@ -221,11 +230,13 @@ class World:
             self._count_waiting(self.reception)
         if self.conservation is not None:
             self._check_end(self.conservation)
+        powered = [self._powered(index) for index in range(len(self.sites))]
+        charge(self.meters.records, powered)
         return WorldOutcome(
             self.meters,
-            [self._verifier(index) for index in range(len(self.sites))],
+            [one.told(self._verifier(index)) for index, one in enumerate(powered)],
             links,
-            self.watch.result(self.meters.records),
+            tuple(watch.result(self.meters.records) for watch in self._watches),
             self.network.stations,
         )
 
@@ -234,9 +245,26 @@ class World:
             self.queue.at(self.scenario.warm_up_s, self._warm)
         if self.reception is not None:
             self.reception.start()
-            return
-        for user in self.users:
-            user.start()
+        else:
+            for user in self.users:
+                user.start()
+        watched = self._watched_users()
+        self._watches = [Watch(user, self.scenario, self.network) for user in watched]
+        for watch in self._watches:
+            if (governors := watch.user.governors) is not None:
+                governors.on_change = partial(self._governed, watch)
+
+    def _watched_users(self) -> list[User]:
+        """The first one, and those whose requests will count soonest, whatever the arm."""
+        if self.reception is not None:
+            counting = (one for one in self.reception.arrivals if self.counts(one.at_s))
+            soonest = [self.users[one.device] for one in itertools.islice(counting, MOST_WATCHED)]
+        else:
+            warm_up_s = self.scenario.warm_up_s
+            soonest = heapq.nsmallest(
+                MOST_WATCHED, self.users, key=lambda user: (user.first_s < warm_up_s, user.first_s)
+            )
+        return list(dict.fromkeys((self.users[0], *soonest)))[:MOST_WATCHED]
 
     def _warm(self) -> None:
         self._before = self._counters()
@@ -292,8 +320,12 @@ class World:
             rows_per_pass=(after.rows - before.rows) / passes if passes else 0.0,
             sessions_per_pass=(after.sessions - before.sessions) / passes if passes else 0.0,
             queue_s=self.meters.queue_s(site.name),
-            energy_j=site.section.busy_w * busy_s if site.section.busy_w else None,
         )
+
+    def _powered(self, index: int) -> Powered:
+        site, hardware = self.sites[index]
+        busy_s = self._after[index].busy_s - self._before[index].busy_s
+        return Powered(site.section, hardware, busy_s, self.scenario.window_s)
 
 
 @contextmanager

@@ -37,9 +37,6 @@ from edgespec_sim.world.surrounding import Surrounding
 LawOfShare = Callable[[float], TimeLaw]
 # What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
-# Where passes are bound by memory a further session costs nothing, and every policy that goes where
-# it is fastest would fill the first verifier alone: of equal ones the emptier is taken.
-_LEAST_SESSION_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,15 @@ class Hardware:
         """Keys and values of a session come from elsewhere."""
         for node in self.nodes:
             node.brought[key] = positions
+
+    @property
+    def pass_s_of(self) -> dict[str, float]:
+        """By session, its part of all nodes' passes; empty where nobody asked for it."""
+        taken_s: dict[str, float] = {}
+        for node in self.nodes:
+            for session, seconds in (node.pass_s_of or {}).items():
+                taken_s[session] = taken_s.get(session, 0.0) + seconds
+        return taken_s
 
     @property
     def counters(self) -> SiteCounters:
@@ -175,10 +181,12 @@ class _Ground:
     law_of_share: LawOfShare
     seed: str
     audited: bool
+    charges: bool
 
     def machine(self, label: str | int, law: TimeLaw) -> Machine:
         audit = Slots(f"passes run on {self.name}") if self.audited else None
-        return Machine(self.queue, law, f"{self.seed}/machine/{self.name}/{label}", audit)
+        seed = f"{self.seed}/machine/{self.name}/{label}"
+        return Machine(self.queue, law, seed, audit, charges=self.charges)
 
 
 def build_site(
@@ -194,7 +202,8 @@ def build_site(
     section = scenario.verifiers[kind]
     name = scenario.verifier_name(kind, number)
     law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
-    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks)
+    charges = section.power_busy_w > 0.0
+    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks, charges)
     allocation = surrounding.allocation
     slices = allocation.slices_of(name) if allocation is not None else {}
     law = law_of_share(1.0)
@@ -219,7 +228,7 @@ def build_site(
         surrounding.source,
         computes,
         pass_s,
-        max(law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1), _LEAST_SESSION_S),
+        max(0.0, law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1)),
         {device: index for index, device in enumerate(slices)},
         tracer,
     )

@@ -1,13 +1,15 @@
 """A stream that counts what it carries, and lets a watch see it.
 
 Payload bytes are those of drafts, acknowledgements and commits; the request with its prompt, which
-any system has to send, stands apart. Air time is what sending takes on the device's first link. A
-radio's meter hears of every packet, both ways.
+any system has to send, stands apart. Air time is what sending takes on the device's first link, and
+what is radiated meanwhile is known where that is the air. A radio's meter hears of every packet,
+both ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
 from edgespec.core.protocol.wire_size import message_bytes
@@ -19,30 +21,47 @@ from edgespec_sim.scenario.network_sections import FRAMING_BYTES
 from edgespec_sim.world.conservation import StreamWatch
 
 
+class Sending(NamedTuple):
+    """What one message makes a device's radio do."""
+
+    airtime_s: float
+    radiated_j: float
+
+
 class MeteredStream(Stream):
     """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``."""
 
-    __slots__ = ("_airtime", "_radio", "_watch", "airtime_s", "down_bytes", "up_bytes")
+    __slots__ = (
+        "_radio",
+        "_sending",
+        "_watch",
+        "airtime_s",
+        "down_bytes",
+        "radiated_j",
+        "up_bytes",
+    )
 
     def __init__(
         self,
         queue: EventQueue,
         up: Path,
         down: Path,
-        airtime: Callable[[int], float],
+        sending: Callable[[int], Sending],
         watch: StreamWatch | None = None,
         radio: RadioMeter | None = None,
     ) -> None:
         super().__init__(queue, up, down)
-        self._airtime, self._watch, self._radio = airtime, watch, radio
+        self._sending, self._watch, self._radio = sending, watch, radio
         self.up_bytes = self.down_bytes = 0
-        self.airtime_s = 0.0
+        self.airtime_s = self.radiated_j = 0.0
 
     def send_up(self, message: Uplink) -> None:
         size_bytes = message_bytes(message)
         if not isinstance(message, Open):
             self.up_bytes += size_bytes
-        self.airtime_s += self._airtime(size_bytes)
+        airtime_s, radiated_j = self._sending(size_bytes)
+        self.airtime_s += airtime_s
+        self.radiated_j += radiated_j
         if self._radio is not None:
             self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
         if self._watch is not None:

@@ -73,8 +73,17 @@ class RequestRecord:
     """Or the world's end."""
     place_m: tuple[float, float] | None = None
     """Where it was asked."""
+    pace_s: float | None = None
+    """As ``tpot_s``, also of a request that the world's end cut off: so far."""
     energy_known: bool = False
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
+    session: str = ""
+    """Its id; empty: it never had one."""
+    radiated_j: float | None = None
+    """By the device, uplink; None without air."""
+    verifier_j: float | None = None
+    verifier_idle_j: float | None = None
+    """What it bears of its verifiers' (``verifier_energy.py``), known at the world's end."""
 
 
 def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> RequestRecord:
@@ -194,21 +203,7 @@ class Meters:
         )
 
     def rows(self) -> tuple[RequestRow, ...]:
-        return tuple(
-            RequestRow(
-                one.device,
-                one.verifier,
-                one.started_s,
-                one.ttft_s,
-                one.tpot_s,
-                one.tokens,
-                _ratio(one.counters.committed, one.counters.passes),
-                one.counters.acceptance if one.counters.tried else None,
-                one.failed or ("" if one.complete else "the world ended first"),
-                *(one.place_m or (None, None)),
-            )
-            for one in self.records[:MAX_ROWS]
-        )
+        return tuple(_row(one) for one in self.records[:MAX_ROWS])
 
     def whole(self) -> GroupSummary:
         return self._group(self.records, spread_of(self.gaps_s))
@@ -265,13 +260,42 @@ class Meters:
             memory_loosened=int(total(lambda one: one.walked.loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
+            radiated_j_per_token=_mean_j([one.radiated_j for one in records], tokens),
+            verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
+            verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
         )
+
+
+def _row(one: RequestRecord) -> RequestRow:
+    x_m, y_m = one.place_m or (None, None)
+    return RequestRow(
+        one.device,
+        one.verifier,
+        one.started_s,
+        one.ttft_s,
+        one.tpot_s,
+        one.tokens,
+        _ratio(one.counters.committed, one.counters.passes),
+        one.counters.acceptance if one.counters.tried else None,
+        one.failed or ("" if one.complete else "the world ended first"),
+        x_m=x_m,
+        y_m=y_m,
+        verifier_j=one.verifier_j,
+        verifier_idle_j=one.verifier_idle_j,
+    )
 
 
 def _mismatches(records: Sequence[RequestRecord]) -> int | None:
     if any(one.lossy for one in records):
         return None
     return sum(one.mismatches for one in records)
+
+
+def _mean_j(joules: Sequence[float | None], tokens: int) -> float | None:
+    """A token; None where a part is not known."""
+    if not tokens or None in joules:
+        return None
+    return sum(one or 0.0 for one in joules) / tokens
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -9,7 +9,8 @@ get through. With bandwidth shares a device has a slice, and a queue, of its own
 
 Interference follows what is sent: a station, or a device of another cell, counts as noise for the
 share of the last step in which it sent, plus ``load`` (whose uplink comes from where the devices
-of that cell are). A device's signal does not interfere with itself.
+of that cell are, and with their power). A device's signal does not interfere with itself. Phones
+send at full power, or with power control as strongly as their path loss asks for.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from edgespec_sim.links.path import Link
 from edgespec_sim.radio.attachment import Attachment, Change
 from edgespec_sim.radio.gains import Floats, Gains, RecordedGains, UmiGains, UmiSettings
 from edgespec_sim.radio.mobility import RandomWaypoint
+from edgespec_sim.radio.uplink_power import PowerControl, UplinkPower
 from edgespec_sim.scenario.network_sections import FRAMING_BYTES, RadioSection
 from edgespec_sim.world.audit import AuditedQueue
+from edgespec_sim.world.metered_stream import Sending
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
 # device that hears less is served at the lowest, as coverage extensions do.
@@ -39,8 +42,6 @@ MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
 NOISE_DBM_HZ = -174.0
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
 STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
-# Watts that a handset's amplifier draws a watt sent, as in arXiv 2511.01695.
-TRANSMIT_FACTOR = 2.6
 # A queue of airtime holds nanoseconds where others hold bytes.
 _TICKS_PER_S = 1e9
 
@@ -53,6 +54,10 @@ class Signal:
     """What the device hears: signal to interference and noise."""
     up_bits_per_s: float
     down_bits_per_s: float
+    up_snr_db: float
+    """What the station hears of it."""
+    sends_dbm: float
+    """With what power it would send there."""
 
 
 class RadioNetwork:
@@ -96,7 +101,16 @@ class RadioNetwork:
         self._queues: dict[tuple[bool, int, int], SharedQueue] = {}
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
-        self._up = self._down = self._snr_db = np.zeros((devices, stations))
+        self._power = UplinkPower(
+            _control_of(section),
+            section.device_dbm,
+            section.bandwidth_mhz * 1e6,
+            np.array([self._share(device) for device in range(devices)]),
+        )
+        self._density = np.ones((devices, stations))
+        """Of a device's signal to a station, over that of full power on the whole band."""
+        self._up = self._down = np.zeros((devices, stations))
+        self._up_snr_db = self._snr_db = np.zeros((devices, stations))
         self._step(np.zeros(devices))
         self._queue.after(section.step_s, self._advance)
 
@@ -122,19 +136,16 @@ class RadioNetwork:
             float(self._snr_db[device, station]),
             share * float(self._up[device, station]),
             share * float(self._down[device, station]),
+            float(self._up_snr_db[device, station]),
+            self._dbm(device, station),
         )
 
-    def airtime(self, device: int, station: int) -> Callable[[int], float]:
-        """Seconds that a message of a size keeps the device's radio sending at full power. With a
-        slice it sends for longer, at its share of the power."""
-        return lambda size_bytes: (
-            self._share(device) * self._seconds(self._up, device, station, size_bytes)
-        )
-
-    @property
-    def transmit_w(self) -> float:
-        """What a device's battery gives while it sends at full power."""
-        return TRANSMIT_FACTOR * _watts(self._section.device_dbm)
+    def sending(self, device: int, station: int, size_bytes: int) -> Sending:
+        """What a message of that size makes the device's radio do now. With a slice it sends for
+        longer, at its share of the power: told is the time on the whole band."""
+        airtime_s = self._share(device) * self._seconds(self._up, device, station, size_bytes)
+        full_w = _watts(self._section.device_dbm)
+        return Sending(airtime_s, full_w * self._dense(device, station) * airtime_s)
 
     def place_m(self, device: int) -> tuple[float, float]:
         """Where it is, as of the last step."""
@@ -179,6 +190,13 @@ class RadioNetwork:
         bits = (size_bytes + FRAMING_BYTES) * 8
         return bits / (self._share(device) * float(rates[device, station]))
 
+    def _dbm(self, device: int, station: int) -> float:
+        ratio = self._share(device) * self._dense(device, station)
+        return self._section.device_dbm + 10.0 * math.log10(ratio)
+
+    def _dense(self, device: int, station: int) -> float:
+        return float(self._density[device, station])
+
     def _share(self, device: int) -> float:
         """Of its cell's band."""
         return self._bandwidth.get(device, 1.0)
@@ -215,6 +233,7 @@ class RadioNetwork:
         section = self._section
         gains = self._gains.next(self._walk.positions_m, self.stations_m, gone_m)
         changes = self._attach(gains)
+        self._density = self._power.measure(gains)
         band_hz = section.bandwidth_mhz * 1e6
         device_w, station_w = _watts(section.device_dbm), _watts(section.station_dbm)
         noise_w = _watts(NOISE_DBM_HZ) * band_hz
@@ -225,13 +244,15 @@ class RadioNetwork:
         if section.interference:
             sends = np.minimum(self._device_s / section.step_s, 1.0)
             radiates = np.minimum(section.load + self._station_s / section.step_s, 1.0)
-            up_w = device_w * _uplink_noise(gains, self.serving, sends, section.load)
+            up_w = device_w * _uplink_noise(gains, self._density, self.serving, sends, section.load)
             heard = gains * radiates
             down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
-        up = device_w * gains / (up_noise_w + up_w)
+        up = device_w * gains * self._density / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
-        self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
+        self._snr_db, self._up_snr_db = (
+            10.0 * np.log10(np.maximum(snr, 1e-12)) for snr in (down, up)
+        )
         self._device_s[:] = 0.0
         self._station_s[:] = 0.0
         return changes
@@ -246,6 +267,13 @@ class _Air:
     def arrival(self, now_s: float, size_bytes: int, /) -> float:
         ticks = self._airtime_s(size_bytes) * self._stretch * _TICKS_PER_S
         return self._model.arrival(now_s, math.ceil(ticks))
+
+
+def _control_of(section: RadioSection) -> PowerControl | None:
+    control = section.power_control
+    if control is None:
+        return None
+    return PowerControl(control.p0_dbm, control.alpha, control.filter_k)
 
 
 def _recorded(name: str, folder: Path) -> Gains:
@@ -265,20 +293,24 @@ def grid_m(count: int, side_m: float) -> Floats:
     return np.array(places)
 
 
-def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) -> Floats:
-    """(devices, stations): power received from devices of other cells, in units of what one sends.
-    ``sends`` is each device's share of time on the air."""
-    stations = np.arange(gains.shape[1])
+def _uplink_noise(
+    gains: Floats, density: Floats, serving: Floats, sends: Floats, load: float
+) -> Floats:
+    """(devices, stations): power received from devices of other cells, in units of full power.
+    ``sends`` is each device's share of time on the air, ``density`` that of full power which it
+    sends with to each station."""
+    devices, stations = np.arange(len(gains)), np.arange(gains.shape[1])
     served = serving[:, None] == stations
-    foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * sends[:, None])
+    own = sends * density[devices, np.maximum(serving, 0)]
+    foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * own[:, None])
     ours: Floats = foreign.sum(axis=0) - foreign
     # Others send from where our devices are that hear the other cell best, in the mean.
     nearest = gains.argmax(axis=1)
     others = np.zeros(gains.shape[1])
     for station in stations:
-        members = gains[nearest == station]
-        if len(members):
-            heard = members.mean(axis=0)
+        members = nearest == station
+        if members.any():
+            heard = (gains[members] * density[members, station, None]).mean(axis=0)
             heard[station] = 0.0
             others += load * heard
     return ours + others

@@ -22,18 +22,19 @@ from edgespec.core.association.policies import AssociationPolicy, association_po
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.telemetry.run_summary import ArmSummary, LinkLoad, RunSummary, VerifierSummary
+from edgespec.telemetry.run_summary import (
+    ArmSummary,
+    LinkLoad,
+    RunSummary,
+    VerifierSummary,
+    Watched,
+)
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.planning.bounds import RunLengths, lower_bounds
 from edgespec_sim.planning.replication import Interval, ratio_interval, speedup
-from edgespec_sim.scenario.costs import Operation, law_of, measured
-from edgespec_sim.scenario.sections import (
-    DeviceSection,
-    Scenario,
-    TokensFrom,
-    VerifierSection,
-)
+from edgespec_sim.scenario.costs import Operation, law_of
+from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
 from edgespec_sim.scenario.stage_links import link_delays_s
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.process import ProcessSource
@@ -45,6 +46,7 @@ from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.attainment import attainment, service_notes
 from edgespec_sim.world.meters import Meters, pace, pooled_series
 from edgespec_sim.world.network import Network
+from edgespec_sim.world.notes import is_lossy, losses_of, notes_of
 from edgespec_sim.world.surrounding import Surrounding
 
 LABELS = {
@@ -69,6 +71,8 @@ class Job:
     shard: int
     seed: int
     folder: Path
+    checks: bool = True
+    """Watch every message, where the world is small enough for that."""
 
 
 def jobs_of(scenario: Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
@@ -104,7 +108,7 @@ def _world(job: Job, tracer: Tracer | None) -> World:
         source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
         association=association_named(scenario.association, job.folder, job.seed),
         folder=job.folder,
-        checks=devices <= _CHECKED_DEVICES,
+        checks=job.checks and devices <= _CHECKED_DEVICES,
     )
     seed = f"{job.seed}/{job.shard}"
     traced = _TRACED_DEVICES if tracer is not None else 0
@@ -161,17 +165,25 @@ def summarise(
 ) -> RunSummary:
     """``outcomes`` of all jobs, in the order of ``jobs_of``, seed after seed; they are used up.
     ``notes`` come first."""
-    losses = _losses(scenario, outcomes)
+    losses = losses_of(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds)
     attained = {arm: attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
+    watched = _watched_device([mine[0].watches for mine in worlds.values()])
     arms = []
     for arm in scenario.arms:
         value, interval = speedups.get(arm, (None, None))
         summary = _arm_summary(scenario, folder, arm, worlds[arm], len(seeds))
+        told = next((one for one in worlds[arm][0].watches if one.device == watched), None)
         ends = (interval.low, interval.high) if interval is not None else None
         arms.append(
-            replace(summary, speedup=value, speedup_interval=ends, attainment=attained[arm])
+            replace(
+                summary,
+                speedup=value,
+                speedup_interval=ends,
+                attainment=attained[arm],
+                watched=told,
+            )
         )
     return RunSummary(
         name=scenario.name,
@@ -182,11 +194,19 @@ def summarise(
         duration_s=scenario.duration_s,
         arms=tuple(arms),
         settings={"yaml": dump_config(scenario)},
-        notes=(*notes, *_notes(scenario), *losses, *service_notes(scenario, arms)),
+        notes=(*notes, *notes_of(scenario), *losses, *service_notes(scenario, arms)),
         environment=environment or {},
         seeds=len(seeds),
         stations=outcomes[0][1].stations,
     )
+
+
+def _watched_device(worlds: Sequence[Sequence[Watched]]) -> str:
+    """The device to tell of in every arm: with requests that count in as many arms as can be, and
+    the first of those. ``worlds``: what each arm's first world watched."""
+    asked = [one.device for watches in worlds for one in watches if one.requests]
+    devices = dict.fromkeys(one.device for watches in worlds for one in watches)
+    return max(devices, key=asked.count, default="")
 
 
 _Speedup = tuple[float | None, Interval | None]
@@ -238,7 +258,7 @@ def _arm_summary(
         verifiers = _pooled_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
     return ArmSummary(
         arm=arm.value,
-        label=f"{LABELS[arm]}, LOSSY" if _is_lossy(scenario, arm) else LABELS[arm],
+        label=f"{LABELS[arm]}, LOSSY" if is_lossy(scenario, arm) else LABELS[arm],
         all=meters.whole(),
         groups=meters.groups(),
         verifiers=verifiers,
@@ -247,7 +267,6 @@ def _arm_summary(
         rows=meters.rows(),
         tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
         links=_pooled_links([outcome.links for outcome in outcomes]),
-        watched=outcomes[0].watched,
     )
 
 
@@ -282,57 +301,16 @@ def _pooled_verifiers(
                 sessions_per_pass=sum(o.sessions_per_pass * o.passes for o in same)
                 / max(1, passes),
                 queue_s=meters.queue_s(name),
-                energy_j=None
-                if same[0].energy_j is None
-                else sum(one.energy_j or 0.0 for one in same),
+                energy_j=_summed([one.energy_j for one in same]),
+                idle_j=_summed([one.idle_j for one in same]),
+                idle_s=_summed([one.idle_s for one in same]),
             )
         )
     return tuple(pooled)
 
 
-def _notes(scenario: Scenario) -> tuple[str, ...]:
-    notes = [
-        f"Draft steps of {name}: {measured(section.draft)}."
-        for name, section in scenario.devices.items()
-    ]
-    notes += [
-        f"Passes of {name}: {measured(section.pass_time)}."
-        for name, section in scenario.verifiers.items()
-    ]
-    notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
-    return tuple(notes)
-
-
-def _energy_note(name: str, section: DeviceSection) -> str:
-    if section.radio_power and section.draft_w:
-        return (
-            f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
-            f" powers of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
-            " stays connected and idles, until the next question."
-        )
-    missing = "radio_power" if not section.radio_power else "draft_w"
-    return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
-
-
-def _is_lossy(scenario: Scenario, arm: Arm) -> bool:
-    return scenario.tokens.lossy_threshold is not None and arm.drafts
-
-
-def _losses(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> tuple[str, ...]:
-    """One note an arm whose output is not the target's own."""
-    notes = []
-    for arm in scenario.arms:
-        if _is_lossy(scenario, arm):
-            counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
-            changed, tokens = (sum(column) for column in zip(*counts, strict=True))
-            share = changed / tokens if tokens else 0.0
-            rising = ", more for what matters" if scenario.tokens.lossy_by_importance else ""
-            notes.append(
-                f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
-                f" the best token's probability on{rising}; {share:.1%} of its tokens are"
-                " not the target's."
-            )
-    return tuple(notes)
+def _summed(values: Sequence[float | None]) -> float | None:
+    return None if None in values else sum(one or 0.0 for one in values)
 
 
 def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[str, float]:
@@ -341,7 +319,7 @@ def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[
     acceptance = meters.whole().acceptance
     network = Network(EventQueue(), scenario, "bounds", folder)
     rtt_s = min(
-        sum(network.least_ways_s(group, verifier))
+        sum(network.ways.least_ways_s(group, verifier))
         for group in scenario.devices
         for verifier in scenario.verifiers
     )

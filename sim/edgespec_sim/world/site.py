@@ -10,7 +10,7 @@ devices come back with what they hold and the engine feeds it anew.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,9 +52,18 @@ class Machine:
     change: passes that come later take it. ``audit`` sees every pass."""
 
     def __init__(
-        self, queue: EventQueue, law: TimeLaw, seed: str, audit: Slots | None = None
+        self,
+        queue: EventQueue,
+        law: TimeLaw,
+        seed: str,
+        audit: Slots | None = None,
+        *,
+        charges: bool = False,
     ) -> None:
+        """``charges``: note what its passes take for each session."""
         self.counters = SiteCounters()
+        self.pass_s_of: dict[str, float] | None = {} if charges else None
+        """By session: its part of the passes, by rows."""
         self.law = law
         self._queue, self._audit = queue, audit
         self._dice = random.Random(seed) if len(law.spread) > 1 else None
@@ -79,7 +88,15 @@ class Machine:
         counters.rows += rows
         counters.sessions += len(requests)
         counters.busy_s += pass_s
+        if self.pass_s_of is not None:
+            self._charge(self.pass_s_of, requests, pass_s)
         self._queue.at(self._free_at_s, done)
+
+    @staticmethod
+    def _charge(taken_s: dict[str, float], requests: Sequence[PassRequest], pass_s: float) -> None:
+        rows = [max(1, len(request.feed) + len(request.tokens)) for request in requests]
+        for request, own in zip(requests, rows, strict=True):
+            taken_s[request.key] = taken_s.get(request.key, 0.0) + pass_s * own / sum(rows)
 
     def _brought(self, request: PassRequest) -> int:
         """Rows of this request that are there already. The last position is computed where it is

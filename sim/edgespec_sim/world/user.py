@@ -28,7 +28,7 @@ from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.power import RADIOS, RadioMeter
+from edgespec_sim.radio.power import RADIOS, TRANSMIT_FACTOR, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
@@ -73,8 +73,6 @@ class UserSettings:
     source: TokenSource
     reconnect: ReconnectPolicy
     eos_token_ids: frozenset[int]
-    radio_w: float
-    """While sending."""
     course: ConditionCourse | None = None
     """Of the section's conditions."""
 
@@ -119,6 +117,8 @@ class User:
         self._learned = Learned()
         self.asked_s = self._begun_s = 0.0
         """Of the request under way; apart from each other where it had to wait here."""
+        self.first_s = 0.0
+        """When it asks its first question, once ``start`` has drawn that."""
         self.cut_off = False
         """Whether the world ended before its last request."""
         self._asked = 0
@@ -153,7 +153,8 @@ class User:
     def start(self) -> None:
         workload = self.settings.section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
-        self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
+        self.first_s = self._pause_s() if workload.start_thinking else first_s
+        self._queue.after(self.first_s, self._ask)
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request that came at ``arrival.at_s``, now or earlier."""
@@ -305,6 +306,7 @@ class User:
         if count and tokens[-1] in self.settings.eos_token_ids:
             count -= 1
         times_s = delivery.times_s[:count]
+        pace_s = (times_s[-1] - times_s[0]) / (count - 1) if count > 1 else None
         energy_j = self._energy_j(device)
         if self.battery_j is not None:
             self.battery_j = max(0.0, self.battery_j - energy_j)
@@ -319,12 +321,15 @@ class User:
             verifier=site.name,
             started_s=self.asked_s,
             ttft_s=times_s[0] - self.asked_s if times_s else None,
-            tpot_s=(times_s[-1] - times_s[0]) / (count - 1) if complete and count > 1 else None,
+            tpot_s=pace_s if complete else None,
+            pace_s=pace_s,
             tokens=count,
             counters=replace(device.session.counters),
             up_bytes=sum(stream.up_bytes for stream in self._streams),
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             energy_j=energy_j,
+            session=self.key,
+            radiated_j=None if self._place_m is None else self._radiated_j,
             energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
@@ -346,8 +351,12 @@ class User:
         self.airtime_s += airtime_s
         drafting_j = section.draft_w * device.drafting_s
         if self.radio is None:
-            return drafting_j + self.settings.radio_w * airtime_s
+            return drafting_j + section.radio_w * airtime_s + TRANSMIT_FACTOR * self._radiated_j
         return drafting_j + self.radio.take(self._queue.now)
+
+    @property
+    def _radiated_j(self) -> float:
+        return sum(stream.radiated_j for stream in self._streams)
 
     def _settle_radio(self) -> None:
         """What the radio took since the last answer: its tail, and idling."""

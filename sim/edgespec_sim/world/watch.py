@@ -18,6 +18,8 @@ from edgespec_sim.world.user import User
 
 MOST: Final = 300
 """Requests, and interruptions, that are kept."""
+MOST_WATCHED: Final = 6
+"""Devices of a world, of which a page tells of one: it is to have a request that counts."""
 ROUND_TRIP: Final = "round trip of the network"
 QUEUE: Final = "wait for a pass"
 RUNG: Final = "rung of the ladder"
@@ -43,7 +45,7 @@ class Watch:
         rtt_s = (
             None
             if site is None
-            else self._network.round_trip_s(group, user.number, site.name, now_s)
+            else self._network.ways.round_trip_s(group, user.number, site.name, now_s)
         )
         self._round_trips_ms.append(None if rtt_s is None else 1e3 * rtt_s)
         self._queues_ms.append(self._queue_ms())
