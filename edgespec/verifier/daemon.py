@@ -45,7 +45,7 @@ from edgespec.ports import (
 from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
-from edgespec.verifier.backlog import Backlog
+from edgespec.verifier.backlog import Backlog, HeldUp
 from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
 from edgespec.verifier.target_worker import TargetWorker
 
@@ -92,10 +92,7 @@ class Verifier:
         self._backlogs: dict[int, Backlog] = {}
         self._senders: dict[int, Callable[[Downlink], bool]] = {}
         """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
-        self._unsent: set[int] = set()
-        """Streams with a message that has not begun to leave."""
-        self._behind: set[int] = set()
-        """Those of which the engine knows."""
+        self._held_up = HeldUp()
         self._requests: dict[int, str] = {}
         """The ids under which the log speaks of streams."""
         self._context = contextvars.copy_context()
@@ -136,8 +133,8 @@ class Verifier:
         try:
             while (message := await backlog.get()) is not None:
                 await stream.send(message)
-                if backlog.empty:
-                    self._caught_up(number)
+                if backlog.empty and self._held_up.all_left(number):
+                    self._handle(ee.StreamCaughtUp(number))
         except LinkError as error:
             _LOG.info("stream %d: %s", number, error)
         finally:
@@ -146,8 +143,7 @@ class Verifier:
             self._backlogs.pop(number, None)
             self._senders.pop(number, None)
             self._requests.pop(number, None)
-            self._unsent.discard(number)
-            self._behind.discard(number)
+            self._held_up.all_left(number)
             self._handle(ee.StreamLost(number))
             if self._telemetry is not None:
                 self._telemetry.gone(number, self._clock())
@@ -198,17 +194,10 @@ class Verifier:
         elif backlog.idle and self._sent_at_once(number, message):
             return
         if backlog.put(message):
-            self._unsent.add(number)
+            self._held_up.waits(number)
         else:
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
-
-    def _caught_up(self, number: int) -> None:
-        """Nothing waits to leave on the stream any more."""
-        self._unsent.discard(number)
-        if number in self._behind:
-            self._behind.discard(number)
-            self._handle(ee.StreamCaughtUp(number))
 
     def _sent_at_once(self, number: int, message: Downlink) -> bool:
         """Whether the message left without waiting. What goes wrong ends this stream alone: the
@@ -307,11 +296,7 @@ class Verifier:
             return
         error = done.exception()
         if error is None:
-            event = done.result()
-            if self._unsent:
-                self._behind |= self._unsent
-                event = replace(event, behind=tuple(self._unsent))
-            self._handle(event)
+            self._handle(replace(done.result(), behind=self._held_up.tell()))
         elif isinstance(error, CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
         elif isinstance(error, TargetLostError):
