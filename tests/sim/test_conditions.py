@@ -25,6 +25,8 @@ from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.governors import LESS_MEMORY, MORE_MEMORY
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 from edgespec_sim.world.watch import RUNG
+from tests.sim.random_worlds import GOVERNED_FROM, draw_options
+from tests.sim.random_worlds import play as play_world
 
 Row = ConditionSection
 
@@ -198,6 +200,15 @@ def test_the_summary_counts_changes_of_all_seeds(tmp_path: Path) -> None:
     summary = summarise(scenario, (1, 2), tmp_path, outcomes)
     found = {arm.arm: arm.all.rungs_down for arm in summary.arms}
     assert found == {"target-only": 0, "vanilla": 0, "edgespec": 2}
+
+
+def test_random_worlds_with_governors_keep_every_token() -> None:
+    seeds = range(GOVERNED_FROM, GOVERNED_FROM + 40)
+    options = [draw_options(seed) for seed in seeds]
+    assert sum(one.reading is not None for one in options) > 4
+    assert sum(one.resident_bytes is not None and one.leaves == 1 for one in options) > 1
+    for seed in seeds:
+        play_world(seed)
 
 
 # --- files and mistakes -------------------------------------------------------------------------
