@@ -293,6 +293,9 @@ class TorchTarget:
 
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
+        # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
+        # it would have as many threads as there are cores, whatever canonical mode has set.
+        torch.get_num_threads()
         with torch.inference_mode():
             plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
