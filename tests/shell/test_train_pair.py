@@ -19,11 +19,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER
 from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
 from tools.train_pair.corpus import ASSISTANT, USER, Document
 from tools.train_pair.distill import LOOK_EVERY, Lessons, rounded
-from tools.train_pair.evaluate import interval
+from tools.train_pair.evaluate import Text, interval, keep, read
 from tools.train_pair.start import unpack
 from tools.train_pair.writing import END_ID, Texts, write
 
@@ -101,15 +102,22 @@ def test_lessons_take_up_new_texts_and_those_seen_least(
     assert all(sorted(row for _, row in one) == [0, 1, 2] for one in chosen)
     forgetful = Texts(texts.tokens.flip(0), texts.written, texts.temperature, texts.states[:0])
     forgetful.save(tmp_path / "1.pt")
-    newer = next(batches)
-    (states, tokens, positions), *rest = lessons.parts(newer, 2)
-    assert len(rest) == 1
-    assert [row[:-1].tolist() for row in texts.tokens.flip(0)[[r for _, r in newer[:2]]]] == (
-        tokens.tolist()
-    )
-    known = texts.states.flip(0)[[row for _, row in newer[:2]]]
-    torch.testing.assert_close(states.float(), known.float(), rtol=0.05, atol=0.05)
-    own = texts.written[[row for _, row in newer[:2]], 1:].flatten()
+    both = next(batches) + next(batches)
+    assert sorted(row for _, row in both) == [0, 0, 1, 1, 2, 2]
+    assert len({id(one) for one, _ in both}) == 2
+
+
+def test_a_lesson_has_the_targets_states_whether_they_were_kept_or_not(
+    tmp_path: Path, tiny: LlamaForCausalLM, texts: Texts
+) -> None:
+    forgetful = Texts(texts.tokens, texts.written, texts.temperature, texts.states[:0])
+    lessons = Lessons(tmp_path, tiny, seed=1)
+    batch = [(forgetful, 0), (texts, 1), (texts, 2)]
+    (states, tokens, positions), (kept, _, _) = lessons.parts(batch, 2)
+    assert torch.equal(tokens, texts.tokens[:2, :-1].long())
+    torch.testing.assert_close(states.float(), texts.states[:2].float(), rtol=0.05, atol=0.05)
+    assert torch.equal(kept[0], texts.states[2])
+    own = texts.written[:2, 1:].flatten()
     assert len(set(positions.tolist())) == len(own) // 2
     assert own[positions].sum() == min(int(own.sum()), len(own) // 2)
 
@@ -159,3 +167,10 @@ def test_an_interval_is_over_prompts_not_positions() -> None:
     low, high = interval(np.array([100, 100, 100, 100, 0, 0, 0, 0]), totals)
     assert low < 0.3 < 0.7 < high
     assert interval(np.full(8, 50), totals) == (0.5, 0.5)
+
+
+def test_texts_to_evaluate_on_are_kept_as_they_are(tmp_path: Path) -> None:
+    greedy = SamplingParams(temperature=0.0, seed=4, max_tokens=3)
+    texts = [Text("mbpp", greedy, [1, 2], [3]), Text("humaneval", SamplingParams(seed=5), [7], [8])]
+    keep(texts, tmp_path / "texts.json")
+    assert read(tmp_path / "texts.json") == texts

@@ -175,7 +175,10 @@ class Lessons:
             if path not in self._files:
                 new = self._files[path] = read_texts(path)
                 self._rows += [(new, row) for row in range(len(new.tokens))]
-                self._seen = torch.cat([self._seen, torch.zeros(len(new.tokens))])
+                # They join the pass that is on, or they alone would be drawn until they had been
+                # seen as often as the others.
+                passes = self._seen.min().item() if len(self._seen) else 0.0
+                self._seen = torch.cat([self._seen, torch.full((len(new.tokens),), passes)])
 
     def parts(
         self, chosen: list[tuple[Texts, int]], micro: int

@@ -23,7 +23,7 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.ports import TargetModel
 
 FIELDS = ("prompt", "question", "text")
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
@@ -51,7 +51,7 @@ def prompts(each: int) -> Iterator[tuple[str, str]]:
             yield name, f"<|user|>{text}<|assistant|>" if chat else text
 
 
-def fill(target: TorchTarget, texts: Sequence[Text]) -> None:
+def fill(target: TargetModel, texts: Sequence[Text]) -> None:
     """Let the target write the outputs, all texts in lock step."""
     eos, cached = set(target.info.eos_token_ids), [0] * len(texts)
     for number, text in enumerate(texts):
@@ -114,31 +114,66 @@ def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: n
             print(line, flush=True)
 
 
+def written(folder: Path, each: int, tokens: int) -> list[Text]:
+    """The target's texts for every prompt at every temperature."""
+    from edgespec.targets.torch_target import TorchTarget
+
+    info, tokenizer = model_info(folder), TextTokenizer(folder)
+    target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")
+    texts = []
+    for temperature in TEMPERATURES:
+        for number, (name, text) in enumerate(prompts(each)):
+            params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens)
+            texts.append(Text(name, params, tokenizer.encode(text)[-512:], []))
+    for at in range(0, len(texts), SESSIONS):
+        fill(target, texts[at : at + SESSIONS])
+    return texts
+
+
+def read(path: Path) -> list[Text]:
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [Text(name, SamplingParams(**said), ids, out) for name, said, ids, out in rows]
+
+
+def keep(texts: Sequence[Text], path: Path) -> None:
+    rows = [
+        (
+            one.set_name,
+            {n: getattr(one.params, n) for n in ("temperature", "seed", "max_tokens")},
+            one.prompt,
+            one.output,
+        )
+        for one in texts
+    ]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--draft", nargs="+", default=["bundled"], help="one or more")
     parser.add_argument("--each", type=int, default=8, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument(
+        "--texts", type=Path, help="file that keeps the target's texts; read when it is there"
+    )
     parser.add_argument("--show", action="store_true", help="print the texts")
     args = parser.parse_args()
     folder = resolve_model(args.target, Role.TARGET)
-    info = model_info(folder)
-    target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")
+    known = args.texts is not None and args.texts.exists()
+    texts = read(args.texts) if known else written(folder, args.each, args.tokens)
+    if args.texts is not None and not known:
+        keep(texts, args.texts)
+    if args.show:
+        tokenizer = TextTokenizer(folder)
+        for one in texts:
+            heat = one.params.temperature
+            print(f"--- {one.set_name} at {heat}: {tokenizer.decode(one.output)!r}")
     drafters = [OnnxDrafter(resolve_model(draft, Role.DRAFT)) for draft in args.draft]
-    tokenizer = TextTokenizer(folder)
     for temperature in TEMPERATURES:
-        texts = []
-        for number, (name, text) in enumerate(prompts(args.each)):
-            params = SamplingParams(temperature=temperature, seed=number, max_tokens=args.tokens)
-            texts.append(Text(name, params, tokenizer.encode(text)[-512:], []))
-        for at in range(0, len(texts), SESSIONS):
-            fill(target, texts[at : at + SESSIONS])
-        if args.show:
-            for one in texts:
-                print(f"--- {one.set_name} at {temperature}: {tokenizer.decode(one.output)!r}")
-        found = np.array([[ranks(drafter, one) for one in texts] for drafter in drafters])
-        report(temperature, args.draft, np.array([one.set_name for one in texts]), found)
+        some = [one for one in texts if one.params.temperature == temperature]
+        found = np.array([[ranks(drafter, one) for one in some] for drafter in drafters])
+        report(temperature, args.draft, np.array([one.set_name for one in some]), found)
 
 
 if __name__ == "__main__":
