@@ -114,14 +114,14 @@ def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: n
             print(line, flush=True)
 
 
-def written(folder: Path, each: int, tokens: int) -> list[Text]:
-    """The target's texts for every prompt at every temperature."""
+def written(folder: Path, temperatures: Sequence[float], each: int, tokens: int) -> list[Text]:
+    """The target's texts for every prompt at every one of ``temperatures``."""
     from edgespec.targets.torch_target import TorchTarget
 
     info, tokenizer = model_info(folder), TextTokenizer(folder)
     target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")
     texts = []
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         for number, (name, text) in enumerate(prompts(each)):
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens)
             texts.append(Text(name, params, tokenizer.encode(text)[-512:], []))
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--draft", nargs="+", default=["bundled"], help="one or more")
     parser.add_argument("--each", type=int, default=8, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument(
         "--texts", type=Path, help="file that keeps the target's texts; read when it is there"
     )
@@ -161,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = resolve_model(args.target, Role.TARGET)
     known = args.texts is not None and args.texts.exists()
-    texts = read(args.texts) if known else written(folder, args.each, args.tokens)
+    texts = read(args.texts) if known else written(folder, args.temperature, args.each, args.tokens)
     if args.texts is not None and not known:
         keep(texts, args.texts)
     if args.show:
@@ -170,7 +171,7 @@ def main() -> None:
             heat = one.params.temperature
             print(f"--- {one.set_name} at {heat}: {tokenizer.decode(one.output)!r}")
     drafters = [OnnxDrafter(resolve_model(draft, Role.DRAFT)) for draft in args.draft]
-    for temperature in TEMPERATURES:
+    for temperature in sorted({one.params.temperature for one in texts}):
         some = [one for one in texts if one.params.temperature == temperature]
         found = np.array([[ranks(drafter, one) for one in some] for drafter in drafters])
         report(temperature, args.draft, np.array([one.set_name for one in some]), found)
