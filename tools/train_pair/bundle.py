@@ -1,6 +1,7 @@
 """Put a trained pair where the package ships it: target in bf16, draft in float32 and as int4 ONNX.
 
 python -m tools.train_pair.bundle --folder build/pair
+python -m tools.train_pair.bundle --draft-only          # after ``start`` and ``distill --more``
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("build/pair"))
     parser.add_argument("--out", type=Path, default=BUNDLED)
+    parser.add_argument("--draft-only", action="store_true", help="leave the target's files alone")
     folder, out = (args := parser.parse_args()).folder, args.out
-    save(folder / "target", folder / "tokenizer", out / "target", torch.bfloat16)
+    if not args.draft_only:
+        save(folder / "target", folder / "tokenizer", out / "target", torch.bfloat16)
     checkpoint = folder / "edgespec-draft"
     save(folder / "draft", folder / "tokenizer", checkpoint, torch.float32)
     export_draft(checkpoint, out / "draft", model_info(checkpoint), bits=4)

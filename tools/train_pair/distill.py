@@ -1,9 +1,9 @@
 """Train the draft on what the target itself writes.
 
-First the target continues beginnings taken from the corpus (greedy and sampled at 0.7 and 1.0);
-then the draft learns the target's distribution on those texts: forward KL on every position, plus
-cross-entropy on the target's first choice, because that is what greedy acceptance counts. A share
-of plain corpus text is mixed in, so that a user's prompt is not foreign to the draft.
+``sample``: the target goes on from beginnings of the corpus (``beginnings.py``), mostly greedily,
+and its texts and states are kept (``writing.py``). ``distill``: the draft learns the target's
+distribution where the target wrote: forward KL, plus cross-entropy on the target's first choice,
+because that is what greedy acceptance counts. Beginnings are only read, as a user's prompt is.
 
 The last part of the budget trains *through* the rounding to 4 bits (straight-through estimator,
 Bengio et al. 1308.3432), and the rounded weights are what is saved: the exporter then finds
@@ -15,51 +15,84 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
+from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from tools.train_pair.pretrain import batches, new_model, optimizers_for, prepare, rate
+from tools.train_pair.beginnings import Beginnings
+from tools.train_pair.corpus import documents
+from tools.train_pair.pretrain import new_model, optimizers_for, rate
+from tools.train_pair.writing import Texts, read_texts, write
 
 SAMPLE_LENGTH = 257
-TEMPERATURES = (0.0, 0.7, 1.0, 0.7)
-CORPUS_SHARE = 0.3
-FIRST_CHOICE_WEIGHT = 0.3
+GREEDY_SHARE = 0.55
+TEMPERATURES = (0.7, 1.0)
+FIRST_CHOICE_WEIGHT = 0.5
 ROUNDED_SHARE = 0.45
 BLOCK_SIZE = 32
+LOOK_EVERY = 20  # steps between looks for new texts
 
 
-@torch.inference_mode()
-def sample(folder: Path, minutes: float, rows: int, seed: int) -> None:
-    """Add to ``samples.npy``: uint16 [N, SAMPLE_LENGTH], beginnings and their continuations."""
-    _, ids, _ = prepare(folder)
-    target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).eval()
-    target.generation_config.eos_token_id = None
-    path = folder / "samples.npy"
-    rng, start = np.random.default_rng(seed), time.monotonic()
-    out = [np.load(path)] if path.exists() else []
-    torch.manual_seed(seed)
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def has_quick_bfloat16(kind: str) -> bool:
+    """Whether ``cpu`` or ``cuda`` multiplies bfloat16 faster than float32.
+
+    A CPU without AVX-512 takes two to ten times as long with it.
+    """
+    return kind != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def quick(kind: str) -> torch.autocast:
+    return torch.autocast(kind, dtype=torch.bfloat16, enabled=has_quick_bfloat16(kind))
+
+
+def load(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    return moved(model)
+
+
+def moved(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    torch.nn.Module.to(model, device())
+    return model
+
+
+def sample(
+    folder: Path,
+    minutes: float,
+    rows: int,
+    length: int,
+    seed: int,
+    *,
+    held_out: bool,
+    keep_states: bool,
+) -> None:
+    """Add files to ``texts`` (or ``held_out``) of ``folder``, each of ``rows`` texts of ``length``
+    tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    found = [document for document in documents() if document.held_out == held_out]
+    beginnings = Beginnings(found, tokenizer, seed)
+    target = load(folder / "target", torch.float32).eval()
+    temperature = torch.zeros(rows)
+    for row in range(round(rows * GREEDY_SHARE), rows):
+        temperature[row] = TEMPERATURES[row % len(TEMPERATURES)]
+    start = time.monotonic()
     for number in itertools.count():
-        if time.monotonic() - start > 60 * minutes:
+        if number and time.monotonic() - start > 60 * minutes:
             break
-        length = int(rng.choice([8, 16, 32, 64]))
-        starts = rng.integers(0, len(ids) - length, rows)
-        begin = torch.from_numpy(np.stack([ids[s : s + length] for s in starts]).astype(np.int64))
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        texts = target.generate(
-            begin,
-            attention_mask=torch.ones_like(begin),
-            max_new_tokens=SAMPLE_LENGTH - length,
-            **(options if temperature else {"do_sample": False}),
-        )
-        out.append(texts.numpy().astype(np.uint16))
-        speed = number * rows * SAMPLE_LENGTH / (time.monotonic() - start)
-        print(f"batch {number} at temperature {temperature}, {speed:.0f} tok/s", flush=True)
-        np.save(path, np.concatenate(out))
+        batch_seed = 10_000 * seed + number
+        texts = write(target, beginnings, temperature, length, batch_seed, keep_states=keep_states)
+        texts.save(folder / ("held_out" if held_out else "texts") / f"{batch_seed:09d}.pt")
+        seen = (number + 1) * texts.tokens.numel()
+        own = float(texts.written.float().mean())
+        speed = seen / (time.monotonic() - start)
+        print(f"{seen / 1e6:.2f}M tokens, {own:.0%} written, {speed:.0f} tok/s", flush=True)
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -72,76 +105,186 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return straight_through
 
 
-@torch.compile(dynamic=False)
-def distill_loss(
-    draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: torch.Tensor, *, low_bits: bool
-) -> torch.Tensor:
+def states_of(
+    draft: LlamaForCausalLM, tokens: torch.Tensor, *, low_bits: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The draft's last states [N * T, hidden] after ``tokens`` [N, T] and its output head, with
+    weights rounded when ``low_bits``."""
     weights: dict[str, torch.Tensor] = {
         name: rounded(weight) if low_bits and weight.ndim == 2 else weight
+        for name, weight in draft.model.named_parameters()
+    }
+    options = {"use_cache": False}
+    got = torch.func.functional_call(draft.model, weights, (tokens,), options)
+    return got.last_hidden_state.flatten(0, 1), weights["embed_tokens.weight"]
+
+
+def distill_loss(
+    draft: LlamaForCausalLM,
+    head: torch.Tensor,
+    states: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    low_bits: bool,
+    fast: bool,
+) -> torch.Tensor:
+    """Mean over ``positions`` of the flat ``tokens`` [N, T]; the target is ``states``
+    [N, T, hidden] through ``head``; ``fast`` for bfloat16."""
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=fast):
+        with torch.no_grad():
+            kept = states.flatten(0, 1)[positions].to(head.dtype)
+            wanted = functional.log_softmax(functional.linear(kept, head).float(), -1)
+        mine, own_head = states_of(draft, tokens, low_bits=low_bits)
+        got = functional.linear(mine[positions], own_head).float()
+    got = functional.log_softmax(got, -1)
+    divergence = functional.kl_div(got, wanted, log_target=True, reduction="batchmean")
+    first_choice = functional.nll_loss(got, wanted.argmax(-1))
+    loss: torch.Tensor = divergence + FIRST_CHOICE_WEIGHT * first_choice
+    return loss
+
+
+class Lessons:
+    """The texts of a folder in batches, those that were seen least first, with the target's states.
+
+    Files that come in while the draft learns are taken up, so a sampler may go on beside it.
+    """
+
+    def __init__(self, folder: Path, target: LlamaForCausalLM, seed: int) -> None:
+        self._folder, self._target = folder, target
+        self._dice = torch.Generator().manual_seed(seed)
+        self._files: dict[Path, Texts] = {}
+        self._rows: list[tuple[Texts, int]] = []
+        self._seen = torch.zeros(0)
+
+    def batches(self, rows: int) -> Iterator[list[tuple[Texts, int]]]:
+        """Endless batches of ``rows`` texts: the file's, and which of it."""
+        for step in itertools.count():
+            if step % LOOK_EVERY == 0:
+                self._look()
+                if len(self._rows) < rows:
+                    raise ValueError(
+                        f"a step takes {rows} texts, but {self._folder} has {len(self._rows)}"
+                    )
+            order = self._seen + torch.rand(len(self._seen), generator=self._dice)
+            chosen = order.argsort()[:rows]
+            self._seen[chosen] += 1
+            yield [self._rows[index] for index in chosen.tolist()]
+
+    def _look(self) -> None:
+        for path in sorted(self._folder.glob("*.pt")):
+            if path not in self._files:
+                new = self._files[path] = read_texts(path)
+                self._rows += [(new, row) for row in range(len(new.tokens))]
+                # They join the pass that is on, or they alone would be drawn until they had been
+                # seen as often as the others.
+                passes = self._seen.min().item() if len(self._seen) else 0.0
+                self._seen = torch.cat([self._seen, torch.full((len(new.tokens),), passes)])
+
+    def parts(
+        self, chosen: list[tuple[Texts, int]], micro: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """States, tokens and flat positions to learn of ``chosen``, ``micro`` texts at a time.
+
+        Half of the positions: those before a token that the target wrote, filled up or cut short by
+        chance, so that all parts have one shape.
+        """
+        for at in range(0, len(chosen), micro):
+            part = chosen[at : at + micro]
+            tokens = torch.stack([texts.tokens[row, :-1] for texts, row in part])
+            own = torch.stack([texts.written[row, 1:] for texts, row in part])
+            order = own.flatten() + torch.rand(own.numel(), generator=self._dice)
+            positions = order.topk(own.numel() // 2).indices.to(device())
+            tokens = tokens.to(device(), torch.long)
+            yield self._states(part, tokens), tokens, positions
+
+    @torch.no_grad()
+    def _states(self, part: list[tuple[Texts, int]], tokens: torch.Tensor) -> torch.Tensor:
+        if all(len(texts.states) for texts, _ in part):
+            return torch.stack([texts.states[row] for texts, row in part]).to(device())
+        with quick(tokens.device.type):
+            states: torch.Tensor = self._target.model(tokens, use_cache=False).last_hidden_state
+        return states.to(torch.bfloat16)
+
+
+@torch.no_grad()
+def agreement(draft: LlamaForCausalLM, texts: Texts, rows: int = 4) -> str:
+    """In how many positions that the target wrote the rounded draft's likeliest token is the
+    text's, by temperature."""
+    words = []
+    for temperature in texts.temperature.unique().tolist():
+        hits = total = 0
+        (chosen,) = torch.nonzero(texts.temperature == temperature, as_tuple=True)
+        for part in chosen.split(rows):
+            tokens = texts.tokens[part].to(device(), torch.long)
+            own = texts.written[part, 1:].flatten().to(device())
+            with quick(tokens.device.type):
+                states, head = states_of(draft, tokens[:, :-1], low_bits=True)
+                guesses = functional.linear(states[own], head).argmax(-1)
+            hits += int((guesses == tokens[:, 1:].flatten()[own]).sum())
+            total += len(guesses)
+        words.append(f"{hits / max(1, total):.4f} of {total} at {temperature:.1f}")
+    return "first choices right: " + ", ".join(words)
+
+
+def save(draft: LlamaForCausalLM, folder: Path) -> None:
+    """Write the weights on the 4-bit grid."""
+    state = {
+        name: rounded(weight.detach()) if weight.ndim == 2 else weight.detach()
         for name, weight in draft.named_parameters()
     }
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.no_grad():
-            wanted = target(tokens, use_cache=False).logits
-        options = {"use_cache": False}
-        got = torch.func.functional_call(draft, weights, (tokens,), options).logits
-    wanted, got = (
-        wanted.float().flatten(0, 1),
-        functional.log_softmax(got.float().flatten(0, 1), -1),
-    )
-    divergence: torch.Tensor = functional.kl_div(
-        got, functional.log_softmax(wanted, -1), log_target=True, reduction="batchmean"
-    )
-    first_choice: torch.Tensor = functional.nll_loss(got, wanted.argmax(-1))
-    return divergence + FIRST_CHOICE_WEIGHT * first_choice
+    draft.save_pretrained(folder, state_dict=state)
 
 
-def distill(folder: Path, minutes: float, rows: int, micro: int, more: bool) -> None:
+def distill(
+    folder: Path, minutes: float, rows: int, micro: int, *, more: bool, strength: float
+) -> None:
     """Train ``draft`` in ``folder``; ``more`` goes on from what is there, in 4 bits throughout."""
-    _, ids, _ = prepare(folder)
-    samples = np.load(folder / "samples.npy")
-    target = LlamaForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).eval()
-    for parameter in target.parameters():
-        parameter.requires_grad_(False)
-    draft = new_model("draft", seed=1)
-    if more:
-        draft = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+    target = load(folder / "target", torch.float32).eval()
+    head = target.lm_head.weight.detach()
+    lessons = Lessons(folder / "texts", target, seed=2 if more else 1)
+    watched = [read_texts(path) for path in sorted((folder / "held_out").glob("*.pt"))]
+    draft = load(folder / "draft", torch.float32) if more else moved(new_model("draft", 1))
     rounded_share = 1.0 if more else ROUNDED_SHARE
-    print(f"draft: {sum(p.numel() for p in draft.parameters()) / 1e6:.2f}M", flush=True)
-    optimizers = optimizers_for(draft, scale=0.5 if more else 1.0)
-    base = [[g["lr"] for g in o.param_groups] for o in optimizers]
-    corpus_rows = int(rows * CORPUS_SHARE)
-    corpus = batches(ids, corpus_rows, SAMPLE_LENGTH - 1, seed=5)
-    rng, start = np.random.default_rng(2 if more else 1), time.monotonic()
-    for step in itertools.count():
+    size = sum(parameter.numel() for parameter in draft.parameters())
+    print(f"draft: {size / 1e6:.2f}M", flush=True)
+    fast = has_quick_bfloat16(device().type)
+    optimizers = optimizers_for(draft, scale=strength * (0.5 if more else 1.0), muon=fast)
+    base = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    loss_of = torch.compile(distill_loss, dynamic=False)
+    start, seen = time.monotonic(), 0
+    for step, chosen in enumerate(lessons.batches(rows)):
+        if step % 100 == 0:
+            if step:
+                save(draft, folder / "draft")
+            for texts in watched:
+                print(agreement(draft, texts), flush=True)
         share = (time.monotonic() - start) / (60 * minutes)
         if share >= 1:
             break
-        chosen = samples[rng.integers(0, len(samples), rows - corpus_rows)].astype(np.int64)
-        window = torch.cat([torch.from_numpy(chosen), next(corpus)])[:, :-1]
         losses = []
-        for part in window.split(micro):
-            loss = distill_loss(draft, target, part, low_bits=share >= 1 - rounded_share)
-            (loss * len(part) / rows).backward()
+        for states, tokens, positions in lessons.parts(chosen, micro):
+            low_bits = share >= 1 - rounded_share
+            loss = loss_of(draft, head, states, tokens, positions, low_bits=low_bits, fast=fast)
+            (loss * len(tokens) / rows).backward()
             losses.append(loss.item())
+            seen += tokens.numel()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for optimizer, rates in zip(optimizers, base, strict=True):
             for group, learning_rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = learning_rate * rate(share)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 0:
-            speed = (step + 1) * rows * (SAMPLE_LENGTH - 1) / (time.monotonic() - start)
+        if step % 10 == 0:
+            speed = seen / (time.monotonic() - start)
+            mean = sum(losses) / len(losses)
             print(
-                f"step {step} {share:.1%} {speed:.0f} tok/s loss {np.mean(losses):.3f}", flush=True
+                f"step {step} {share:.1%} {seen / 1e6:.2f}M {speed:.0f} tok/s loss {mean:.3f}",
+                flush=True,
             )
-        if step % 200 == 199:
-            draft.save_pretrained(folder / "draft")
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(rounded(parameter))
-    draft.save_pretrained(folder / "draft")
+    save(draft, folder / "draft")
+    for texts in watched:
+        print(agreement(draft, texts), flush=True)
 
 
 def main() -> None:
@@ -149,17 +292,46 @@ def main() -> None:
     parser.add_argument("stage", choices=("sample", "distill"))
     parser.add_argument("--folder", type=Path, default=Path("build/pair"))
     parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--rows", type=int, default=64, help="texts a batch or step")
-    parser.add_argument("--micro", type=int, default=16, help="texts a forward pass of distill")
+    parser.add_argument("--rows", type=int, help="texts a batch (64) or a step (16)")
+    parser.add_argument("--micro", type=int, default=8, help="texts a forward pass of distill")
+    parser.add_argument(
+        "--length", type=int, default=SAMPLE_LENGTH, help="tokens of a text; all alike in a folder"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of sample: another one, other texts")
+    parser.add_argument(
+        "--held-out", action="store_true", help="sample from held-out documents, to watch distill"
+    )
+    parser.add_argument(
+        "--forget-states",
+        action="store_true",
+        help="keep no states (768 bytes a token); distill computes them again",
+    )
     parser.add_argument(
         "--more", action="store_true", help="distill on from the draft that is there"
     )
+    parser.add_argument(
+        "--strength", type=float, default=1.0, help="factor of distill's learning rates"
+    )
     args = parser.parse_args()
     if args.stage == "sample":
-        sample(args.folder, args.minutes, args.rows, args.seed)
+        sample(
+            args.folder,
+            args.minutes,
+            args.rows or 64,
+            args.length,
+            args.seed,
+            held_out=args.held_out,
+            keep_states=not args.forget_states,
+        )
     else:
-        distill(args.folder, args.minutes, args.rows, args.micro, args.more)
+        distill(
+            args.folder,
+            args.minutes,
+            args.rows or 16,
+            args.micro,
+            more=args.more,
+            strength=args.strength,
+        )
 
 
 if __name__ == "__main__":

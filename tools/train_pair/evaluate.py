@@ -1,8 +1,10 @@
 """How often the draft's choices are the target's token, on prompts neither model was trained on.
 
-The target writes its own text for each prompt; the draft is then asked, on every prefix of it, what
-comes next. The share of first choices that are right is the acceptance rate of a chain, the share
-of second choices what a hedge adds. Noise is shared, as in production.
+The target writes its own text for each prompt; each draft is then asked, on every prefix of it,
+what comes next. The share of first choices that are right is the acceptance rate of a chain, the
+share of second choices what a hedge adds. Noise is shared, as in production. Intervals are 95 % of
+a bootstrap over prompts, since the positions of one text are no independent trials; with several
+drafts (``--draft OLD NEW``) the gain of each over the first is taken prompt by prompt.
 """
 
 from __future__ import annotations
@@ -10,18 +12,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.ports import TargetModel
 
 FIELDS = ("prompt", "question", "text")
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
+TEMPERATURES = (0.0, 0.7, 1.0)
+SESSIONS = 40  # texts that the target writes in one pass
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    set_name: str
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
 
 
 def prompts(each: int) -> Iterator[tuple[str, str]]:
@@ -35,54 +51,130 @@ def prompts(each: int) -> Iterator[tuple[str, str]]:
             yield name, f"<|user|>{text}<|assistant|>" if chat else text
 
 
-def stream(target: TorchTarget, prompt: list[int], params: SamplingParams) -> list[int]:
-    tokens, cached, eos = list(prompt), 0, set(target.info.eos_token_ids)
-    target.open("evaluation", len(prompt), params)
-    while len(tokens) - len(prompt) < params.max_tokens:
-        request = PassRequest("evaluation", cached, tuple(tokens[cached:]))
-        cached = len(tokens)
-        tokens.append(target.forward([request])[0].targets[0])
-        if tokens[-1] in eos:
-            break
-    target.close("evaluation")
-    return tokens[len(prompt) :]
+def fill(target: TargetModel, texts: Sequence[Text]) -> None:
+    """Let the target write the outputs, all texts in lock step."""
+    eos, cached = set(target.info.eos_token_ids), [0] * len(texts)
+    for number, text in enumerate(texts):
+        target.open(str(number), len(text.prompt), text.params)
+    going = list(range(len(texts)))
+    while going:
+        requests = []
+        for number in going:
+            tokens = (*texts[number].prompt, *texts[number].output)
+            requests.append(PassRequest(str(number), cached[number], tokens[cached[number] :]))
+            cached[number] = len(tokens)
+        for number, result in zip(going, target.forward(requests), strict=True):
+            texts[number].output.append(result.targets[0])
+        going = [n for n in going if not _ended(texts[n], eos)]
+    for number in range(len(texts)):
+        target.close(str(number))
+
+
+def _ended(text: Text, eos: set[int]) -> bool:
+    return text.output[-1] in eos or len(text.output) == text.params.max_tokens
+
+
+def ranks(drafter: OnnxDrafter, text: Text) -> list[int]:
+    """Of the output's tokens how many were the draft's first choice, its second, or neither."""
+    found = [0, 0, 0]
+    drafter.begin(len(text.prompt), text.params)
+    feed, keep = text.prompt, 0
+    for token in text.output:
+        guesses = [c.token for c in drafter.step(keep, feed, 2)]
+        keep, feed = keep + len(feed), [token]
+        found[guesses.index(token) if token in guesses else 2] += 1
+    return found
+
+
+def interval(hits: np.ndarray, totals: np.ndarray) -> tuple[float, float]:
+    """95 % of the share ``hits`` / ``totals`` [prompts] under resampling of prompts."""
+    chosen = np.random.default_rng(0).integers(0, len(hits), (RESAMPLES, len(hits)))
+    shares = hits[chosen].sum(1) / totals[chosen].sum(1)
+    low, high = np.quantile(shares, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: np.ndarray) -> None:
+    """Print a line for each set and draft; ``found`` [drafts, prompts, 3], ``sets`` [prompts]."""
+    for name in (*sorted(set(sets)), "all"):
+        rows = found[:, (sets == name) | (name == "all")]
+        totals = rows[0].sum(-1)
+        for draft, row in zip(drafts, rows, strict=True):
+            low, high = interval(row[:, 0], totals)
+            first, second = row[:, :2].sum(0) / totals.sum()
+            line = (
+                f"temperature {temperature} {name:14s} {totals.sum():5d} tokens  "
+                f"first {first:.3f} [{low:.3f}, {high:.3f}]  second {second:.3f}"
+            )
+            if len(drafts) > 1:
+                gained = row[:, 0] - rows[0, :, 0]
+                low, high = interval(gained, totals)
+                gain = gained.sum() / totals.sum()
+                line += f"  gain {gain:+.3f} [{low:+.3f}, {high:+.3f}]  {draft}"
+            print(line, flush=True)
+
+
+def written(folder: Path, temperatures: Sequence[float], each: int, tokens: int) -> list[Text]:
+    """The target's texts for every prompt at every one of ``temperatures``."""
+    from edgespec.targets.torch_target import TorchTarget
+
+    info, tokenizer = model_info(folder), TextTokenizer(folder)
+    target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")
+    texts = []
+    for temperature in temperatures:
+        for number, (name, text) in enumerate(prompts(each)):
+            params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens)
+            texts.append(Text(name, params, tokenizer.encode(text)[-512:], []))
+    for at in range(0, len(texts), SESSIONS):
+        fill(target, texts[at : at + SESSIONS])
+    return texts
+
+
+def read(path: Path) -> list[Text]:
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [Text(name, SamplingParams(**said), ids, out) for name, said, ids, out in rows]
+
+
+def keep(texts: Sequence[Text], path: Path) -> None:
+    rows = [
+        (
+            one.set_name,
+            {n: getattr(one.params, n) for n in ("temperature", "seed", "max_tokens")},
+            one.prompt,
+            one.output,
+        )
+        for one in texts
+    ]
+    path.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="bundled")
-    parser.add_argument("--draft", default="bundled")
+    parser.add_argument("--draft", nargs="+", default=["bundled"], help="one or more")
     parser.add_argument("--each", type=int, default=8, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", nargs="+", type=float, default=TEMPERATURES)
+    parser.add_argument(
+        "--texts", type=Path, help="file that keeps the target's texts; read when it is there"
+    )
     parser.add_argument("--show", action="store_true", help="print the texts")
     args = parser.parse_args()
     folder = resolve_model(args.target, Role.TARGET)
-    info = model_info(folder)
-    target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")
-    drafter = OnnxDrafter(resolve_model(args.draft, Role.DRAFT))
-    tokenizer = TextTokenizer(folder)
-    for temperature in (0.0, 0.7, 1.0):
-        hits: dict[str, list[int]] = {}
-        for number, (name, text) in enumerate(prompts(args.each)):
-            params = SamplingParams(temperature=temperature, seed=number, max_tokens=args.tokens)
-            prompt = tokenizer.encode(text)[-512:]
-            output = stream(target, prompt, params)
-            if args.show:
-                print(f"--- {name} at {temperature}: {tokenizer.decode(output)!r}")
-            drafter.begin(len(prompt), params)
-            feed, keep = prompt, 0
-            for token in output:
-                guesses = [c.token for c in drafter.step(keep, feed, 2)]
-                keep, feed = keep + len(feed), [token]
-                rank = guesses.index(token) if token in guesses else 2
-                for key in (name, "all"):
-                    hits.setdefault(key, [0, 0, 0])[rank] += 1
-        for key, (first, second, missed) in sorted(hits.items()):
-            total = first + second + missed
-            print(
-                f"temperature {temperature} {key:14s} {total:5d} tokens  "
-                f"first {first / total:.3f}  second {second / total:.3f}"
-            )
+    known = args.texts is not None and args.texts.exists()
+    texts = read(args.texts) if known else written(folder, args.temperature, args.each, args.tokens)
+    if args.texts is not None and not known:
+        keep(texts, args.texts)
+    if args.show:
+        tokenizer = TextTokenizer(folder)
+        for one in texts:
+            heat = one.params.temperature
+            print(f"--- {one.set_name} at {heat}: {tokenizer.decode(one.output)!r}")
+    drafters = [OnnxDrafter(resolve_model(draft, Role.DRAFT)) for draft in args.draft]
+    for temperature in sorted({one.params.temperature for one in texts}):
+        some = [one for one in texts if one.params.temperature == temperature]
+        found = np.array([[ranks(drafter, one) for one in some] for drafter in drafters])
+        report(temperature, args.draft, np.array([one.set_name for one in some]), found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""The tool that trains the bundled pair: what the target writes, from where, and how it is kept.
+
+Oracle for the lock-step decoder: transformers' own forward pass over the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.folders import BUNDLED_FOLDER
+from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
+from tools.train_pair.corpus import ASSISTANT, USER, Document
+from tools.train_pair.distill import LOOK_EVERY, Lessons, rounded
+from tools.train_pair.evaluate import Text, interval, keep, read
+from tools.train_pair.start import unpack
+from tools.train_pair.writing import END_ID, Texts, write
+
+LENGTH = 90
+BEGINNING = [5, 6, 7, 8, 9]
+FUNCTION = 'def shout(text):\n    """Return the text in capital letters."""\n'
+DOCUMENTS = [
+    Document("gsm8k_train", f"{USER}Ann has 3 hens. How many legs have they?{ASSISTANT}6"),
+    Document("standard_library", f"import sys\n\n\n{FUNCTION}    return text.upper()\n" * 30),
+    Document("books", "It was late in the evening. Nobody had come to the house. " * 30),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
+
+
+@pytest.fixture(scope="module")
+def texts(tiny: LlamaForCausalLM) -> Texts:
+    heat = torch.tensor([0.0, 0.0, 1.0])
+    return write(tiny, repeat(BEGINNING), heat, LENGTH, 1, keep_states=True)
+
+
+def test_the_states_are_those_of_a_pass_over_the_whole_text(
+    tiny: LlamaForCausalLM, texts: Texts
+) -> None:
+    with torch.inference_mode():
+        whole = tiny.model(texts.tokens[:, :-1].long(), use_cache=False).last_hidden_state
+    assert texts.states.shape == whole.shape == (3, LENGTH - 1, 32)
+    torch.testing.assert_close(texts.states.float(), whole, rtol=0.02, atol=0.02)
+
+
+def test_what_is_written_is_the_targets_and_the_rest_is_given(
+    tiny: LlamaForCausalLM, texts: Texts
+) -> None:
+    with torch.inference_mode():
+        logits = tiny(texts.tokens[:, :-1].long(), use_cache=False).logits
+    written = texts.written[:, 1:]
+    assert torch.equal(logits.argmax(-1)[:2][written[:2]], texts.tokens[:2, 1:].long()[written[:2]])
+    assert (logits.argmax(-1)[2] != texts.tokens[2, 1:])[written[2]].any()
+    for tokens, own in zip(texts.tokens.tolist(), texts.written.tolist(), strict=True):
+        assert tokens[: len(BEGINNING)] == BEGINNING
+        given = [token for token, mine in zip(tokens, own, strict=True) if not mine]
+        chats = [t for t in given if t != END_ID]
+        assert chats == (BEGINNING * LENGTH)[: len(chats)]
+        assert len(given) < len(tokens)
+        starts = [at for at in range(1, len(own)) if own[at - 1] and not own[at]]
+        assert all(tokens[at] == END_ID or tokens[at - 1] == END_ID for at in starts)
+
+
+def test_lessons_take_up_new_texts_and_those_seen_least(
+    tmp_path: Path, tiny: LlamaForCausalLM, texts: Texts
+) -> None:
+    lessons = Lessons(tmp_path, tiny, seed=1)
+    with pytest.raises(ValueError, match="a step takes 3 texts"):
+        next(lessons.batches(3))
+    texts.save(tmp_path / "2.pt")
+    batches = lessons.batches(3)
+    chosen = [next(batches) for _ in range(LOOK_EVERY)]
+    assert all(sorted(row for _, row in one) == [0, 1, 2] for one in chosen)
+    forgetful = Texts(texts.tokens.flip(0), texts.written, texts.temperature, texts.states[:0])
+    forgetful.save(tmp_path / "1.pt")
+    both = next(batches) + next(batches)
+    assert sorted(row for _, row in both) == [0, 0, 1, 1, 2, 2]
+    assert len({id(one) for one, _ in both}) == 2
+
+
+def test_a_lesson_has_the_targets_states_whether_they_were_kept_or_not(
+    tmp_path: Path, tiny: LlamaForCausalLM, texts: Texts
+) -> None:
+    forgetful = Texts(texts.tokens, texts.written, texts.temperature, texts.states[:0])
+    lessons = Lessons(tmp_path, tiny, seed=1)
+    batch = [(forgetful, 0), (texts, 1), (texts, 2)]
+    (states, tokens, positions), (kept, _, _) = lessons.parts(batch, 2)
+    assert torch.equal(tokens, texts.tokens[:2, :-1].long())
+    torch.testing.assert_close(states.float(), texts.states[:2].float(), rtol=0.05, atol=0.05)
+    assert torch.equal(kept[0], texts.states[2])
+    own = texts.written[:2, 1:].flatten()
+    assert len(set(positions.tolist())) == len(own) // 2
+    assert own[positions].sum() == min(int(own.sum()), len(own) // 2)
+
+
+def test_beginnings_are_of_every_kind_and_the_same_for_a_seed() -> None:
+    tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / "target" / "tokenizer.json"))
+
+    def drawn(seed: int) -> list[list[int]]:
+        endless: Iterator[list[int]] = Beginnings(DOCUMENTS, tokenizer, seed)
+        return [next(endless) for _ in range(60)]
+
+    found = drawn(1)
+    assert found == drawn(1) != drawn(2)
+    assert all(4 <= len(ids) <= LONGEST for ids in found)
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in found]
+    assert any(text.endswith(FUNCTION) for text in texts)
+    assert any(text.startswith(f"{USER}Ann has 3") and "legs" in text for text in texts)
+    assert any(text.startswith(f"{USER}Nobody had come") for text in texts)
+    assert all(
+        text.count(ASSISTANT) == text.count(USER) <= 1 for text in texts if "Ann" not in text
+    )
+    with pytest.raises(ValueError, match="0 documents"):
+        Beginnings([], tokenizer, 1)
+    assert set(KINDS) == {"question", "request", "function", "cut"}
+
+
+def test_the_bundled_pair_is_unpacked_bit_for_bit_and_never_over_a_draft(tmp_path: Path) -> None:
+    folder = tmp_path / "pair"
+    unpack(BUNDLED_FOLDER, folder)
+    for role in ("target", "draft"):
+        bundled = (BUNDLED_FOLDER / role / "model.safetensors").read_bytes()
+        assert (folder / role / "model.safetensors").read_bytes() == bundled
+    assert (folder / "tokenizer" / "tokenizer_config.json").is_file()
+    with pytest.raises(FileExistsError, match="distill on, or remove it"):
+        unpack(BUNDLED_FOLDER, folder)
+
+
+def test_the_bundled_drafts_weights_lie_on_the_grid_that_it_is_trained_on() -> None:
+    draft = LlamaForCausalLM.from_pretrained(BUNDLED_FOLDER / "draft", dtype=torch.float32)
+    for weight in draft.parameters():
+        if weight.ndim == 2:
+            torch.testing.assert_close(rounded(weight), weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_an_interval_is_over_prompts_not_positions() -> None:
+    totals = np.full(8, 100)
+    low, high = interval(np.array([100, 100, 100, 100, 0, 0, 0, 0]), totals)
+    assert low < 0.3 < 0.7 < high
+    assert interval(np.full(8, 50), totals) == (0.5, 0.5)
+
+
+def test_texts_to_evaluate_on_are_kept_as_they_are(tmp_path: Path) -> None:
+    greedy = SamplingParams(temperature=0.0, seed=4, max_tokens=3)
+    texts = [Text("mbpp", greedy, [1, 2], [3]), Text("humaneval", SamplingParams(seed=5), [7], [8])]
+    keep(texts, tmp_path / "texts.json")
+    assert read(tmp_path / "texts.json") == texts

@@ -1,0 +1,92 @@
+"""Beginnings for the target to go on from: questions, requests, code and prose of the corpus.
+
+A draft is asked on texts that begin as users' prompts do, so beginnings look like these: whole
+questions of the corpus, sentences put as a request, functions up to their docstring, plain cuts.
+Only training documents are cut, or only held-out ones; no prompt of an evaluation set is among
+them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from tools.train_pair.corpus import ASSISTANT, USER, Document
+
+LONGEST = 320  # tokens of a beginning
+CODE = ("cpython311_lib", "standard_library")
+FUNCTION = re.compile(r'^ *(?:def|class) [^\n]+:\n +"""[^"]{8,600}"""\n', re.MULTILINE)
+SENTENCE = re.compile(r"[A-Z][^.?!]{12,300}[.?!]")
+# How often each kind is drawn.
+SHARES = {"question": 0.25, "request": 0.35, "function": 0.2, "cut": 0.2}
+
+
+def question(text: str, dice: random.Random) -> str:
+    """The user's part of a chat document, ready for the answer; empty for another document."""
+    user, mark, _ = text.partition(ASSISTANT)
+    return user + mark if mark else ""
+
+
+def request(text: str, dice: random.Random) -> str:
+    """One to four sentences in a row, put as what a user says."""
+    plain = text.replace(USER, "").replace(ASSISTANT, " ")
+    at = dice.randrange(len(plain))
+    found = SENTENCE.findall(plain[at : at + 1500])[: dice.choice((1, 1, 2, 3, 4))]
+    said = " ".join(" ".join(sentence.split()) for sentence in found)
+    return f"{USER}{said}{ASSISTANT}" if said else ""
+
+
+def function(text: str, dice: random.Random) -> str:
+    """A function or class of Python up to the end of its docstring, often with lines before it."""
+    found = FUNCTION.search(text, dice.randrange(len(text)))
+    if found is None:
+        return ""
+    before = text[max(0, found.start() - dice.choice((0, 0, 200, 500))) : found.start()]
+    return before[before.find("\n") + 1 :] + found.group()
+
+
+def cut(text: str, dice: random.Random) -> str:
+    """A stretch from the start of a line to the end of a word."""
+    at = text.rfind("\n", 0, dice.randrange(len(text))) + 1
+    end = at + dice.randint(20, 400)
+    while end < len(text) and not text[end].isspace():
+        end += 1
+    return text[at:end]
+
+
+KINDS = {"question": question, "request": request, "function": function, "cut": cut}
+
+
+class Beginnings(Iterator[list[int]]):
+    """Endless beginnings as token ids, 4 to ``LONGEST`` long, drawn by ``seed``."""
+
+    def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._tokenizer = tokenizer
+        texts: dict[str, list[str]] = defaultdict(list)
+        for document in documents:
+            if document.text:
+                texts[document.source].append(document.text)
+        code = [texts[source] for source in CODE if source in texts]
+        chats = [t for found in texts.values() for t in found if ASSISTANT in t]
+        # A source is drawn first, then a text of it: a few long books count as much as
+        # thousands of short pages.
+        self._groups = {"question": [chats] if chats else [], "function": code}
+        self._all = list(texts.values())
+        if not self._all:
+            raise ValueError("there are 0 documents to cut beginnings from, at least 1 is needed")
+
+    def __next__(self) -> list[int]:
+        while True:
+            (kind,) = self._dice.choices(list(SHARES), list(SHARES.values()))
+            groups = self._groups.get(kind, self._all)
+            if not groups:
+                continue
+            text = KINDS[kind](self._dice.choice(self._dice.choice(groups)), self._dice)
+            ids: list[int] = self._tokenizer.encode(text).ids
+            if 4 <= len(ids) <= LONGEST:
+                return ids
