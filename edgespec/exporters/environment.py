@@ -39,7 +39,8 @@ _PROBE = (
 )
 LEAST_FREE_BYTES: Final = 3 << 30
 """Of the disk, while an environment is made: torch without CUDA, unpacked, and its archive."""
-_CPU_TORCH: Final = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX: Final = "EDGESPEC_TORCH_INDEX"
+"""Names the index in the environment that has torch without CUDA."""
 _LOOK_S: Final = 0.5
 _KEPT_WORDS: Final = 200
 _NO_NETWORK: Final = "no package index can be reached: is there a network?"
@@ -115,7 +116,7 @@ async def _make(kind: ExporterKind, folder: Path, say: Say, hear: Hear) -> None:
         say(
             f"making an environment for {kind.name}, {'anew' if again else 'once'}, in {folder}: it"
             f" installs {', '.join(kind.requirements)} (--exporter-python PATH uses one that is"
-            " there)"
+            f" there){_advice(kind)}"
         )
         await _install(kind, folder, hear)
         (folder / _READY).touch()
@@ -152,7 +153,7 @@ async def _install(kind: ExporterKind, folder: Path, hear: Hear) -> None:
         await asyncio.to_thread(unpacked.mkdir)
         places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(unpacked))
         if torch := _first_torch(kind):
-            await run_child("installing torch without CUDA", (*pip, *torch), note, places)
+            await run_child("installing torch", (*pip, *torch), note, places)
         await run_child(f"installing {kind.name}", (*pip, *kind.requirements), note, places)
         await asyncio.to_thread(shutil.rmtree, unpacked, ignore_errors=True)
     except ChildError as error:
@@ -162,15 +163,26 @@ async def _install(kind: ExporterKind, folder: Path, hear: Hear) -> None:
 
 
 def _first_torch(kind: ExporterKind) -> tuple[str, ...]:
-    """For pip: torch without CUDA, which is gigabytes that no exporter needs. On Linux alone the
-    usual index has it with CUDA. Nothing where no torch is wanted, or where somebody has told pip
-    which index to use."""
+    """For pip: torch from the index that the user names for it. Nothing where none is named or no
+    torch is wanted: pip then takes torch from where it takes everything."""
     wanted = [one for one in kind.requirements if one.startswith("torch")]
-    told = any(os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_NO_INDEX"))
-    if not wanted or told or not sys.platform.startswith("linux"):
+    index = os.environ.get(TORCH_INDEX, "")
+    if not wanted or not index:
         return ()
     # Alone: what torch needs comes with the rest, and one index is asked for one package.
-    return ("--no-deps", "--retries", "2", "--index-url", _CPU_TORCH, *wanted)
+    return ("--no-deps", "--retries", "2", "--index-url", index, *wanted)
+
+
+def _advice(kind: ExporterKind) -> str:
+    """Of gigabytes that no exporter needs: on Linux the usual index has torch with CUDA."""
+    told = any(os.environ.get(name) for name in (TORCH_INDEX, "PIP_INDEX_URL", "PIP_NO_INDEX"))
+    wants = any(one.startswith("torch") for one in kind.requirements)
+    if told or not wants or not sys.platform.startswith("linux"):
+        return ""
+    return (
+        f"; with CUDA, which it does not need, torch takes twice the disk and more: {TORCH_INDEX}"
+        " names an index that has it without (PyTorch documents its own)"
+    )
 
 
 async def _check(kind: ExporterKind, python: Path) -> None:

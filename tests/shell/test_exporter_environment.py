@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgespec.exporters import environment
-from edgespec.exporters.environment import LEAST_FREE_BYTES, exporter_python
+from edgespec.exporters.environment import LEAST_FREE_BYTES, TORCH_INDEX, exporter_python
 from edgespec.exporters.kinds import ExporterKind
 from edgespec.setup_error import SetupError
 
@@ -171,22 +171,26 @@ async def test_two_at_once_make_it_once(folder: Path) -> None:
     assert sorted(line.partition(" ")[0] for line in (*said[0], *said[1])) == ["another", "making"]
 
 
-async def test_torch_comes_without_cuda_unless_pip_was_told_otherwise(
+async def test_torch_comes_from_the_index_that_is_named_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-    monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+    for name in ("PIP_INDEX_URL", "PIP_NO_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(TORCH_INDEX, "file:///without-cuda")
     monkeypatch.setattr(sys, "platform", "linux")
-    python = await exporter_python(WITH_TORCH, None, print, print)
+    said: list[str] = []
+    python = await exporter_python(WITH_TORCH, None, said.append, print)
+    assert "CUDA" not in said[0]
     first, second = asked(folder)
-    assert "--index-url https://download.pytorch.org/whl/cpu torch>=2.5" in first
+    assert "--index-url file:///without-cuda torch>=2.5" in first
     assert "--no-deps" in first
     assert "some" not in first
     assert "--index-url" not in second
     assert second.endswith("some==1 torch>=2.5")
     shutil.rmtree(python.parents[1])
-    monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
-    await exporter_python(WITH_TORCH, None, print, print)
+    monkeypatch.delenv(TORCH_INDEX)
+    await exporter_python(WITH_TORCH, None, said.append, print)
+    assert f"{TORCH_INDEX} names an index that has it without" in said[1]
     assert len(asked(folder)) == 3
     assert "--index-url" not in asked(folder)[2]
 
