@@ -38,6 +38,8 @@ _VECTOR_ELEMENTS = 64
 _DISTINCT_OUTPUTS = 512
 # Each takes what the others leave of a row's sum, down to the last of bfloat16's 8 bits.
 _CORRECTIONS = 4
+# What reading the weights once takes, in rows computed: 17 to 20 on two shapes (measurements.md).
+_PIECE_ROWS = 16
 LARGEST_SIZE = 128
 """Of all sizes that are tried."""
 _SIZES = {
@@ -76,18 +78,27 @@ def candidate_sizes(base: int) -> tuple[int, ...]:
     return _SIZES[base]
 
 
-@lru_cache(maxsize=4096)
 def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Pieces of ``sizes`` (ascending) that cover ``count`` rows, the largest first.
+    """The pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the largest
+    first; only the last may hold less than it could.
 
-    Their sum is ``count`` rounded up to a multiple of ``sizes[0]``.
+    Each piece reads all weights, which takes as long as computing ``_PIECE_ROWS`` rows more: 30
+    rows are one piece of 32 rather than 16, 8, 4 and 2.
     """
-    pieces: list[int] = []
-    rest = -(-count // sizes[0]) * sizes[0]
-    for size in reversed(sizes):
-        pieces += [size] * (rest // size)
-        rest %= size
-    return tuple(pieces)
+    whole, rest = divmod(count, sizes[-1])
+    return (sizes[-1],) * whole + _soonest(rest, sizes)
+
+
+@lru_cache(maxsize=4096)
+def _soonest(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if count <= 0:
+        return ()
+    choices = [(size, *_soonest(count - size, sizes)) for size in reversed(sizes)]
+    return tuple(sorted(min(choices, key=_cost_rows), reverse=True))
+
+
+def _cost_rows(pieces: tuple[int, ...]) -> int:
+    return sum(pieces) + _PIECE_ROWS * len(pieces)
 
 
 def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
@@ -154,13 +165,13 @@ def linear(
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
     """``product`` of ``rows`` [..., width], computed in pieces of ``sizes``.
 
-    Rows of zeros make up for what is missing in a multiple of ``sizes[0]``.
+    Rows of zeros fill the pieces.
     """
     flat = rows.reshape(-1, rows.shape[-1])
-    count = len(flat)
-    if missing := -count % sizes[0]:
+    count, cuts = len(flat), cut(len(flat), sizes)
+    if missing := sum(cuts) - count:
         flat = functional.pad(flat, (0, 0, 0, missing))
-    pieces = [product(_aligned(piece)) for piece in flat.split(cut(count, sizes))]
+    pieces = [product(_aligned(piece)) for piece in flat.split(cuts)]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out[:count].view(*rows.shape[:-1], -1)
 

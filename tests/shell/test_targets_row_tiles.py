@@ -35,13 +35,22 @@ from tests.sources import ROOT
 PROBES = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.25], [-2.0, 7.0]])
 
 
-@pytest.mark.parametrize("base", [1, 8, 16, 32])
+@pytest.mark.parametrize("base", [1, 2, 4, 8, 16, 32])
 def test_pieces_cover_the_rows_and_are_all_on_the_list(base: int) -> None:
     sizes = candidate_sizes(base)
     for count in range(1, 400):
         pieces = cut(count, sizes)
         assert set(pieces) <= set(sizes)
-        assert count <= sum(pieces) < count + base
+        assert sum(pieces[:-1]) < count <= sum(pieces)
+        assert list(pieces) == sorted(pieces, reverse=True)
+
+
+def test_few_pieces_are_better_than_few_rows() -> None:
+    sizes = candidate_sizes(2)
+    told = {1: (2,), 3: (4,), 9: (16,), 30: (32,), 34: (32, 2), 40: (32, 8), 57: (64,)}
+    assert {count: cut(count, sizes) for count in told} == told
+    assert cut(300, sizes) == (128, 128, 64)
+    assert cut(20, (8,)) == (8, 8, 8)
 
 
 def test_rows_fill_whole_vectors() -> None:
