@@ -76,9 +76,10 @@ class TrialProcesses:
         if not self._turns.acquire(timeout=within_s):
             raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
         try:
-            with contextlib.suppress(_GoneError):
-                return self._tried_once(line, until)
-            # It had ended as it waited (killed, out of memory), which says nothing of ``asked``.
+            for _ in range(_KEPT):
+                with contextlib.suppress(_GoneError):
+                    return self._tried_once(line, until)
+                # It had ended as it waited (killed, out of memory): that says nothing of ``asked``.
             return self._tried_once(line, until)
         except _GoneError as error:
             raise OSError(str(error)) from error

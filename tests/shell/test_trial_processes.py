@@ -89,12 +89,27 @@ def test_one_that_died_or_hangs_as_it_waited_is_replaced(
     reader: GrammarReader, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgespec.models.trial_processes._READS_WITHIN_S", 0.2)
+    monkeypatch.setattr("edgespec.models.trial_processes._SLOW_S", WITHIN_S)  # there is only one
     assert reader.read(EASY[0]).matcher is not None
     before = trials(reader).pids
     for pid in before:
         os.kill(pid, number)
     assert reader.read(EASY[1]).matcher is not None
     until(lambda: not any(map(runs, before)))
+
+
+def test_all_that_waited_may_have_died(reader: GrammarReader) -> None:
+    reader.get_ready()
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(reader.read, ENDLESS)
+        until(lambda: len(trials(reader).pids) == 2)
+        assert reader.read(EASY[0]).matcher is not None
+        for pid in trials(reader).pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ConstraintError, match=TOO_MUCH):
+            endless.result(WITHIN_S)
+    assert reader.read(EASY[1]).matcher is not None
 
 
 def test_who_asks_for_something_endless_keeps_nobody_waiting(reader: GrammarReader) -> None:
