@@ -94,7 +94,8 @@ def _soonest(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if count <= 0:
         return ()
     choices = [(size, *_soonest(count - size, sizes)) for size in reversed(sizes)]
-    return tuple(sorted(min(choices, key=_cost_rows), reverse=True))
+    best: tuple[int, ...] = min(choices, key=_cost_rows)
+    return tuple(sorted(best, reverse=True))
 
 
 def _cost_rows(pieces: tuple[int, ...]) -> int:
