@@ -48,20 +48,36 @@ async def with_tokenizer(
     ``SetupError`` saying what to give."""
     if not borrows_tokenizer(config):
         return config
-    address = with_port(address or config.verifiers[0])
+    try:
+        return await with_lent_tokenizer(config, info, say, address or config.verifiers[0])
+    except LinkError as error:
+        raise _none_lent(error) from error
+
+
+async def with_lent_tokenizer(
+    config: AgentConfig, info: ModelInfo, say: Say, address: str
+) -> AgentConfig:
+    """As ``with_tokenizer``, for who may ask again: raises ``LinkError`` where the link was lost,
+    and ``SetupError`` where this verifier will never lend one."""
+    address = with_port(address)
     transport = dial(address, device_access(config))
     try:
         fetch = TokenizerFetch(transport.ask_tokenizer, address)
         folder = await _cached(fetch, info, partial(_tell, say, info.name))
     except LinkError as error:
         own = _of_this_package(info)
-        if own is None:
-            hint = "give --tokenizer a folder or Hub id that has it"
-            raise SetupError(f"{error}\n  {hint}") from error
-        return replace(config, tokenizer=own)
+        if own is not None:
+            return replace(config, tokenizer=own)
+        if error.retryable:
+            raise
+        raise _none_lent(error) from error
     finally:
         await transport.close()
     return replace(config, tokenizer=str(folder))
+
+
+def _none_lent(error: LinkError) -> SetupError:
+    return SetupError(f"{error}\n  give --tokenizer a folder or Hub id that has it")
 
 
 async def _cached(fetch: TokenizerFetch, info: ModelInfo, told: Say) -> Path:

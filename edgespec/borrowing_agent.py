@@ -16,7 +16,7 @@ from typing import NoReturn
 from edgespec.access import DeviceAccess, device_access
 from edgespec.agent.agent import Agent, GenerationError, GenerationStats
 from edgespec.agent.reply import ReplyEvent
-from edgespec.borrowed_tokenizer import with_tokenizer
+from edgespec.borrowed_tokenizer import with_lent_tokenizer
 from edgespec.compose import (
     agent_options,
     connect,
@@ -78,7 +78,7 @@ class BorrowingAgent(Agent):
         async with self._one_at_a_time:
             if self.lent is None:
                 address, info = await self._first_answer()
-                config = await with_tokenizer(self._config, info, self._say, address)
+                config = await with_lent_tokenizer(self._config, info, self._say, address)
                 await asyncio.to_thread(self._take, config)
                 self.lent = config
             return self.lent
