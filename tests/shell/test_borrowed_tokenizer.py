@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import os
 import random
 import re
 import signal
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,13 +29,9 @@ from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_files import (
-    MAX_TEXT_BYTES,
     PART_BYTES,
     PackedFile,
     TextFile,
-    TextFileError,
-    check_entries,
-    unpacked,
 )
 from edgespec.core.verifier.credential import Credential
 from edgespec.models.folders import Role, model_info, resolve_model
@@ -45,7 +39,6 @@ from edgespec.ports import LinkError, ModelInfo
 from edgespec.setup_error import SetupError
 from edgespec.target_loading import packed_texts
 from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.tokenizer_codec import decode_request, encode_list, encode_part
 from edgespec.transport.tokenizer_fetch import TokenizerFetch
 from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
@@ -148,15 +141,18 @@ async def test_a_verifier_that_is_lost_while_it_lends_is_asked_again(
         raise LinkError("the verifier went while it lent")
 
     config = AgentConfig(verifier=address, draft=DraftSection("none"), reconnect=PATIENT)
-    async with BorrowingAgent(config) as agent:
-        for failure in (lost, lost):
-            monkeypatch.setattr(TokenizerFetch, "content", failure)
+    agent = BorrowingAgent(config)
+    async with agent:
+        for _ in range(2):
+            monkeypatch.setattr(TokenizerFetch, "content", lost)
             with pytest.raises(LinkError, match="went while it lent"):
                 await agent.borrow()
         monkeypatch.setattr(TokenizerFetch, "content", lost)
         assert [chunk async for chunk in agent.generate("the", params)]
         assert agent.lent is not None
-        info = (await agent.transport.info()).model
+    transport = GrpcTransport(address)
+    info = (await transport.info()).model
+    await transport.close()
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # where nothing can lie
     monkeypatch.setattr(TokenizerFetch, "content", lost)
     with pytest.raises(SetupError, match=r"went while it lent\n  give --tokenizer"):
@@ -274,96 +270,6 @@ async def test_a_file_of_many_parts_comes_whole() -> None:
 
 
 # --- what a device does not take ------------------------------------------------------------
-
-
-def entry(**changes: object) -> TextFile:
-    found = PackedFile.of("tokenizer.json", b"x" * 100).entry
-    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([entry(name="../../.bashrc")], "none of tokenizer.json"),
-        ([entry(), entry()], "must be distinct"),
-        ([entry(name="chat_template.jinja")], "tokenizer.json among them"),
-        ([entry(sha256=b"short")], "has 5 bytes, but must have 32"),
-        ([entry(packed_size=1 << 30)], "1073741824 packed ones"),
-        ([entry(packed_size=0)], "0 packed ones"),
-        ([entry(size=MAX_TEXT_BYTES + 1)], "at most 67108864 are taken"),
-    ],
-)
-def test_lists_over_a_bound_are_refused(entries: list[TextFile], message: str) -> None:
-    with pytest.raises(TextFileError, match=message):
-        check_entries(entries)
-
-
-def test_nothing_is_unpacked_beyond_what_was_announced() -> None:
-    bomb = zlib.compress(bytes(1 << 26))
-    sha256 = hashlib.sha256(bytes(1000)).digest()
-    for packed, message in (
-        (bomb, "not the 1000 bytes"),
-        (b"no zlib", "cannot be unpacked"),
-        (zlib.compress(bytes(999)), "not the 1000 bytes"),
-        (zlib.compress(bytes(1000)) + b"more", "not the 1000 bytes"),
-        (zlib.compress(b"y" * 1000), "SHA-256"),
-    ):
-        with pytest.raises(TextFileError, match=message):
-            unpacked(TextFile("tokenizer.json", 1000, sha256, len(packed)), packed)
-
-
-Lie = Callable[[bytes], bytes]
-
-
-def answering(files: list[PackedFile], lie: Lie = lambda part: part) -> TokenizerFetch:
-    """A verifier that sends these files, each part changed by ``lie``."""
-
-    async def ask(request: bytes) -> bytes:
-        name, offset = decode_request(request)
-        if not name:
-            return encode_list([file.entry for file in files])
-        (file,) = (file for file in files if file.entry.name == name)
-        return encode_part(lie(file.part(offset)))
-
-    return TokenizerFetch(ask, "there")
-
-
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        (lambda part: b"", "must be in"),
-        (lambda part: part + part, "longer than was announced"),
-        (lambda part: bytes(len(part)), "cannot be unpacked"),
-    ],
-)
-async def test_parts_that_do_not_fit_are_refused(lie: Lie, message: str) -> None:
-    fetch = answering([PackedFile.of("tokenizer.json", b"abc" * 1000)], lie)
-    (found,) = await fetch.entries()
-    with pytest.raises(LinkError, match=message) as refused:
-        await fetch.content(found)
-    assert not refused.value.retryable
-
-
-async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
-    pauses: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-
-    tries = 0
-
-    async def ask(request: bytes) -> bytes:
-        nonlocal tries
-        tries += 1
-        if tries < 3:
-            raise LinkError("away")
-        return encode_list([entry()])
-
-    assert await TokenizerFetch(ask, "there", pause).entries() == (entry(),)
-    tries = -100
-    with pytest.raises(LinkError, match="away"):
-        await TokenizerFetch(ask, "there", pause).entries()
-    assert len(pauses) == 2 + 7
 
 
 @pytest.mark.parametrize(
