@@ -66,14 +66,19 @@ class Replica:
 
     async def prefix_tokens(self) -> tuple[int, int]:
         """Of the tokens of prompts, those that were cached, and all."""
+        return await self._count("prefix_cache_hits_total"), await self._count(
+            "prefix_cache_queries_total"
+        )
+
+    async def running(self) -> int:
+        """Sessions that it holds."""
+        return await self._count("num_requests_running")
+
+    async def _count(self, name: str) -> int:
         url = f"http://127.0.0.1:{self._metrics}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-        counts = [
-            re.search(rf"^\S*prefix_cache_{name}_total(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-            for name in ("hits", "queries")
-        ]
-        hits, queries = (int(float(found[1])) if found else 0 for found in counts)
-        return hits, queries
+        found = re.search(rf"^\S*{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
 
 
 def _free_port() -> int:

@@ -2,6 +2,7 @@
 clients notice when one of them drains or dies.
 
     python benchmarks/replicas.py [--sessions 60] [--rounds 3] [--seconds 8] [--json FILE]
+    python benchmarks/replicas.py --envoy envoy ...     # the same through deploy/envoy, by its hash
 
 Real verifier processes (toy model; a pass takes ``--pass-ms``, and ``--row-ms`` for each of its
 rows, as those of a large model's prompts do) and devices that only stream, one chat each, in this
@@ -55,6 +56,7 @@ from edgespec.agent.agent import Agent
 from edgespec.benchmark.report import machine, versions
 from edgespec.core.association.policies import AssociationPolicy, LowestDelay
 from edgespec.core.association.rendezvous import RendezvousHash
+from tests.shell.envoy_proxy import proxy, without_tls
 
 REPLICAS: Final = 3
 LONGEST_STALL_S: Final = 6.0
@@ -72,9 +74,10 @@ async def compare(
     options: argparse.Namespace, replicas: Sequence[Replica]
 ) -> dict[str, list[dict[str, Any]]]:
     """Of each arm a row a round."""
-    rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
-        arms = list(ARMS)
+        # Through a proxy a device has one address, and nothing to choose.
+        arms = [RendezvousHash.name] if options.proxy else list(ARMS)
         for arm in [*arms[number % len(arms) :], *arms[: number % len(arms)]]:
             names = [f"{options.seed} {arm} {number} {one}" for one in range(options.sessions)]
             chats = [make_chat(name, options) for name in names]
@@ -86,7 +89,7 @@ async def compare(
                 for part in (0, 1)
             )
             later_s = [seconds for turn in notes.first_s[1:] for seconds in turn]
-            rows[arm].append(
+            rows.setdefault(arm, []).append(
                 {
                     "texts_by_replica": sorted(notes.served.values()),
                     "cached_share": round(hits / max(1, asked), 3),
@@ -121,7 +124,7 @@ async def agents_of(
     make: Callable[[object], AssociationPolicy],
     stack: contextlib.AsyncExitStack,
 ) -> list[Agent]:
-    addresses = [one.address for one in replicas]
+    addresses = [options.proxy] if options.proxy else [one.address for one in replicas]
     agents = [
         await stack.enter_async_context(make_agent(addresses, make(number), number))
         for number in range(options.sessions)
@@ -186,7 +189,12 @@ class Drills:
     async def _until_serving(self, victim: Replica) -> None:
         """Wait until a quarter of its share of the texts are in the middle there."""
         least = max(1, self._options.sessions // (4 * REPLICAS))
-        await until(lambda: self._texts_at(victim) >= least, START_WITHIN_S)
+        if not self._options.proxy:
+            await until(lambda: self._texts_at(victim) >= least, START_WITHIN_S)
+            return
+        async with asyncio.timeout(START_WITHIN_S):  # who serves a text only Envoy knows
+            while await victim.running() < least:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     def _texts_at(self, replica: Replica) -> int:
         running = [one for agent in self._agents for one in agent.activity.running.values()]
@@ -258,6 +266,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for one in replicas:
             stack.push_async_callback(one.end, signal.SIGKILL)
             await one.start()
+        if options.envoy:
+            ports = [one.port for one in replicas]
+            running = proxy(options.envoy, folder, without_tls(), ports)
+            options.proxy = (await stack.enter_async_context(running)).address
         arms = await compare(options, replicas)
         drills = Drills(options, replicas)
         await drills.run()
@@ -279,7 +291,9 @@ def main() -> int:
     parser.add_argument("--row-ms", type=float, default=0.1, help="emulated, of each row")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a drill")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--envoy", metavar="COMMAND", default="", help="run the devices through it")
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(proxy="")
     options = parser.parse_args()
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
