@@ -164,7 +164,8 @@ class TargetModel(Protocol):
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more.
+        """Reserve a sequence. Raises ``CapacityError`` when there is no room for one more. There is
+        for one more than sessions are served: a probe must not fail because all are there.
 
         ``text`` are the tokens that are committed already, the prompt first. A pass may begin
         behind some of them that were never fed: then its ``blocks`` hold their rows, which

@@ -64,9 +64,11 @@ class TrialProcesses:
     def get_ready(self) -> None:
         """Start a process unless one waits already. Raises ``OSError``."""
         with self._lock:
-            if not (self._ready or self._closed):
+            if self._closed:
+                return
+            if not self._ready:
                 self._ready.append(_Process(self._most_bytes))
-                self._end_later()
+            self._end_later()
 
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
         """What the process says of ``asked``. Raises ``TrialFailedError`` where it does not outlive

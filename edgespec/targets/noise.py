@@ -18,7 +18,7 @@ from edgespec.core.protocol.noise import GOLDEN, MASK_32, MIX_A, MIX_B, position
 def noise_bits(
     seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
 ) -> torch.Tensor:
-    """int64 [rows, vocabulary_size]: ``core.noise.noise_bits`` of every token id.
+    """int64 [rows, vocabulary_size]: ``core.protocol.noise.noise_bits`` of every token id.
 
     Row r belongs to ``seeds[r]`` and ``positions[r]``.
     """
@@ -47,7 +47,7 @@ def _token_base(vocabulary_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_in_place(value: torch.Tensor) -> None:
-    """``core.noise.mix`` of every element; what is above 32 bits on entry is ignored."""
+    """``core.protocol.noise.mix`` of every element; what is above 32 bits on entry is ignored."""
     value &= MASK_32
     value ^= value >> 16
     value *= MIX_A

@@ -186,7 +186,8 @@ class TorchTarget:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        if self._pool.session_count >= self._max_sessions:
+        # One more than are served: the probe that finds out whether the target still works.
+        if self._pool.session_count > self._max_sessions:
             raise CapacityError(
                 f"{self._pool.session_count} sessions are open, limit max_sessions "
                 f"{self._max_sessions}"

@@ -45,8 +45,9 @@ class ToyTarget:
     """``ports.TargetModel`` over a ``ToyModel``, standard library only.
 
     With ``cache`` its cache is a real one, whose tables come with the requests; None keeps no
-    account. Raises ``CapacityError`` at ``max_sessions`` sequences or ``max_cached_tokens`` cached
-    tokens, ``ValueError`` when a request does not fit what is cached.
+    account. Raises ``CapacityError`` beyond ``max_sessions`` sequences and one for a probe, and
+    beyond ``max_cached_tokens`` cached tokens, ``ValueError`` when a request does not fit what is
+    cached.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ToyTarget:
     ) -> None:
         if key in self._sequences:
             raise ValueError(f"sequence {key!r} is already open")
-        if len(self._sequences) >= self._max_sessions:
+        if len(self._sequences) > self._max_sessions:  # one more than are served, for a probe
             raise CapacityError(f"{len(self._sequences)} sessions open, limit {self._max_sessions}")
         if not 0 < prompt_length <= self._info.context_length:
             raise CapacityError(

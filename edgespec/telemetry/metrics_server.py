@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
@@ -31,6 +33,8 @@ from edgespec.telemetry.metric_values import MetricValues, Value
 
 _MAX_CALLERS = 16
 _ASK_WITHIN_S = 5.0
+# All of it, also of one that never stops for so long.
+_DONE_WITHIN_S = 15.0
 _MODEL = "model_name"
 
 
@@ -129,19 +133,38 @@ class _Server(ThreadingMixIn, TCPServer):
     def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         self.address_family = family
         self._places = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._began: dict[Any, float] = {}
+        """When each caller came, by its socket."""
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        self._began[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there is no thread for it
+            self._leave(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._leave(request)
+
+    def service_actions(self) -> None:
+        """Called a few times a second: hang up on who asks a byte at a time."""
+        now = time.monotonic()
+        for request, began in tuple(self._began.items()):
+            if now - began > _DONE_WITHIN_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, request: Any) -> None:
+        del self._began[request]
+        self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that left or never asked is none of ours."""

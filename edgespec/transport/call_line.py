@@ -1,6 +1,6 @@
 """The line in which unary calls wait for their turn: ``Info``, health and reflection.
 
-The budget (``core/verifier/stream_budget.py``) says how long; here the caller is held that long, or
+The budget (``core/verifier/call_budget.py``) says how long; here the caller is held that long, or
 told RESOURCE_EXHAUSTED when it finds no place in the line.
 """
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 # From the verifier to a front process.
 LISTEN: Final = 1
-"""The first frame: JSON of ``front_process.Orders``."""
+"""The first frame: JSON of ``front_orders.Orders``."""
 IDENTITY: Final = 2
 """The certificate to show from now on, as in LISTEN."""
 DRAIN: Final = 3
@@ -108,11 +108,6 @@ class FramePipe(asyncio.Protocol):
         self._why = self._why or why
         if self._transport is not None:
             self._transport.abort()
-
-    @property
-    def unsent_bytes(self) -> int:
-        """What the other end has not taken yet."""
-        return 0 if self._transport is None else int(self._transport.get_write_buffer_size())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's word for the beginning."""

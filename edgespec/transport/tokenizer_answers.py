@@ -1,7 +1,8 @@
 """Answers to ``Tokenizer``: the texts that a device needs which has no tokenizer of its own.
 
-The files are read and packed once, in a thread, when the first device asks. A part is a slice of
-what is held, so that a call costs little; how often one peer may call is bounded as for ``Info``.
+The files are read and packed once, in a thread, when the first device asks; again, if they could
+not be read then. A part is a slice of what is held, so that a call costs little; how often one peer
+may call is bounded as for ``Info``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from edgespec.transport.wire_limits import ProtocolViolation
 
 _LOG = logging.getLogger(__name__)
 
+_Found = dict[str, PackedFile] | str
+"""The files by name, or why there are none."""
 LoadTexts = Callable[[], Sequence[PackedFile]]
 """Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
 
@@ -38,7 +41,7 @@ class TokenizerAnswers:
 
     def __init__(self, load: LoadTexts | None, line: CallLine, door: Door) -> None:
         self._load, self._line, self._door = load, line, door
-        self._loading: asyncio.Task[dict[str, PackedFile] | str] | None = None
+        self._loading: asyncio.Task[tuple[_Found, bool]] | None = None
 
     async def answer(self, request: bytes, context: Any) -> bytes:
         """The encoded reply to one call."""
@@ -63,19 +66,25 @@ class TokenizerAnswers:
         if self._loading is not None:
             await asyncio.gather(self._loading, return_exceptions=True)
 
-    async def _texts(self) -> dict[str, PackedFile] | str:
-        """The files by name, or why there are none."""
+    async def _texts(self) -> _Found:
         if self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(self._read))
+        loading = self._loading
         # A caller that hangs up must not take the others' files away.
-        return await asyncio.shield(self._loading)
+        found, lasts = await asyncio.shield(loading)
+        if not lasts and self._loading is loading:
+            self._loading = None
+        return found
 
-    def _read(self) -> dict[str, PackedFile] | str:
+    def _read(self) -> tuple[_Found, bool]:
+        """What was found, and whether that lasts: too many open files, say, do not."""
         if self._load is None:
-            return "this verifier has no tokenizer to send"
+            return "this verifier has no tokenizer to send", True
         try:
-            return {file.entry.name: file for file in self._load()}
-        except Exception as error:
+            return {file.entry.name: file for file in self._load()}, True
+        except TextFileError as error:
             _LOG.exception("the tokenizer cannot be sent")
-            why = f": {error}" if isinstance(error, TextFileError) else ""
-            return f"this verifier has no tokenizer that it could send{why}"
+            return f"this verifier has no tokenizer that it could send: {error}", True
+        except Exception:
+            _LOG.exception("the tokenizer cannot be sent now")
+            return "this verifier has no tokenizer that it could send", False

@@ -2,7 +2,8 @@
 
 To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own: no
 pass and no other stream waits for it. How many may wait, and how long, is bounded; and one peer has
-one thread at a time, so that whoever sends hard ones keeps nobody else waiting.
+one thread at a time, also while nobody waits for it any more, and half of the places: so whoever
+sends hard ones keeps nobody else waiting.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, runtime_checkable
 
@@ -21,6 +23,7 @@ from edgespec.core.protocol.messages import Fault, FaultCode, Open
 _LOG = logging.getLogger(__name__)
 _THREADS: Final = 4
 _MOST_WAITING: Final = 32
+_MOST_OF_A_PEER: Final = 16
 WITHIN_S: Final = 40.0
 """A grammar that is not read by then is refused."""
 ReadConstraint = Callable[[Constraint], Constraint]
@@ -39,6 +42,8 @@ class ReadyReader(Protocol):
 
 @dataclass(slots=True)
 class _Turn:
+    """One peer's; its lock is held as long as a thread reads for it."""
+
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
@@ -72,11 +77,14 @@ class ConstraintDesk:
             why = f"{self._waiting} grammars wait to be read, limit {_MOST_WAITING}"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         turn = self._turns.setdefault(peer, _Turn())
+        if turn.users >= _MOST_OF_A_PEER:
+            why = f"{turn.users} grammars of {peer} wait to be read, limit {_MOST_OF_A_PEER}"
+            return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         turn.users, self._waiting = turn.users + 1, self._waiting + 1
         try:
-            async with asyncio.timeout(WITHIN_S), turn.lock:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._ready, request, self._read)
+            async with asyncio.timeout(WITHIN_S):
+                await turn.lock.acquire()
+                return await self._in_thread(request, self._read, peer, turn)
         except ConstraintError as error:
             return Fault(FaultCode.INVALID, str(error))
         except TimeoutError:
@@ -84,8 +92,33 @@ class ConstraintDesk:
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         finally:
             turn.users, self._waiting = turn.users - 1, self._waiting - 1
-            if not turn.users:
-                del self._turns[peer]
+            self._forget(peer, turn)
+
+    def _in_thread(
+        self, request: Open, read: ReadConstraint, peer: str, turn: _Turn
+    ) -> asyncio.Future[Open]:
+        """Read in the peer's turn, which ends with the thread's work, whoever waits for that."""
+        loop = asyncio.get_running_loop()
+
+        def over() -> None:
+            turn.lock.release()
+            self._forget(peer, turn)
+
+        def tell(_: Future[Open]) -> None:
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(over)
+
+        try:
+            work = self._threads.submit(self._ready, request, read)
+        except RuntimeError:  # closed
+            over()
+            raise
+        work.add_done_callback(tell)
+        return asyncio.wrap_future(work)
+
+    def _forget(self, peer: str, turn: _Turn) -> None:
+        if not (turn.users or turn.lock.locked()):
+            self._turns.pop(peer, None)
 
     def _ready(self, request: Open, read: ReadConstraint) -> Open:
         constraint = request.sampling.constraint

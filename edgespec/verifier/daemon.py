@@ -55,7 +55,7 @@ _MAX_BACKLOG = 4096
 _OPEN_WITHIN_S = 10.0
 # For a device that does not read to take its last message before the stream is cut.
 _LAST_WORDS_S = 1.0
-# A pass that is running when the verifier stops is waited for so long.
+# What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
 _FOR_THE_TARGET = (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
@@ -84,6 +84,7 @@ class Verifier:
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
         self.why_broken: str | None = None
+        """Also said of a target that does not end its work when the verifier stops."""
         self._target, self._clock = target, clock
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._telemetry = telemetry
@@ -100,7 +101,6 @@ class Verifier:
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._pass: asyncio.Future[ee.BatchDone] | None = None
         self._cutting: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -288,8 +288,8 @@ class Verifier:
                 assert_never(action)
 
     def _start(self, requests: tuple[PassRequest, ...]) -> None:
-        self._pass = self._worker.submit(requests)
-        self._pass.add_done_callback(self._on_pass_done, context=self._context)
+        running = self._worker.submit(requests)
+        running.add_done_callback(self._on_pass_done, context=self._context)
 
     def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if done.cancelled():
@@ -365,23 +365,22 @@ class Verifier:
         found = [n for n, one in self._streams.items() if one.credential.name in names]
         for number in found:
             self._send(number, _REVOKED)
-            self._handle(ee.StreamMessage(number, Cancel()))
             self._close(number)
+            if self._telemetry is not None:  # it did not end because its device cancelled
+                self._telemetry.gone(number, self._clock())
+            self._handle(ee.StreamMessage(number, Cancel()))
         return len(found)
 
     async def stop(self) -> None:
-        """Tell every device to come back later, end the streams, let a running pass finish; one
-        that does not end within half a minute is left behind."""
+        """Tell every device to come back later, end the streams, let the target finish what it is
+        at. If that takes more than half a minute it is left behind, which is a failure
+        (``why_broken``): the process must not wait for its thread."""
         self._end_streams(_STOPS)
         self._desk.close()
-        left: set[asyncio.Future[ee.BatchDone]] = set()
-        if self._pass is not None:
-            _, left = await asyncio.wait([self._pass], timeout=_LAST_PASS_S)
-        if left:
-            _LOG.error("a pass is still running after %.0f s: leaving it", _LAST_PASS_S)
-            self._worker.close(wait=False)
-        else:
-            await asyncio.to_thread(self._worker.close, wait=True)
+        if not await self._worker.close(_LAST_PASS_S):
+            why = f"the target is still at work after {_LAST_PASS_S:g} s"
+            _LOG.error("%s: leaving it", why)
+            self.why_broken = self.why_broken or why
 
 
 def _never(_: Downlink) -> bool:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
@@ -34,6 +35,8 @@ class TargetWorker:
         self._target, self._failed = target, failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self._queued: list[SequenceWork] = []
+        self._last: asyncio.Future[Any] | None = None
+        """What was handed to the thread last: when it is over, so is all before it."""
 
     def queue(self, work: SequenceWork) -> None:
         self._queued.append(work)
@@ -62,7 +65,8 @@ class TargetWorker:
             results = tuple(self._target.forward(batch)) if batch else ()
             return BatchDone(results, time.perf_counter() - began_s)
 
-        return loop.run_in_executor(self._thread, work)
+        self._last = done = loop.run_in_executor(self._thread, work)
+        return done
 
     def probe(self, request: PassRequest) -> asyncio.Future[None]:
         """Open a sequence, run this one request, close it; the future has what went wrong."""
@@ -74,7 +78,8 @@ class TargetWorker:
             finally:
                 self._target.close(request.key)
 
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+        self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return done
 
     def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
         try:
@@ -94,6 +99,11 @@ class TargetWorker:
             return SequenceFailed(item.key, f"{type(error).__name__}: {error}")
         return None
 
-    def close(self, *, wait: bool) -> None:
-        """No more work is taken; with ``wait``, what is running ends first."""
-        self._thread.shutdown(wait=wait, cancel_futures=True)
+    async def close(self, within_s: float) -> bool:
+        """Take no more work and wait for what was handed over; whether it was over by then. If not,
+        its thread is left behind, for which the interpreter would wait at its end."""
+        if self._last is not None:
+            await asyncio.wait([self._last], timeout=within_s)
+        over = self._last is None or self._last.done()
+        self._thread.shutdown(wait=over, cancel_futures=True)
+        return over

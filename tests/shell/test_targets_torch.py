@@ -256,8 +256,10 @@ def test_capacity_errors_leave_the_others_alone(folder: Path) -> None:
     [first] = target.forward([PassRequest("a", 0, (5,))])
     assert first.targets == (expected[0],)
     target.open("b", 30, GREEDY)
-    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 2"):
+    target.open("probe", 1, GREEDY)
+    with pytest.raises(CapacityError, match="3 sessions are open, limit max_sessions 2"):
         target.open("c", 1, GREEDY)
+    target.close("probe")
     batch = [PassRequest("a", 1, (expected[0],)), PassRequest("b", 0, (1,) * 60)]
     with pytest.raises(CapacityError, match=r"the 48 free of 64 \(max_cached_tokens\)"):
         target.forward(batch)

@@ -156,8 +156,10 @@ def test_a_bad_request_is_refused(request_: PassRequest, message: str) -> None:
 
 def test_capacity_names_the_limit() -> None:
     target = _opened(max_sessions=1, max_cached_tokens=8, context_length=10)
-    with pytest.raises(CapacityError, match="1 sessions open, limit 1"):
+    target.open("probe", 1, SamplingParams())
+    with pytest.raises(CapacityError, match="2 sessions open, limit 1"):
         target.open("t", 1, SamplingParams())
+    target.close("probe")
     with pytest.raises(CapacityError, match="9 cached tokens wanted, limit 8"):
         target.forward([PassRequest("s", 3, (1,) * 6)])
     with pytest.raises(CapacityError, match="limit context_length 10"):

@@ -161,6 +161,19 @@ def test_one_that_nobody_needs_ends() -> None:
     reader.close()
 
 
+def test_one_beside_another_that_was_given_up_ends_too() -> None:
+    found = TrialProcesses(idle_s=WITHIN_S)
+    found.get_ready()
+    waiting, used = found._taken(), found._taken()
+    for process in (waiting, used):
+        found._back(process, ok=True)
+    assert len(found.pids) == 2
+    found._idle_s = 0.01
+    found._back(found._taken(), ok=False)
+    until(lambda: not found.pids)
+    found.close()
+
+
 def test_a_reader_that_is_let_go_of_leaves_no_process() -> None:
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
     assert reader.read(EASY[0]).matcher is not None

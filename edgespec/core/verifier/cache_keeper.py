@@ -14,7 +14,8 @@ run, and no two sessions take blocks from each other in turns.
 
 A session without blocks (new, or evicted) enters only when its whole committed prefix fits, so that
 it is not evicted half-way through its prompt, and no session enters before one that was opened
-earlier and waits too: a long prompt is not overtaken for ever by short ones.
+earlier and waits too: a long prompt is not overtaken for ever by short ones. Who could not run even
+with room, because it is over its rate or has to be heard first, keeps nobody out.
 
 Blocks may be shared (``prefix_sharing.py``). An eviction frees only what nobody else holds, so a
 session is spared whose blocks all have other holders. What an evicted session had filled can still
@@ -23,7 +24,7 @@ be found, by itself too, until the blocks are needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import session_events as ev
@@ -50,6 +51,8 @@ class CacheKeeper:
         self.evicted: list[str] = []
         """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
         self.sessions = sessions
+        self.over_rate: Callable[[str], bool] = lambda key: False
+        """Whether a session waits for its credential's rate; the engine knows."""
         self._sharing: PrefixSharing | None = None
         if ledger is not None and owner_of is not None:
             self._sharing = PrefixSharing(ledger, owner_of)
@@ -139,8 +142,8 @@ class CacheKeeper:
         for other_key, other in self.sessions.items():
             if other_key == key:
                 break
-            outside = not self.ledger.held(other_key)
-            if outside and other.wants_pass and other_key not in spared:
+            outside = other.missing_rows and not self.ledger.held(other_key)
+            if outside and other_key not in spared and not self.over_rate(other_key):
                 return False
         length = session.prefix.length
         cached = None if self._sharing is None else self._sharing.enter(key, session.prefix)

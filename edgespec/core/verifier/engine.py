@@ -60,8 +60,9 @@ class VerifyEngine:
         self._scheduler = PassScheduler(
             engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
         )
+        self.keeper.over_rate = self._scheduler.fairness.over_rate
         self.server_drafted_tokens = 0
-        """Guesses of the verifier's own that passes looked at."""
+        """Committed tokens that the verifier's own drafters had guessed."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -216,12 +217,12 @@ class VerifyEngine:
                 )
                 continue
             self._scheduler.run_with_others(key)
-            before = session.prefix.length
+            before, guessed = session.prefix.length, session.counters.server_accepted
             self.registry.tell(key, ev.PassDone(result.targets, result.scores, price), now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)
-            self.server_drafted_tokens += request.served
+            self.server_drafted_tokens += session.counters.server_accepted - guessed
         self._scheduler.count(tokens)
 
     # --- the end ---------------------------------------------------------------------------

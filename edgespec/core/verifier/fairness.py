@@ -115,11 +115,10 @@ class Fairness:
 
     def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
-        credential_of = self._credential_of.get
-        priorities = {credential_of(key, ANYBODY).priority for key in keys}
-        if len(priorities) < 2:
+        priorities = {key: self._of(key).priority for key in keys}
+        if len(set(priorities.values())) < 2:
             return keys
-        return sorted(keys, key=lambda key: self._rank(key, left_out.get(key, 0)))
+        return sorted(keys, key=lambda one: (left_out.get(one, 0) < AGE_PASSES, -priorities[one]))
 
     def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The prompts by priority, then by how many rows their credential was fed, else as they
@@ -150,6 +149,11 @@ class Fairness:
             return True
         slopes = self._took_s.slopes()
         return slopes is None or account.left_s >= self._session_s(slopes)
+
+    def over_rate(self, key: str) -> bool:
+        """Whether the session waits for its credential's rate, as far as the last line tells."""
+        account = self._accounts.get(self._of(key).name)
+        return account is not None and account.left_tokens < -_TOKEN
 
     def count(self, key: str, rows: int, *, prompt: bool) -> None:
         """The session takes part with so many rows."""
@@ -191,9 +195,6 @@ class Fairness:
 
     def _of(self, key: str) -> Credential:
         return self._credential_of.get(key, ANYBODY)
-
-    def _rank(self, key: str, left_out: int) -> tuple[bool, int]:
-        return left_out < AGE_PASSES, -self._of(key).priority
 
     def _account(self, key: str, now: float) -> Account:
         """The account of the session's credential, with the limits that it has now."""

@@ -21,7 +21,7 @@ from edgespec.core.verifier.prefill_budget import PrefillBudget, PromptLoad
 
 
 class PromptLine:
-    """Prompts are known by their session's key, from ``order`` until ``forget`` or ``fed``;
+    """Prompts are known by their session's key, from ``order`` until ``forget``;
     ``credential_of`` is the engine's own table of whose they are."""
 
     def __init__(self, credential_of: Mapping[str, Credential] | None = None) -> None:

@@ -106,7 +106,7 @@ class PassScheduler:
                     prompt_room -= len(request.feed)
             if alone and forming.parts:
                 break
-        if forming.parts and not self._alone:
+        if forming.parts and self._alone.isdisjoint(forming.parts):
             self._take_along(sessions, forming, now)
         for key in self._keeper.evicted:
             self.enqueue(key)
@@ -163,7 +163,7 @@ class PassScheduler:
     ) -> None:
         """Ask those again who would rather have waited for a draft: a pass runs now in which they
         can have a token, and before the next one begins no draft is of use."""
-        for key in tuple(self._declined):
+        for key in [key for key in self._declined if key not in self._alone]:
             session = sessions.get(key)
             if session is None or not decodes(session):
                 del self._declined[key]
@@ -186,7 +186,7 @@ class PassScheduler:
         self.fairness.plan([*decoding, *self._declined], prompts, now)
         if decoding:
             self._price.note_line(len(decoding) + len(self._declined), len(prompts))
-        if self._alone:
+        if not self._alone.isdisjoint(missing):
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
         line = self.fairness.first_come(decoding, left_out)

@@ -1,0 +1,126 @@
+"""Ends of a verifier and of its streams that nobody else sees. Oracle: what is said of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from edgespec.core.protocol.messages import (
+    Commit,
+    Downlink,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    RunAhead,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.ports import DeviceStream, PassRequest, PassResult
+from edgespec.targets.toy import ToyTarget
+from edgespec.telemetry.stream_meter import StreamMeter, StreamRecord
+from edgespec.transport.loopback import LoopbackTransport
+from edgespec.verifier.daemon import Verifier
+
+MODEL = ToyModel(vocabulary_size=16, order=2)
+PROMPT = (1, 2, 3)
+
+
+async def opened(transport: LoopbackTransport, key: str, tokens: int) -> DeviceStream:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    stream = await transport.connect()
+    await stream.send(
+        Open(key, "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS, drafting=False)
+    )
+    return stream
+
+
+async def until_fault_or_end(stream: DeviceStream) -> Fault | None:
+    while True:
+        message: Downlink = await stream.receive()
+        if isinstance(message, Fault):
+            return message
+        if isinstance(message, Commit) and message.finish is not None:
+            return None
+
+
+class Picky(ToyTarget):
+    """No pass with the session "bad" goes well."""
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        if any(request.key == "bad" for request in batch):
+            raise RuntimeError("not this one")
+        return super().forward(batch)
+
+
+async def test_a_full_verifier_tells_one_bad_session_from_a_broken_target() -> None:
+    """Oracle: the others' texts come to their end; the probe needs a sequence of its own."""
+    target = Picky(MODEL, max_sessions=3)
+    verifier = Verifier(target, Limits(context_length=256), EngineLimits(max_sessions=3))
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    streams = [await opened(transport, key, 60) for key in ("a", "bad", "c")]
+    said = await asyncio.gather(*(until_fault_or_end(stream) for stream in streams))
+    assert [None if fault is None else fault.code for fault in said] == [
+        None,
+        FaultCode.INTERNAL,
+        None,
+    ]
+    assert not verifier.broken.is_set()
+    await transport.close()
+    await verifier.stop()
+
+
+class Stuck(ToyTarget):
+    """Once it is told, it does not come back from the end of a sequence before it may."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def close(self, key: str) -> None:
+        super().close(key)
+        self.reached.set()
+        assert self.go_on.wait(60.0)
+
+
+async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("edgespec.verifier.daemon._LAST_PASS_S", 0.05)
+    target = Stuck()
+    verifier = Verifier(target, Limits(context_length=256))
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    assert await until_fault_or_end(await opened(transport, "a", 3)) is None
+    await asyncio.to_thread(target.reached.wait)
+    stopping = asyncio.create_task(verifier.stop())
+    try:
+        await asyncio.wait_for(asyncio.shield(stopping), 30.0)
+    finally:
+        target.go_on.set()
+        await stopping
+    # So the process does not wait for that thread at its end, either (``cli/verifier._leave``).
+    assert verifier.why_broken == "the target is still at work after 0.05 s"
+    await transport.close()
+
+
+async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> None:
+    records: list[StreamRecord] = []
+    meter = StreamMeter(records.append)
+    verifier = Verifier(ToyTarget(MODEL), Limits(context_length=256), telemetry=meter)
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    stream = await opened(transport, "a", 200)
+    await stream.receive()
+    nobody = ""  # the name of who showed no key
+    assert verifier.revoke([nobody]) == 1
+    assert not verifier.engine.sessions
+    fault = await until_fault_or_end(stream)
+    assert fault is not None
+    assert fault.code is FaultCode.UNAUTHENTICATED
+    await transport.close()
+    await verifier.stop()
+    assert [record.reason for record in records] == ["unauthenticated"]
+    assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
