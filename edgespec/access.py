@@ -60,7 +60,7 @@ class ServerAccess:
     used, ``SetupError`` where TLS cannot."""
 
     def __init__(self, config: VerifierConfig) -> None:
-        self._keys_path = Path(config.keys).expanduser() if config.keys else None
+        self._keys_path = Path(os.path.expanduser(config.keys)) if config.keys else None
         self._tls = config.tls
         self._ring = self._read_ring()
         self.credentials: grpc.ServerCredentials | None = None
@@ -125,8 +125,8 @@ class ServerAccess:
 def _identity(tls: ServerTlsSection) -> ServerIdentity:
     from edgespec.transport.tls import TlsFileError, load_server_identity
 
-    certificate, key = Path(tls.cert).expanduser(), Path(tls.key).expanduser()
-    client_ca = Path(tls.client_ca).expanduser() if tls.client_ca else None
+    certificate, key = Path(os.path.expanduser(tls.cert)), Path(os.path.expanduser(tls.key))
+    client_ca = Path(os.path.expanduser(tls.client_ca)) if tls.client_ca else None
     try:
         with needs("cryptography", "edgespec[certs]"):
             return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
@@ -190,7 +190,7 @@ def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_
     if not key and path:
         source = path
         try:
-            with Path(path).expanduser().open(encoding="ascii") as file:
+            with Path(os.path.expanduser(path)).open(encoding="ascii") as file:
                 key = file.read(MAX_KEY_LENGTH + 2).strip()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from error
@@ -212,7 +212,7 @@ def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
     from edgespec.transport.tls import TlsFileError, channel_credentials
 
     ca, certificate, key = (
-        Path(name).expanduser() if name else None
+        Path(os.path.expanduser(name)) if name else None
         for name in (tls.ca, tls.client_cert, tls.client_key)
     )
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Self, TypeVar
 
@@ -199,21 +199,25 @@ class SyncAgent:
         conversation: str = "",
     ) -> Generator[ReplyEvent, None, None]:
         """``generate``, and what the draft writes offline; as ``Agent.follow``."""
-        events = self._agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        reader = _Reader(
+            self._agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        )
         try:
-            while (event := self._call(_next(events))) is not None:
+            while (event := self._call(reader.next())) is not None:
                 yield event
         finally:
-            self._call(_close(events))
+            self._call(reader.close())
 
     def close(self) -> None:
         """End what runs and stop the thread; a second call does nothing."""
         if self._loop.is_closed():
             return
-        self._call(self._agent.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self._call(self._agent.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -233,9 +237,25 @@ class SyncAgent:
             raise
 
 
-async def _next(events: AsyncIterator[ReplyEvent]) -> ReplyEvent | None:
-    return await anext(events, None)
+class _Reader:
+    """Reads the events of one generation in the loop's thread, for a caller in another one."""
 
+    def __init__(self, events: AsyncGenerator[ReplyEvent, None]) -> None:
+        self._events = events
+        self._reading: asyncio.Task[Any] | None = None
 
-async def _close(events: Any) -> None:
-    await events.aclose()
+    async def next(self) -> ReplyEvent | None:
+        """None: there is no further one."""
+        self._reading = asyncio.current_task()
+        try:
+            return await anext(self._events, None)
+        finally:
+            self._reading = None
+
+    async def close(self) -> None:
+        """End the generation, and first a read that its caller has left with a Ctrl-C: a generator
+        that still tidies up cannot be closed."""
+        if (reading := self._reading) is not None:
+            reading.cancel()
+            await asyncio.wait([reading])
+        await self._events.aclose()

@@ -90,7 +90,7 @@ async def _cached(fetch: TokenizerFetch, info: ModelInfo, told: Say) -> Path:
     sent = sum(entry.packed_size for entry in entries)
     told(f"{size / 1e3:,.0f} kB, {sent / 1e3:,.0f} kB packed")
     contents = {entry.name: await fetch.content(entry) for entry in entries}
-    await asyncio.to_thread(_place, folder, contents, info)
+    await asyncio.to_thread(_place, folder, entries, contents, info)
     return folder
 
 
@@ -106,9 +106,12 @@ def _is_whole(folder: Path, entries: Sequence[TextFile]) -> bool:
     return are_as_announced(entries, contents)
 
 
-def _place(folder: Path, contents: Mapping[str, bytes], info: ModelInfo) -> None:
-    """Write the files beside ``folder``, try them, and move them there. Raises ``LinkError`` for a
-    tokenizer that cannot be used, ``SetupError`` where nothing can be written."""
+def _place(
+    folder: Path, entries: Sequence[TextFile], contents: Mapping[str, bytes], info: ModelInfo
+) -> None:
+    """Write the files beside ``folder``, try them, and move them there, unless another process was
+    faster: that reads them by now. Raises ``LinkError`` for a tokenizer that cannot be used,
+    ``SetupError`` where nothing can be written."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
@@ -120,6 +123,8 @@ def _place(folder: Path, contents: Mapping[str, bytes], info: ModelInfo) -> None
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         _try(work, info)
+        if _is_whole(folder, entries):
+            return
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         try:
             work.rename(folder)

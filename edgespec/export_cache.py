@@ -55,9 +55,15 @@ def exported(
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "edgespec"
+    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
+    user has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / ".cache" / "edgespec"
+    except RuntimeError as error:
+        why = "this user has no home folder for a cache: set HOME or XDG_CACHE_HOME"
+        raise OSError(why) from error
 
 
 def _key(source: Path, bits: int, kv_type: KvType) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -51,6 +52,6 @@ class RowCostFile:
 
 def _key(draft: DraftSection) -> str:
     """Of the machine, the settings of the draft and the files it is made of."""
-    folder = Path(draft.model).expanduser()
+    folder = Path(os.path.expanduser(draft.model))
     files = folder.glob("*.onnx*") if folder.is_dir() else ()
     return measured_key(files, repr(astuple(draft)))

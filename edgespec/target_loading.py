@@ -60,7 +60,7 @@ def model_name(config: VerifierConfig) -> str:
     """What devices may ask for: the name given, the folder's, or the reference itself."""
     if config.name:
         return config.name
-    path = Path(config.model).expanduser()
+    path = Path(os.path.expanduser(config.model))
     return path.resolve().name if path.is_dir() else config.model
 
 

@@ -115,8 +115,8 @@ def _measured(
     told = ", ".join(f"{count}: {time_s * 1e3:.1f} ms" for count, time_s in times.items())
     say(f"draft threads: {best} ({told} a step)")
     content = {"threads": best, "step_s": {str(count): time_s for count, time_s in times.items()}}
-    path = _path(graph)
     with suppress(OSError):  # it costs the next start some time, and nothing else
+        path = _path(graph)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(content) + "\n")
     return load(best)

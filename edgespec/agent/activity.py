@@ -221,6 +221,8 @@ class GenerationNotes:
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
         self._activity.rate.add(count, at_s)
+        if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
+            self._activity.reached(VerifierState.SERVING, at_s)
 
     def _on_written(self, at_s: float, item: Any) -> None:
         self._written += len(item.tokens)

@@ -229,14 +229,11 @@ class Agent:
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
-        self.stats = GenerationStats(
-            driver.session.counters, driver.session.estimates, route, self._policy
-        )
+        self.stats = GenerationStats(session.counters, session.estimates, route, self._policy)
         try:
             if started is not None:
                 started(self.stats)
-            counters = driver.session.counters
-            reader = ReplyReader(self._decoder, tokens, sampling, counters)
+            reader = ReplyReader(self._decoder, tokens, sampling, session.counters)
             watch = self.options.watch
             async for event in self._events(driver, reader):
                 if watch is not None:
@@ -244,10 +241,12 @@ class Agent:
                 yield event
         finally:
             notes.ended()
-            self._tell_of_failure(driver.session.counters.draft_failure)
-            await driver.close()
-            if route is not None:
-                await route.close()
+            self._tell_of_failure(session.counters.draft_failure)
+            try:
+                await driver.close()
+            finally:  # also where it is cancelled a second time
+                if route is not None:
+                    await route.close()
 
     async def _read(self, sampling: SamplingParams) -> SamplingParams:
         """With a constraint that this device has read, if it can; in a thread, for it may take a

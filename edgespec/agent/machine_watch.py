@@ -42,8 +42,13 @@ class MachineWatch:
         if self._thread is not None and self._thread.is_alive():
             return
         self._looked_at = now
-        self._thread = threading.Thread(target=self._look, name="machine-watch", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._look, name="machine-watch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left: that ends no generation
+            self._trouble(error)
+        else:
+            self._thread = thread
 
     def close(self) -> None:
         """Wait a moment for a look that runs; one that hangs ends with the process."""
@@ -54,11 +59,15 @@ class MachineWatch:
         try:
             seen = self._read()
         except Exception as error:  # whatever a system says about itself, or does not
-            if not self._failed:
-                self._failed = True
-                _log.warning("this machine's sensors cannot be read any more: %s", error)
+            self._trouble(error)
             return
         ladder = self.ladder
         rung = ladder.observe(seen, self._clock())
         if rung is not None:
             _log.info("drafting: %s%s", rung.name.lower(), f", {ladder.why}" if ladder.why else "")
+
+    def _trouble(self, error: Exception) -> None:
+        """The log hears of the first one alone."""
+        if not self._failed:
+            self._failed = True
+            _log.warning("this machine's sensors cannot be read any more: %s", error)

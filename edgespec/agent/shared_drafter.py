@@ -15,11 +15,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, Final, assert_never
 
 from edgespec.agent.draft_step import run_step
+from edgespec.agent.draft_thread import DraftThread
 from edgespec.core.device import turn_events as turn
 from edgespec.core.device.draft_turns import DraftTurns
 from edgespec.core.device.events import (
@@ -35,6 +35,8 @@ from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter, StepCancelledError, Twinned
 
+# How long closing waits for a step that runs: it ends soon where the drafter asks for its end.
+_CLOSING_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +90,7 @@ class SharedDrafter:
         self.turns = DraftTurns(caches, policy or TurnPolicy())
         self._drafters: list[Drafter] = [drafter]
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-draft")
+        self._thread = DraftThread("edgespec-draft")
         self._seats: dict[str, Seat] = {}
         self._events: deque[turn.TurnEvent] = deque()
         self._busy = False
@@ -124,16 +126,16 @@ class SharedDrafter:
         self._handle(turn.Left(seat.key))
 
     def close(self) -> None:
-        """Free the model. Waits for a step that runs, unless that hangs: then what it uses is not
-        freed, and is lost with the process."""
+        """Free the model. A step that runs is waited for, unless it hangs: then what it uses is
+        freed when it comes back, or lost with the process, which may end without it."""
         if self._timer is not None:
             self._timer.cancel()
         running = self.turns.running
         hangs = running is not None and running.given_up
-        self._thread.shutdown(wait=not hangs, cancel_futures=True)
-        if hangs:
-            _log.warning("the draft model still hangs; its memory is not freed")
-            return
+        if not self._thread.close(self._free, 0.0 if hangs else _CLOSING_S):
+            _log.warning("a draft step still runs; the draft's memory is freed when it ends")
+
+    def _free(self) -> None:
         for drafter in reversed(self._drafters):
             drafter.close()
 

@@ -9,12 +9,14 @@ import typer
 
 from edgespec.cli.running import EXIT_CODES, reported, say
 from edgespec.compose import SetupError, needs, with_port
+from edgespec.config import ConfigError
 from edgespec.config.security import host_of
 from edgespec.transport import pinning
 from edgespec.whole_file import replace_file
 
 CA_DAYS, SERVER_DAYS, DEVICE_DAYS = 3650, 397, 397
 _MAX_DAYS = 36_500
+_MAX_PORT = 65_535
 
 Folder = Annotated[
     Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are (default: here)")
@@ -93,6 +95,15 @@ def device(
         _say(make_device(folder, name, days, force=force), days)
 
 
+def _port(address: str) -> int:
+    """Raises ``ConfigError``."""
+    text = address.rpartition(":")[2]
+    port = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= port <= _MAX_PORT:
+        raise ConfigError(f"the port of {address!r} is {text!r}, but must be in [1, {_MAX_PORT}]")
+    return port
+
+
 def _say(files: tuple[Path, Path], days: int) -> None:
     certificate, key = files
     say(f"{certificate} (for {days} days) and {key} (keep it secret) were written")
@@ -138,8 +149,7 @@ def pin(
     """
     with reported():
         address = with_port(verifier)
-        host, port = host_of(address), int(address.rpartition(":")[2])
-        shown = pinning.fetch(host, port)
+        shown = pinning.fetch(host_of(address), _port(address))
         if not expected:
             typer.echo(shown.fingerprint)
             say("nothing was written: is this what `edgespec certs fingerprint` says there?")

@@ -15,7 +15,7 @@ from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.cli import options
 from edgespec.cli.offline_view import OfflineView
-from edgespec.cli.running import say, set_up_logging
+from edgespec.cli.running import say, set_up_logging, stoppable
 from edgespec.cli.streaming import Progress, View
 from edgespec.compose import (
     SetupError,
@@ -75,7 +75,7 @@ async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         raise kind(no_verifier(address, error)) from error
     finally:
         await transport.close()
-    if why := misfit(config, info, f"the verifier at {with_port(address)}"):
+    if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
         raise SetupError(why)
     return config, info
 
@@ -86,7 +86,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
         found = await choose_verifier(
-            links, policy, device, lambda model: misfit(config, model, "it")
+            links, policy, device, lambda model: _misfit(config, model, "it")
         )
     except NoneFitsError as error:
         raise NotThereError(f"{error}\n  start one:   edgespec verifier") from error
@@ -123,6 +123,11 @@ def misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
             " shares it"
         )
     return None
+
+
+def _misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
+    with stoppable():  # a tokenizer on the Hub is fetched for it
+        return misfit(config, info, who)
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:

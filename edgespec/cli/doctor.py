@@ -13,6 +13,7 @@ from edgespec.cli.checks import Check, State
 from edgespec.cli.running import FAILED, reported, run
 from edgespec.config import DEFAULT_PORT, AgentConfig
 
+_MAX_PORT = 65_535
 _MARKS = {State.GOOD: "[green]ok[/]  ", State.NOTE: "[yellow]note[/]", State.BAD: "[red]BAD[/] "}
 
 
@@ -35,7 +36,8 @@ def doctor(
     api_key_file: options.ApiKeyFile = None,
     insecure: options.Insecure = None,
     port: Annotated[
-        int, typer.Option("--port", help="The port a verifier here would take")
+        int,
+        typer.Option("--port", min=0, max=_MAX_PORT, help="The port a verifier here would take"),
     ] = DEFAULT_PORT,
 ) -> None:
     """Check this installation and say what to run.

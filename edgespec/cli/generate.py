@@ -12,7 +12,7 @@ import typer
 from edgespec.cli import constraint_options, options
 from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
-from edgespec.cli.running import reported, run, say, trace_to
+from edgespec.cli.running import reported, run, say, stoppable, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError
@@ -138,7 +138,9 @@ async def _generate(
     if info is not None:
         check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:
-        async with build_agent(config, tracer=tracer, say=say) as agent:
+        with stoppable():
+            loaded = build_agent(config, tracer=tracer, say=say)
+        async with loaded as agent:
             progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)
             if stats:
                 say(summary(progress, agent.stats))
@@ -152,9 +154,26 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         size = file.stat().st_size
         if size > MAX_PROMPT_BYTES:
             raise ConfigError(f"{file}: {size} bytes, but at most {MAX_PROMPT_BYTES} are read")
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: is not UTF-8: {error}") from None
     else:
-        text = sys.stdin.read(MAX_PROMPT_BYTES) if prompt == "-" else str(prompt)
+        text = _stdin() if prompt == "-" else str(prompt)
     if not text:
         raise ConfigError("the prompt is empty; it must hold at least one character")
+    return text
+
+
+def _stdin() -> str:
+    """Raises ``ConfigError`` for more than is read: half a prompt is another prompt."""
+    try:
+        text = sys.stdin.read(MAX_PROMPT_BYTES + 1)
+        size = len(text.encode())
+    except UnicodeError as error:
+        raise ConfigError(f"stdin: is not UTF-8: {error}") from None
+    if size > MAX_PROMPT_BYTES:
+        raise ConfigError(
+            f"stdin: more than {MAX_PROMPT_BYTES} bytes, but so many are read at most"
+        )
     return text

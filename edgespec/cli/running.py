@@ -127,6 +127,25 @@ def on_stopping_signals(
     return list(heeded)
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """What loads or fetches for long holds up the event loop, which then hears no signal: in this
+    block, in which nothing is awaited, a stopping signal raises ``Interrupted`` at once."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
+    heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
+    try:
+        for number in heeded:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, one in heeded.items():
+            signal.signal(number, one)
+
+
 def set_up_logging(level: str, log_format: str = TEXT) -> None:
     """Log to stderr from this level on, as ``text`` or ``json``."""
     if level != "debug":  # gRPC's own log repeats, in C++ terms, what is reported anyway

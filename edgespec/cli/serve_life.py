@@ -21,7 +21,7 @@ from edgespec.agent.status import StatusSource
 from edgespec.borrowed_tokenizer import borrows_tokenizer
 from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.device import misfit, no_verifier
-from edgespec.cli.running import on_stopping_signals, say
+from edgespec.cli.running import on_stopping_signals, say, stoppable
 from edgespec.compose import (
     LOOKUP,
     NONE,
@@ -82,7 +82,8 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
 def _agent(config: AgentConfig, tracer: Tracer) -> Agent:
     if borrows_tokenizer(config):
         return BorrowingAgent(config, tracer=tracer, say=say)
-    return build_agent(config, tracer=tracer, say=say)
+    with stoppable():
+        return build_agent(config, tracer=tracer, say=say)
 
 
 async def _serve(

@@ -207,14 +207,25 @@ class _Llama:
 
 
 def _call(value: Any, new_id: Callable[[], str], keys: tuple[str, ...]) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not _is_text(name):
         return None
     arguments: Any = next((value[key] for key in keys if key in value), {})
-    if isinstance(arguments, str) and isinstance(_json(arguments), dict):
-        return ToolCall(new_id(), value["name"], arguments)
+    if isinstance(arguments, str) and isinstance(read := _json(arguments), dict):
+        return ToolCall(new_id(), name, arguments if _is_text(arguments) else json.dumps(read))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(new_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
+    written = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(new_id(), name, written if _is_text(written) else json.dumps(arguments))
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it: in JSON a model may write half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json(text: str) -> Any:

@@ -13,6 +13,7 @@ configuration to compare vocabularies, then one variant with its external data.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class DraftSource:
 def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
     """Downloads what is missing. ``variant`` other than ``auto`` asks for a graph of others. Raises
     ``ModelFolderError`` naming the reference or file, and the variants that there are."""
-    path = Path(reference).expanduser()
+    path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
         return _one_file(path)
     if HUB_ID.fullmatch(reference) and not path.is_dir():
@@ -68,7 +69,7 @@ def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
 def resolve_texts(reference: str) -> Path:
     """The folder of a reference's tokenizer and configuration; of a Hub id nothing else is fetched.
     Raises ``ModelFolderError``."""
-    path = Path(reference).expanduser()
+    path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
         return _one_file(path).folder
     if HUB_ID.fullmatch(reference) and not path.is_dir():

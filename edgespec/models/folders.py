@@ -9,6 +9,7 @@ Face one (``config.json``, ``*.safetensors``, ``tokenizer.json``) and a draft fo
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from enum import Enum
@@ -62,7 +63,7 @@ def resolve_model(reference: str, role: Role) -> Path:
                 f"model {reference!r}: the bundled models are 'bundled:target' and 'bundled:draft'"
             )
         return _bundled(Role(name))
-    path = Path(reference).expanduser()
+    path = Path(os.path.expanduser(reference))
     if reference and path.is_dir():
         return path
     if path.is_file():

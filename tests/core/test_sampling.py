@@ -41,6 +41,7 @@ def _probabilities(scores: list[float]) -> list[float]:
         ("max_tokens", 0, "max_tokens is 0"),
         ("stop_token_ids", tuple(range(65)), "number of stop_token_ids is 65"),
         ("stop", ("",), "stop must not hold an empty string"),
+        ("stop", "ab", "stop is 'ab', but must be a tuple of texts"),
         ("logit_bias", {3: 2e4}, r"logit_bias\[3\] is 20000.0"),
     ],
 )

@@ -37,6 +37,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln"}}]'
 LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
 KOELN = ("weather", {"city": "Köln"})
+# JSON that a model may write, and that no UTF-8 can hold: half of a surrogate pair.
+HALF = r'{"name": "time", "arguments": {"at": "ü\ud83d"}}'
+WRITTEN = r'{"name": "time", "arguments": "{\"at\": \"ü\ud83d\"}"}'
+NAMELESS = r'{"name": "\ud83d", "arguments": {}}'
+HALVED = ("time", {"at": "ü\ud83d"})
 
 
 def calls_in(found: Sequence[str | ToolCall]) -> list[tuple[str, Any]]:
@@ -60,6 +65,9 @@ def text_in(found: Sequence[str | ToolCall]) -> str:
         ("hermes", '<tool_call>{"name": "we', '<tool_call>{"name": "we', []),
         ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [("time", {})]),
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}', None, []),
+        ("hermes", f"<tool_call>{HALF}</tool_call>", "", [HALVED]),
+        ("hermes", f"<tool_call>{WRITTEN}</tool_call>", "", [HALVED]),
+        ("hermes", f"<tool_call>{NAMELESS}</tool_call>", f"<tool_call>{NAMELESS}</tool_call>", []),
         ("mistral", MISTRAL, "", [KOELN]),
         ("mistral", f"I look. {MISTRAL}", "I look.", [KOELN]),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}', "", [KOELN]),
@@ -95,6 +103,7 @@ def test_calls_are_found_however_the_text_is_cut(
     assert calls_in(found) == calls
     assert text_in(found) == (text if said is None else said)
     assert all(found)
+    assert all(one.arguments.encode() for one in found if isinstance(one, ToolCall))
 
 
 def test_a_template_says_which_format_it_teaches() -> None:

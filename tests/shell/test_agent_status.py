@@ -18,7 +18,7 @@ from edgespec.agent.status import StatusSource
 from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection, LinkSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
-from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
@@ -154,6 +154,26 @@ async def test_a_verifier_that_is_away_is_a_state(gone: str) -> None:
         assert after.since_s is not None
         assert source.snapshot().totals.failed == 1
         await source.close()
+
+
+async def test_a_text_that_loses_its_link_speaks_for_itself_alone() -> None:
+    """While another text goes on to come, the verifier is there."""
+    async with serving() as (address, _), agent_for(address) as agent:
+        source = StatusSource(agent, (address,))
+        chunks = agent.generate(SECRET, replace(PARAMS, max_tokens=2000))
+        await anext(chunks)
+        running = agent.activity.last
+        assert running is not None
+        other = agent.activity.began(running.session, None)
+        other.record(agent.activity.clock(), "device", "", "event", LinkDown("it broke"))
+        assert source.snapshot().verifiers[0].state is VerifierState.AWAY
+        seen = 0
+        while source.snapshot().verifiers[0].state is VerifierState.AWAY:
+            seen += len((await anext(chunks)).tokens)
+            assert seen < 1000
+        assert source.snapshot().verifiers[0].state is VerifierState.SERVING
+        other.ended()
+        await chunks.aclose()
 
 
 async def test_an_idle_verifier_is_asked_and_ready() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
 import edgespec
+from edgespec.agent.agent import Agent
 from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import DeviceStream
 from tests.shell.live_verifier import daemon, environment, toy_text
+from tests.shell.scripted_verifier import loopback, streaming
 from tests.sources import ROOT
 
 PROMPT = "once upon a time"
@@ -75,6 +81,37 @@ def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
         agent.close()
         agent.close()
         with pytest.raises(RuntimeError, match="closed"):
+            next(iter(agent.generate(PROMPT, PARAMS)))
+
+
+class Slow:
+    """A transport that never connects, and takes its time to let go."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.inner = loopback(streaming([1]))
+        self.info, self.close = self.inner.info, self.inner.close
+
+    async def connect(self) -> DeviceStream:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+        raise AssertionError
+
+
+def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, text, wait = Slow(), ToyTokenizer(), Future.result
+
+    def interrupted(future: Future[object], timeout: float | None = None) -> object:
+        monkeypatch.setattr(Future, "result", wait)
+        assert slow.asked.wait(60.0)
+        raise KeyboardInterrupt
+
+    with edgespec.SyncAgent.of(Agent(slow, None, text.encode, text.stream)) as agent:
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             next(iter(agent.generate(PROMPT, PARAMS)))
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.api import connect
-from edgespec.borrowed_tokenizer import with_tokenizer
+from edgespec.borrowed_tokenizer import _place, with_tokenizer
 from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.main import app
 from edgespec.compose import build_agent, load_tokenizer
@@ -35,6 +35,7 @@ from edgespec.core.protocol.text_files import (
 )
 from edgespec.core.verifier.credential import Credential
 from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.ports import LinkError, ModelInfo
 from edgespec.setup_error import SetupError
 from edgespec.target_loading import packed_texts
@@ -305,3 +306,20 @@ async def test_the_bundled_target_lends_its_own() -> None:
         config = await with_tokenizer(config, info, lambda text: None)
     lent, own = load_tokenizer(config.tokenizer), load_tokenizer("bundled")
     assert lent.encode("def f(x): ...") == own.encode("def f(x): ...")
+
+
+def test_a_tokenizer_that_another_process_has_put_there_stays(tmp_path: Path) -> None:
+    """That process may be about to read it."""
+    lent = write_tokenizer(tmp_path / "lent")
+    packed = [PackedFile.of(name, (lent / name).read_bytes()) for name in NAMES]
+    contents = {one.entry.name: (lent / one.entry.name).read_bytes() for one in packed}
+    info = ModelInfo("tiny", vocabulary_fingerprint(lent / "tokenizer.json"), 320, 100)
+    folder, entries = tmp_path / "cache" / "key", [one.entry for one in packed]
+    _place(folder, entries, contents, info)
+    before = folder.stat().st_ino
+    _place(folder, entries, contents, info)
+    assert folder.stat().st_ino == before
+    (folder / "tokenizer.json").write_text("damaged")
+    _place(folder, entries, contents, info)
+    assert (folder / "tokenizer.json").read_bytes() == contents["tokenizer.json"]
+    assert [one.name for one in folder.parent.iterdir()] == ["key"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from edgespec.cli import checks
+from edgespec.cli import generate as generate_command
 from edgespec.cli.checks import State
 from edgespec.cli.main import app
 from edgespec.compose import SetupError, needs
@@ -107,6 +109,8 @@ def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
         (("a", "--model", "other"), 1, "unknown model 'other'"),
         (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
         (("--file", "nowhere.txt"), 1, "No such file or directory: 'nowhere.txt'"),
+        (("a", "--draft", "~nobody-here/m"), 1, "model '~nobody-here/m' is neither"),
+        (("a", "--ca", "~nobody-here/ca.pem"), 2, "~nobody-here/ca.pem"),
     ],
 )
 def test_mistakes_are_one_clear_line(
@@ -116,6 +120,42 @@ def test_mistakes_are_one_clear_line(
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_prompt_that_is_no_text_or_too_long_is_refused(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"caf\xe9")
+    told = generate(address, "--file", str(path))
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert f"{path}: is not UTF-8: " in told.stderr
+    told = CliRunner().invoke(app, ["generate", "-", "--verifier", address], input=b"caf\xe9")
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "stdin: is not UTF-8: " in told.stderr
+    monkeypatch.setattr(generate_command, "MAX_PROMPT_BYTES", 5)
+    assert generate(address, "-", stdin="é" * 2).exit_code == 0
+    told = generate(address, "-", stdin="é" * 3)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "stdin: more than 5 bytes" in told.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_loads_for_long_is_stopped_at_once(
+    address: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on: list[object] = []
+
+    def load(config: object, **_: object) -> None:
+        signal.raise_signal(number)
+        went_on.append(config)
+        raise SetupError("loaded")
+
+    monkeypatch.setattr(generate_command, "build_agent", load)
+    before = signal.getsignal(number)
+    result = generate(address, PROMPT)
+    assert (result.exit_code, result.stdout, went_on) == (128 + number, "", [])
+    assert signal.getsignal(number) in (before, signal.SIG_DFL)
 
 
 def test_no_verifier_there_says_how_to_start_one() -> None:
@@ -216,13 +256,17 @@ def test_chat_keeps_the_conversation(address: str) -> None:
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
     """Without a terminal nothing is kept but what is asked for."""
     saved = tmp_path / "talk.json"
-    lines = f"/system be brief\nhello\n/save {saved}\n/reset\n/load {saved}\nagain\n/model\n"
+    lines = (
+        f"/system be brief\nhello\n/save ~nobody-here/talk\n/save {saved}\n/reset\n"
+        f"/load {saved}\nagain\n/model\n"
+    )
     result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
     assert result.exit_code == 0
     first = expected("be brief hello ")
     second = expected(f"be brief hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
     assert "going on with a conversation of 2 messages" in result.stderr
+    assert "error: ~nobody-here/talk: the system knows no such home folder" in result.stderr
     assert f"served  by {address}" in result.stderr
     assert json.loads(saved.read_text())["system"] == "be brief"
     refused = call("chat", "--verifier", address, "--continue", "--no-history")
@@ -254,6 +298,12 @@ def test_the_doctor_sees_two_onnxruntimes(
     found = checks.one_onnxruntime()
     assert found.state is state
     assert found.advice.startswith(advice)
+
+
+def test_the_doctor_takes_no_port_that_cannot_be() -> None:
+    result = call("doctor", "--port", "99999")
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
 
 
 def test_the_doctor_asks_the_verifier(address: str) -> None:

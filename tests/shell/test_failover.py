@@ -24,7 +24,7 @@ from edgespec.core.association.policies import DeviceView, ListedOrder
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.messages import Commit, Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import LinkError, ServeStream, Transport, VerifierStream
+from edgespec.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.transport.directory import VerifierDirectory
 from edgespec.transport.loopback import LoopbackTransport
 from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
@@ -256,3 +256,49 @@ async def test_who_waits_hears_of_a_machine_that_breaks(
     with pytest.raises(LinkError, match="chosen to break"):
         await asyncio.wait_for(pool.stream(ev.Wanted(1, 10)), WITHIN_S)
     await pool.close()
+
+
+class Reluctant:
+    """A stream that takes until ``let_go`` to close, and says so with ``closing``."""
+
+    def __init__(self, inner: DeviceStream, closing: asyncio.Event, let_go: asyncio.Event) -> None:
+        self._inner, self._closing, self._let_go = inner, closing, let_go
+        self.send, self.receive = inner.send, inner.receive
+
+    async def close(self) -> None:
+        self._closing.set()
+        await self._let_go.wait()
+        await self._inner.close()
+
+
+async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second time comes while the last messages of the first one leave."""
+    greeted, closing, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def silent(stream: VerifierStream) -> None:
+        await stream.receive()
+        await stream.send(Opened(Limits(), "scripted", 1))
+        greeted.set()
+        with contextlib.suppress(LinkError):
+            while True:
+                await stream.receive()
+
+    link = loopback(silent)
+    connect, pool = link.connect, pooled(link)
+
+    async def reluctant() -> DeviceStream:
+        return Reluctant(await connect(), closing, let_go)
+
+    monkeypatch.setattr(link, "connect", reluctant)
+    async with asyncio.timeout(WITHIN_S):
+        one = Agent(pool, None, lambda text: [1], lambda ids: Bytes())
+        reading = asyncio.create_task(anext(one.generate("x")))
+        for moment in (greeted, closing):
+            await moment.wait()
+            reading.cancel()
+        await asyncio.wait([reading])
+        assert pool.failover.routes == {}
+        let_go.set()
+        await one.close()

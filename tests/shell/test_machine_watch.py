@@ -5,6 +5,7 @@ Oracle: the figures that were written, and the text that the same agent gives wi
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,23 @@ def test_sensors_that_fail_are_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == [
         "this machine's sensors cannot be read any more: the bus hangs"
     ]
+
+
+def test_a_system_without_threads_ends_no_generation(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    now = [0.0]
+    watch = MachineWatch(DraftLadder(), machine.sensors.read, lambda: now[0])
+    machine.battery("BAT0", "8")
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", none_left)
+        assert _looked(watch) is Rung.ALL
+    now[0] += LOOK_EVERY_S
+    assert _looked(watch) is Rung.NONE
+    assert "can't start new thread" in caplog.text
 
 
 async def test_an_agent_on_the_lowest_rung_gives_the_same_text(machine: FakeMachine) -> None:

@@ -104,3 +104,11 @@ async def test_a_verifier_in_plaintext_is_named() -> None:
         refused = await command("pin", address)
     assert refused.exit_code == 1
     assert f"{address} does not speak TLS" in refused.output
+
+
+@pytest.mark.parametrize("port", ["99999", "0", "abc", "²"])
+async def test_a_port_that_cannot_be_is_named(port: str) -> None:
+    refused = await command("pin", f"gpu-box:{port}")
+    assert refused.exit_code == 2
+    said = f"the port of 'gpu-box:{port}' is '{port}', but must be in [1, 65535]"
+    assert said in " ".join(refused.output.split())

@@ -72,6 +72,23 @@ def test_a_full_disk_costs_the_file_but_no_message(home: Path) -> None:
     assert full.trouble() == ""  # once is enough
 
 
+def test_bytes_that_are_no_text_end_no_chat(home: Path) -> None:
+    """A terminal that is sent a broken character hands on half of a surrogate pair."""
+    path = _typed(0)
+    TypedHistory(path).store_string("caf\udce9")
+    assert _entries(path) == ["caf?"]
+
+
+def test_who_has_no_home_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", _homeless)
+    assert history_file() is None
+
+
+def _homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ _BETWEEN: Final = b"\n# "
 
 class TypedHistory(FileHistory):
     """A history that goes without its file where that cannot be written: no message is lost to a
-    full disk."""
+    full disk. Bytes that are no UTF-8, which a terminal may be sent, are kept as question marks."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -28,7 +28,7 @@ class TypedHistory(FileHistory):
 
     def store_string(self, string: str) -> None:
         try:
-            super().store_string(string)
+            super().store_string(string.encode(errors="replace").decode())
         except OSError as error:
             self._trouble = error
 
@@ -43,8 +43,8 @@ class TypedHistory(FileHistory):
 
 def history_file() -> Path | None:
     """The file of what was typed before, its oldest entries dropped; None where none can be."""
-    path = state_folder() / "chat_history"
     try:
+        path = state_folder() / "chat_history"
         private_folder(path.parent)
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE)
         with os.fdopen(number, "rb") as file:

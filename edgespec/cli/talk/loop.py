@@ -106,11 +106,11 @@ class Conversation:
             case Name.SYSTEM:
                 self._system(command.argument)
             case Name.SAVE:
-                path = Path(command.argument).expanduser()
+                path = _file(command.argument)
                 records.write_new(path, self.record)
                 say(f"{len(self.record.messages)} messages written to {path}")
             case Name.LOAD:
-                path = Path(command.argument).expanduser()
+                path = _file(command.argument)
                 self._begin_anew(records.read(path))
                 say(described(self.record))
             case Name.MODEL:
@@ -260,6 +260,15 @@ class _Reply:
 
     def end(self) -> None:
         self.view.end()
+
+
+def _file(argument: str) -> Path:
+    """Raises ``ConversationError`` for the home of a user that there is not."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        why = f"{argument}: the system knows no such home folder"
+        raise records.ConversationError(why) from error
 
 
 def _target(info: ModelInfo | None) -> str:

@@ -64,9 +64,15 @@ def now_text() -> str:
 
 
 def state_folder() -> Path:
-    """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "edgespec"
+    """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``. Raises ``OSError``
+    where this user has no home."""
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / ".local" / "state" / "edgespec"
+    except RuntimeError as error:
+        why = "this user has no home folder: set HOME or XDG_STATE_HOME, or give --no-history"
+        raise OSError(why) from error
 
 
 def conversations_folder() -> Path:

@@ -82,6 +82,9 @@ class SamplingParams:
         bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
         bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)
+        given: object = self.stop
+        if isinstance(given, str):  # a tuple of its letters to whoever goes through it
+            raise ValueError(f"stop is {given!r}, but must be a tuple of texts")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
         for token, bias in self.logit_bias.items():
