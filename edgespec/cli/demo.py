@@ -98,7 +98,8 @@ def demo(
     color: Annotated[
         bool | None,
         typer.Option(
-            "--color/--no-color", help="Tell accepted from corrected tokens (default: on a terminal)"
+            "--color/--no-color",
+            help="Tell accepted from corrected tokens (default: on a terminal)",
         ),
     ] = None,
 ) -> None:
