@@ -136,7 +136,10 @@ Chat = Annotated[
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-tokens", "-n", help=f"\\[default: {DEFAULTS.max_tokens}]", rich_help_panel=_TEXT
+        "--max-tokens",
+        "-n",
+        help=f"Length of each text \\[default: {DEFAULTS.max_tokens}]",
+        rich_help_panel=_TEXT,
     ),
 ]
 Temperature = Annotated[
@@ -145,11 +148,11 @@ Temperature = Annotated[
 Seed = Annotated[int, typer.Option(help="Same seed, same text", rich_help_panel=_TEXT)]
 PassMs = Annotated[
     float,
-    typer.Option(help="Of a target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
+    typer.Option(help="A target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
 ]
 DraftMs = Annotated[
     float,
-    typer.Option(help="Of a draft step; 0: as fast as the machine goes", rich_help_panel=_TIMES),
+    typer.Option(help="A draft step; 0: as fast as the machine goes", rich_help_panel=_TIMES),
 ]
 
 

@@ -45,7 +45,9 @@ def main() -> None:
 def ca(
     folder: Folder = Path(),
     name: Annotated[str, typer.Option("--name", help="What it is called")] = "edgespec CA",
-    days: Annotated[int, typer.Option("--days", min=1, max=_MAX_DAYS)] = CA_DAYS,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
+    ] = CA_DAYS,
     force: Force = False,
 ) -> None:
     """Make a CA: ca.pem, to be trusted by devices, and ca.key.
@@ -65,7 +67,9 @@ def server(
     ],
     folder: Folder = Path(),
     out: Annotated[str, typer.Option("--out", help="Name of the files")] = "server",
-    days: Annotated[int, typer.Option("--days", min=1, max=_MAX_DAYS)] = SERVER_DAYS,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
+    ] = SERVER_DAYS,
     force: Force = False,
 ) -> None:
     """Make a verifier's certificate, signed by the CA in the folder.
@@ -82,7 +86,9 @@ def server(
 def device(
     name: Annotated[str, typer.Argument(help="The device, or group of devices")],
     folder: Folder = Path(),
-    days: Annotated[int, typer.Option("--days", min=1, max=_MAX_DAYS)] = DEVICE_DAYS,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
+    ] = DEVICE_DAYS,
     force: Force = False,
 ) -> None:
     """Make a device's certificate, for a verifier with --client-ca.

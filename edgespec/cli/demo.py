@@ -82,7 +82,9 @@ def demo(
     draft_ms: Annotated[
         float, typer.Option("--draft-ms", help="Emulated time of a draft step")
     ] = DRAFT_MS,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Length of each text at most")
+    ] = MAX_TOKENS,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy")] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", help="1: off; keeps a small model from looping")
@@ -93,7 +95,13 @@ def demo(
     draft: Annotated[
         str, typer.Option("--draft", envvar="EDGESPEC_DRAFT", help="The draft")
     ] = "bundled",
-    color: Annotated[bool | None, typer.Option("--color/--no-color")] = None,
+    color: Annotated[
+        bool | None,
+        typer.Option(
+            "--color/--no-color",
+            help="Tell accepted from corrected tokens (default: on a terminal)",
+        ),
+    ] = None,
 ) -> None:
     """Watch drafts at work: verifier, device and a slow link, all on this machine.
 

@@ -67,6 +67,8 @@ def main(
 
     [bold]Plan[/]     edgespec plan link --rtt-ms 80 --acceptance 0.7
 
+    [bold]Simulate[/] edgespec-sim run household (a deployment in virtual time)
+
     [bold]Check[/]    edgespec doctor
     """
 

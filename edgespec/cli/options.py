@@ -262,15 +262,20 @@ MinP = Annotated[
     typer.Option("--min-p", help="Drop below this share of the best", rich_help_panel=_TEXT),
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", rich_help_panel=_TEXT)
+    float | None,
+    typer.Option("--repetition-penalty", help="Above 1: repeat less", rich_help_panel=_TEXT),
 ]
-PresencePenalty = Annotated[float | None, typer.Option("--presence-penalty", rich_help_panel=_TEXT)]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option("--presence-penalty", help="Of tokens already said", rich_help_panel=_TEXT),
+]
 FrequencyPenalty = Annotated[
-    float | None, typer.Option("--frequency-penalty", rich_help_panel=_TEXT)
+    float | None,
+    typer.Option("--frequency-penalty", help="Each time one was said", rich_help_panel=_TEXT),
 ]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option("--logit-bias", metavar="ID=X", help="Repeatable", rich_help_panel=_TEXT),
+    typer.Option("--logit-bias", metavar="ID=X", help="Adds X; repeatable", rich_help_panel=_TEXT),
 ]
 Seed = Annotated[
     int | None,
@@ -281,7 +286,8 @@ StopText = Annotated[
     typer.Option("--stop", help="End before this text; repeatable", rich_help_panel=_TEXT),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", help="(default: 256)", rich_help_panel=_TEXT)
+    int | None,
+    typer.Option("--max-tokens", "-n", help="At most (default: 256)", rich_help_panel=_TEXT),
 ]
 IgnoreEos = Annotated[
     bool | None,

@@ -79,7 +79,7 @@ def capacity(
         float, typer.Option("--max-seconds", min=1.0, help="Begin no round of events after so long")
     ] = 45.0,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="\\[default: all cores]")
+        int | None, typer.Option("--processes", min=1, help="Side by side \\[default: all cores]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:

@@ -33,7 +33,7 @@ KEYS = {
 }
 Host = Annotated[
     str | None,
-    typer.Option("--host", help="(default: 127.0.0.1, this machine)", rich_help_panel=_SERVICE),
+    typer.Option("--host", help="Where to listen (default: 127.0.0.1)", rich_help_panel=_SERVICE),
 ]
 Port = Annotated[
     int | None,

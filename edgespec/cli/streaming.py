@@ -194,7 +194,7 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")
         if c.rested > c.committed // 10:
-            why = f": {stats.resting}" if stats.resting else " for a while"
+            why = f": {stats.resting}" if stats.resting else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")

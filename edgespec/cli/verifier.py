@@ -76,16 +76,24 @@ EngineFlags = Annotated[
 Name = Annotated[
     str | None, typer.Option("--name", help="What devices ask for (default: the model's)")
 ]
-Host = Annotated[str | None, typer.Option("--host", help="(default: 127.0.0.1)")]
+Host = Annotated[
+    str | None,
+    typer.Option("--host", help="Address to listen at (default: 127.0.0.1, this machine)"),
+]
 Port = Annotated[
     int | None,
-    typer.Option("--port", "-p", envvar="EDGESPEC_PORT", help="0: any (default: 7420)"),
+    typer.Option(
+        "--port", "-p", envvar="EDGESPEC_PORT", help="Port to listen at, 0: any (default: 7420)"
+    ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16, float16"),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:N")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda, cuda:N"),
+]
 Quantize = Annotated[
     str | None,
     typer.Option("--quantize", help="Round the weights to int8 or int4, on a CPU (default: no)"),
@@ -127,7 +135,9 @@ StageDelayMs = Annotated[
         "--stage-delay-ms", help="With them: emulate slow links, time of each, one way (default: 0)"
     ),
 ]
-MaxSessions = Annotated[int | None, typer.Option("--max-sessions", help="(default: 64)")]
+MaxSessions = Annotated[
+    int | None, typer.Option("--max-sessions", help="Sessions at a time (default: 64)")
+]
 MaxModelLen = Annotated[
     int | None, typer.Option("--max-model-len", help="Context in tokens (default: the model's)")
 ]

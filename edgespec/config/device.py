@@ -161,7 +161,7 @@ class AgentConfig:
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
     tokenizer: str = ""
-    """Folder or reference; empty: the draft's, or the bundled one when nothing drafts."""
+    """Folder or reference; empty: the draft's, or the verifier's when no model drafts."""
     draft: DraftSection = field(default_factory=DraftSection)
     link: LinkSection = field(default_factory=LinkSection)
     policy: PolicySection = field(default_factory=PolicySection)

@@ -12,7 +12,9 @@ from edgespec.telemetry.run_summary import Interruption, RunSummary, Series, Wat
 
 _ROW: Final = 30
 _PANEL: Final = 90
-_EVENTS: Final = 26
+_EVENTS: Final = 28
+_EVENT_LINE: Final = 17
+"""Letters; a longer name of an event has two lines, or little of a phone's width is left."""
 _BELOW: Final = 90
 _SHADES_MAX: Final = 80
 _OUT: Final = "rgba(204,51,119,0.22)"
@@ -155,10 +157,21 @@ def _event_axis(kinds: list[str], domain: list[float]) -> dict[str, Any]:
         domain=domain,
         range=[len(kinds) - 0.5, -0.5],
         tickvals=list(range(len(kinds))),
-        ticktext=[label(kind) for kind in kinds],
+        ticktext=[_in_two_lines(label(kind)) for kind in kinds],
+        tickfont={"size": 11},
         fixedrange=True,
         showgrid=False,
     )
+
+
+def _in_two_lines(name: str) -> str:
+    if len(name) <= _EVENT_LINE:
+        return name
+    spaces = [at for at, letter in enumerate(name) if letter == " "]
+    if not spaces:
+        return name
+    middle = min(spaces, key=lambda at: abs(2 * at - len(name)))
+    return f"{name[:middle]}<br>{name[middle + 1 :]}"
 
 
 def _happened(watched: list[tuple[str, Watched]]) -> list[tuple[str, Interruption]]:

@@ -58,7 +58,8 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
+    shown = {"text": title, "font": {"size": 13}}  # as wide as a phone's plot is, at most
+    return {"title": shown, "automargin": True, "zeroline": False, **more}
 
 
 def tpot_plot(run: RunSummary) -> Figure | None:

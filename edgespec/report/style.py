@@ -84,7 +84,8 @@ async function draw() {
   for (const [place, figure] of plots) {
     place.replaceChildren();
     await Plotly.newPlot(place, figure.data, figure.layout,
-      { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+      { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"],
+        ...(innerWidth < 600 && { displayModeBar: false }) });  // it would lie on the legend
     await Plotly.relayout(place, themed(figure.layout));
   }
   document.documentElement.dataset.drawn = plots.length;

@@ -1,7 +1,8 @@
 """Which arm wins where: the points of a sweep as a map, and in a sentence.
 
 An arm wins a point with the lowest mean time per token. The win is sure if the 95 % interval of its
-speed-up lies above 1, or for target-only if those of all others lie below.
+speed-up lies above 1 and above those of all others, or for target-only if those of all others lie
+below 1. All arms have the same dice, so intervals that overlap may still hide a sure win.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def winner(run: RunSummary) -> Win | None:
     if len(timed) < 2:
         return None
     best = min(timed, key=lambda pair: pair[0])[1]
+    others = [arm.speedup_interval for _, arm in timed if arm is not best and arm.arm != _BASE]
+    least = 1.0
     if best.arm != _BASE:
-        ends = best.speedup_interval
-        return Win(best, ends is not None and ends[0] > 1.0)
-    others = [arm.speedup_interval for _, arm in timed if arm is not best]
-    return Win(best, all(ends is not None and ends[1] < 1.0 for ends in others))
+        if best.speedup_interval is None or best.speedup_interval[0] <= 1.0:
+            return Win(best, sure=False)
+        least = best.speedup_interval[0]
+    return Win(best, all(ends is not None and ends[1] < least for ends in others))
 
 
 def with_unit(key: str) -> str:

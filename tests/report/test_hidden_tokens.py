@@ -38,7 +38,10 @@ PARAMS = SamplingParams(
 )
 PROMPT = "a prompt that nobody should read 123"
 # Numbers in lists that are no tokens: indices, places, ids of nodes.
-OTHER_LISTS = frozenset("parents nodes moved leaves kept keep depths starts blocks path".split())
+# ``behind``: streams that a busy machine could not send to yet.
+OTHER_LISTS = frozenset(
+    "parents nodes moved leaves kept keep depths starts blocks path behind".split()
+)
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,10 @@ def test_loads_work_and_energy() -> None:
 
 
 def sure(run: RunSummary, low: float, high: float) -> RunSummary:
-    """Every arm but the first with that interval."""
-    arms = [replace(arm, speedup_interval=(low, high)) for arm in run.arms[1:]]
-    return replace(run, arms=(run.arms[0], *arms))
+    """The last arm with that interval, those between it and the first with one below."""
+    base, *between, last = run.arms
+    under = [replace(arm, speedup_interval=(0.5 * low, 0.9 * low)) for arm in between]
+    return replace(run, arms=(base, *under, replace(last, speedup_interval=(low, high))))
 
 
 def test_who_wins_and_how_sure_that_is() -> None:
@@ -149,6 +150,10 @@ def test_who_wins_and_how_sure_that_is() -> None:
     assert surely is not None
     assert (base.arm.arm, base.sure, surely.sure) == ("target-only", False, True)
     assert winner(replace(run, arms=run.arms[:1])) is None
+    above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
+    close = winner(replace(run, arms=(run.arms[0], *above_one)))
+    assert close is not None
+    assert not close.sure, "faster than target-only for sure, but perhaps not than the others"
 
 
 def test_a_sweep_says_and_maps_which_arm_wins_where() -> None:

@@ -50,7 +50,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         assert "> hello\n  world" in shown
         terminal.until("accepted")
         terminal.type("/stats\r")
-        terminal.until("this chat: 30 tokens in 1 replies")
+        terminal.until("this chat: 30 tokens in 1 reply,")
         assert left(terminal) == 0
         assert "\x1b[?2026h" in terminal.said
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()

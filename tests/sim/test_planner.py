@@ -89,6 +89,8 @@ def test_what_is_recommended_is_the_fastest_or_as_good_and_cheaper() -> None:
         fastest = min(exact, key=lambda one: one.tpot_s)
         assert found.best.tpot_s <= AS_GOOD * fastest.tpot_s
         assert round(found.best.passes, 2) <= round(fastest.passes, 2)
+        quicker = f"{fastest.title} is at most 2% faster and takes no fewer passes."
+        assert (quicker in found.reason) == (fastest is not found.best)
 
 
 @pytest.mark.slow

@@ -82,7 +82,9 @@ def sweep(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key")
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="\\[default: all cores]")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Side by side \\[default: all cores]")
+    ] = None,
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
 

@@ -150,8 +150,9 @@ class Conversation:
         totals, drafting = self.status.snapshot().totals, self.status.snapshot().drafting
         lines = [summary(last, self.agent.stats)]
         acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
+        replies = "reply" if totals.generations == 1 else "replies"
         lines.append(
-            f"this chat: {totals.tokens} tokens in {totals.generations} replies{acceptance},"
+            f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
             f" {totals.reconnects} reconnects"
         )
         verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
