@@ -336,7 +336,8 @@ def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
 
 
 def _check_size(payload: bytes, limits: WireLimits) -> None:
-    check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    if len(payload) > limits.max_message_bytes:
+        check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
 
 
 def _parse(wire: ProtobufMessage, payload: bytes) -> None:
