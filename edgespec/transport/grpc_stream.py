@@ -153,8 +153,9 @@ class GrpcVerifierStream:
         if self._meter is not None:
             self._meter.count(message, size)
         match message:
-            case Commit(tokens=tokens, accepted=accepted):
-                self._budget.earn(len(tokens), self._max_nodes, self._loop.time(), accepted)
+            case Commit():
+                count, accepted = len(message.tokens), message.accepted
+                self._budget.earn(count, self._max_nodes, self._loop.time(), accepted)
             case Opened(limits=limits):
                 self._max_nodes = limits.max_nodes_outstanding
             case Fault():

@@ -272,8 +272,8 @@ class Verifier:
 
     def _do(self, action: ee.EngineAction) -> None:
         match action:
-            case ee.SendTo(number, message):
-                self._send(number, message)
+            case ee.SendTo():  # as nearly always; names for its fields would take twice as long
+                self._send(action.stream, action.message)
             case ee.CloseStream(number):
                 self._close(number)
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
