@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -91,6 +92,9 @@ class Bench:
             self.turns(8)
         while len(self.worker.requests) < sessions:
             self.end_pass()
+        gc.collect()
+        gc.freeze()  # as ``edgespec verifier`` does
+        gc.set_threshold(20_000, 20, 50)
 
     async def _begin(self, toy: ToyTarget, limits: ee.EngineLimits) -> None:
         self.verifier = Verifier(toy, Limits(), limits)

@@ -84,7 +84,8 @@ class FairShares:
 
     def spend(self, payer: str, cost: float, now: float, grace: float = 0.0) -> float:
         """Charge ``cost`` to ``payer``, whether or not it has so much; then ``wait_s``."""
-        self._turn(now)
+        if now - self._slot_began_at >= SLOT_S:
+            self._turn(now)
         account = self._accounts.get(payer) or self._account(payer, now)
         self._fill(account, now)
         account.level -= cost
@@ -127,8 +128,8 @@ class FairShares:
 
     def _fill(self, account: _Account, now: float) -> None:
         if now > account.filled_at:
-            level = account.level + (now - account.filled_at) * self.share
-            account.level, account.filled_at = min(self.limits.burst, level), now
+            level, most = account.level + (now - account.filled_at) * self.share, self.limits.burst
+            account.level, account.filled_at = (level if level < most else most), now
 
     def _account(self, payer: str, now: float) -> _Account:
         account = self._accounts.get(payer)

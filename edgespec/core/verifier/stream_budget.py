@@ -227,7 +227,9 @@ class StreamBudget:
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
         self._earned_at = now
         messages = limits.messages_per_commit + limits.messages_per_token * tokens
-        self._messages.add(min(messages, limits.earned_message_rate * elapsed_s), now)
-        self._nodes.add(min(max_nodes, limits.earned_node_rate * elapsed_s), now)
+        most = limits.earned_message_rate * elapsed_s
+        self._messages.add(messages if messages < most else most, now)
+        most = limits.earned_node_rate * elapsed_s
+        self._nodes.add(max_nodes if max_nodes < most else most, now)
         share = limits.share_per_hit if accepted else limits.share_per_commit
         self._shared.shares.earn(self._payer, share, now)
