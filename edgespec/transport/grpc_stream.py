@@ -20,6 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NoReturn
 
 from grpc.aio import EOF
@@ -178,8 +179,8 @@ class GrpcVerifierStream:
         self._raise_if_over()
         self._take = take
         if isinstance(self._context, FrontCall):
-            context = copy_context()  # under which the log knows whose message it is
-            self._context.pass_on(lambda payload: context.run(self._take_at_once, payload))
+            # In a context under which the log knows whose message it is.
+            self._context.pass_on(partial(copy_context().run, self._take_at_once))
         try:
             while True:
                 await self._until_news()
