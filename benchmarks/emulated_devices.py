@@ -17,7 +17,7 @@ import heapq
 import json
 import os
 import random
-import selectors
+import select
 import sys
 import time
 from collections import Counter
@@ -162,9 +162,11 @@ class Device:
 
 
 def play(options: argparse.Namespace) -> None:
-    text, selector = Text(options.text), selectors.EpollSelector()
-    selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
+    text, poll, orders = Text(options.text), select.epoll(), sys.stdin.fileno()
+    poll.register(orders, select.EPOLLIN)
     devices: list[Device] = []
+    device_of: dict[int, Device] = {}
+    """By the descriptor of its socket."""
     begun: set[Device] = set()
     # When a device sends which message of a pass: spread over the pass behind its commit.
     spread_s = options.pass_ms / 1e3 / options.messages
@@ -173,17 +175,17 @@ def play(options: argparse.Namespace) -> None:
     due: list[tuple[float, int, Device]] = []
     while True:
         while len(devices) < options.devices and len(devices) < len(begun) + OPENING:
-            devices.append(Device(len(devices), text, options))
-            selector.register(devices[-1].call.socket, selectors.EVENT_READ, devices[-1])
+            devices.append(device := Device(len(devices), text, options))
+            watch(device, poll, device_of)
         wait_s = max(0.0, due[0][0] - time.monotonic()) if due else 0.05
-        for key, _ in selector.select(min(wait_s, 0.05)):
-            device: Device | None = key.data
-            if device is None:
-                if not (word := os.read(sys.stdin.fileno(), 4096)):
+        for descriptor, _ in poll.poll(min(wait_s, 0.05)):
+            if descriptor == orders:
+                if not (word := os.read(orders, 4096)):
                     return
                 if b"count" in word:
                     print(json.dumps(total(devices)), flush=True)
                 continue
+            device = device_of[descriptor]
             if device.read():
                 now = time.monotonic()
                 for offset_s in offsets:
@@ -193,13 +195,19 @@ def play(options: argparse.Namespace) -> None:
                     if len(begun) == options.devices:
                         print("ready", flush=True)
             if device.call.over:
-                selector.unregister(device.call.socket)
+                del device_of[descriptor]  # the kernel forgets it with its socket
                 device.call.close()
                 device.open()
-                selector.register(device.call.socket, selectors.EVENT_READ, device)
+                watch(device, poll, device_of)
         now = time.monotonic()
         while due and due[0][0] <= now:
             heapq.heappop(due)[2].draft(share)
+
+
+def watch(device: Device, poll: select.epoll, device_of: dict[int, Device]) -> None:
+    descriptor = device.call.socket.fileno()
+    poll.register(descriptor, select.EPOLLIN)
+    device_of[descriptor] = device
 
 
 def total(devices: list[Device]) -> dict[str, float]:

@@ -15,6 +15,9 @@ _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY = 0, 1, 3, 4, 6, 7
 _ACK = END_STREAM = 1
 _END_HEADERS = 4
 _WINDOW = (1 << 31) - 1
+_FRAME = struct.Struct(">IBI")
+"""Its head: length (24 bits) and kind, flags, stream."""
+_READ_BYTES = 1 << 14
 
 
 class RawCall:
@@ -28,8 +31,7 @@ class RawCall:
         """Whether the server has ended the call."""
         self.bytes_in = self.bytes_out = 0
         """As they were on the wire, HTTP/2 frames included."""
-        self._unread = bytearray()
-        self._partial = bytearray()
+        self._unread = self._partial = b""
         headers = b"".join(
             _header(name, value)
             for name, value in (
@@ -60,26 +62,28 @@ class RawCall:
 
     def receive(self) -> list[bytes]:
         """The messages that have come whole; blocks only when nothing at all has come."""
-        data = self.socket.recv(1 << 16)
+        data = self.socket.recv(_READ_BYTES)
         if not data:
             self.over = True
             return []
         self.bytes_in += len(data)
-        unread, partial = self._unread, self._partial
-        unread += data
-        at, end = 0, len(unread)
-        while end - at >= 9:
-            length = int.from_bytes(unread[at : at + 3], "big")
-            if end - at < 9 + length:
+        if self._unread:
+            data = self._unread + data
+        found: list[bytes] = []
+        at, end = 0, len(data)
+        while end - at >= _FRAME.size:
+            word, flags, _ = _FRAME.unpack_from(data, at)
+            begin, kind = at + _FRAME.size, word & 0xFF
+            stop = begin + (word >> 8)
+            if stop > end:
                 break
-            kind, flags = unread[at + 3], unread[at + 4]
             if kind == _DATA:
-                partial += unread[at + 9 : at + 9 + length]
+                found += self._messages(data[begin:stop])
             elif kind != _HEADERS or flags & END_STREAM:
-                self._control(kind, flags, bytes(unread[at + 9 : at + 9 + length]))
-            at += 9 + length
-        del unread[:at]
-        return _messages(partial)
+                self._control(kind, flags, data[begin:stop])
+            at = stop
+        self._unread = data[at:]
+        return found
 
     def close(self) -> None:
         self.socket.close()
@@ -92,23 +96,25 @@ class RawCall:
         elif kind in (_HEADERS, _RESET, _GOAWAY):
             self.over = True
 
+    def _messages(self, data: bytes) -> list[bytes]:
+        """The messages that are whole with these further bytes of the call."""
+        if self._partial:
+            data = self._partial + data
+        found: list[bytes] = []
+        at, end = 0, len(data)
+        while end - at >= 5:
+            begin = at + 5
+            stop = begin + int.from_bytes(data[at + 1 : begin], "big")
+            if stop > end:
+                break
+            found.append(data[begin:stop])
+            at = stop
+        self._partial = data[at:]
+        return found
+
     def _write(self, data: bytes) -> None:
         self.bytes_out += len(data)
         self.socket.sendall(data)
-
-
-def _messages(partial: bytearray) -> list[bytes]:
-    """Take the whole messages out of a call's data."""
-    found: list[bytes] = []
-    at, end = 0, len(partial)
-    while end - at >= 5:
-        length = int.from_bytes(partial[at + 1 : at + 5], "big")
-        if end - at < 5 + length:
-            break
-        found.append(bytes(partial[at + 5 : at + 5 + length]))
-        at += 5 + length
-    del partial[:at]
-    return found
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

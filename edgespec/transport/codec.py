@@ -210,15 +210,16 @@ def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
         )
     tokens, deltas = tuple(sent[:]), given[:] or [1] * count
     parents = tuple([at - delta if delta else 0 for at, delta in enumerate(deltas, first)])
-    if count and (min(parents) < 0 or 0 in parents):
+    if count and min(parents) <= 0:
         for at, delta in enumerate(deltas):
             if not 0 <= delta < first + at:
                 check_number(f"Draft.parent_deltas[{at}]", delta, 0, first + at - 1)
+    if count and max(tokens) >= limits.vocabulary_size:  # and none is negative on the wire
         check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
-        position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
-        return Draft(first, parents, tokens, position, wire.base_hash)
-    check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
-    return Draft(first, parents, tokens)
+    if 0 not in parents:
+        return Draft(first, parents, tokens)
+    position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
+    return Draft(first, parents, tokens, position, wire.base_hash)
 
 
 def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
@@ -336,7 +337,8 @@ def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
 
 
 def _check_size(payload: bytes, limits: WireLimits) -> None:
-    check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    if len(payload) > limits.max_message_bytes:
+        check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
 
 
 def _parse(wire: ProtobufMessage, payload: bytes) -> None:

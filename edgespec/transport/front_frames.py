@@ -3,10 +3,12 @@
 Theory of operation. A frame is a kind, the number of a call (0: none) and bytes, behind their
 length. Frames that are sent within one turn of an event loop leave in one write, and what has
 gathered in the socket is read at once: so where a loop is busy, the cost of a system call is shared
-by the messages of all sessions. How much may be under way is bounded call by call: a front process
+by the messages of all sessions. What devices send is gathered for ``GATHER_S`` besides, unless
+nothing was sent for so long: a write that wakes the other process costs as much as what it does for
+a message. How much may be under way is bounded call by call: a front process
 has handed over at most ``UNREAD`` messages of a call that nobody has read, and the verifier has at
 most ``UNWRITTEN`` writes of a call under way. That one was read or written is said for all calls
-together, once in a turn.
+together, with the next frame or ``GATHER_S`` later.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ GONE: Final = 18
 PING_EVERY_S: Final = 2.0
 MOST_PINGS: Final = 6
 """Pings without an answer, or intervals without a ping, after which the other end hangs."""
+GATHER_S: Final = 5e-4
+"""Frames that can wait do so for others, this long; asyncio's timers make a millisecond of it."""
 UNREAD: Final = 2
 UNWRITTEN: Final = 4
 MAX_BODY_BYTES: Final = 1 << 23
@@ -87,21 +91,38 @@ class FramePipe(asyncio.Protocol):
         self._transport: Any = None
         self._rest = b""
         self._unsent: list[bytes] = []
+        self._leaves_soon = False
+        """At the end of this turn of the loop."""
+        self._leaves_later: asyncio.TimerHandle | None = None
+        self._sent_at = 0.0
         self._why = ""
 
     def send(self, kind: int, number: int = 0, body: bytes = b"") -> None:
         """Send a frame, at the end of this turn of the loop; nothing happens after the end."""
-        if not self._unsent and not self._noted:
+        if not self._leaves_soon:
+            self._leaves_soon = True
             self._loop.call_soon(self._flush)
         self._unsent.append(_HEADER.pack(len(body), kind, number))
         if body:
             self._unsent.append(body)
 
+    def gather(self, kind: int, number: int, body: bytes) -> None:
+        """Send a frame as ``send`` does, but no sooner than ``GATHER_S`` behind the last one."""
+        if self._leaves_later is None and self._loop.time() - self._sent_at > GATHER_S:
+            return self.send(kind, number, body)
+        self._leave_later()
+        self._unsent += _HEADER.pack(len(body), kind, number), body
+
     def note(self, number: int) -> None:
-        """Send the number of a call, in one frame with all others of this turn of the loop."""
-        if not self._unsent and not self._noted:
-            self._loop.call_soon(self._flush)
+        """Send the number of a call, in one frame with others, behind the next one that is sent or
+        after ``GATHER_S``."""
+        if not self._noted:
+            self._leave_later()
         self._noted.append(number)
+
+    def _leave_later(self) -> None:
+        if self._leaves_later is None and not self._leaves_soon:
+            self._leaves_later = self._loop.call_later(GATHER_S, self._flush)
 
     def close(self, why: str) -> None:
         """End the pipe from this side; ``lost`` hears ``why``."""
@@ -124,6 +145,8 @@ class FramePipe(asyncio.Protocol):
         """asyncio's word for the end."""
         self._unsent.clear()
         del self._noted[:]
+        if self._leaves_later is not None:
+            self._leaves_later.cancel()
         self._transport = None
         self._lost(self._why or str(error or "it closed the pipe"))
 
@@ -144,9 +167,13 @@ class FramePipe(asyncio.Protocol):
         return data[at:]
 
     def _flush(self) -> None:
-        frames, self._unsent = self._unsent, []
+        frames, self._unsent, self._leaves_soon = self._unsent, [], False
+        if self._leaves_later is not None:
+            self._leaves_later.cancel()
+            self._leaves_later = None
         if self._noted:
             numbers, self._noted = self._noted.tobytes(), array(_NUMBERS)
             frames += _HEADER.pack(len(numbers), self._notes, 0), numbers
         if self._transport is not None:
+            self._sent_at = self._loop.time()
             self._transport.write(b"".join(frames))

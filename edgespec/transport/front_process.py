@@ -59,6 +59,7 @@ class _Call:
         self._number, self._context = number, context
         self._method, self._request = method, request
         self._send = partial(pipe.send, number=number)
+        self._gather = partial(pipe.gather, frames.MESSAGE, number)
         self._wrote = partial(pipe.note, number)
         self._loop = asyncio.get_running_loop()
         self._may_read = frames.UNREAD
@@ -138,7 +139,7 @@ class _Call:
                     self._send(frames.HALF_CLOSED)
                     return
                 self._may_read -= 1
-                self._send(frames.MESSAGE, body=payload)
+                self._gather(payload)
         except GONE as error:
             self._lost(error)
         except Exception as error:

@@ -20,6 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NoReturn
 
 from grpc.aio import EOF
@@ -153,8 +154,9 @@ class GrpcVerifierStream:
         if self._meter is not None:
             self._meter.count(message, size)
         match message:
-            case Commit(tokens=tokens, accepted=accepted):
-                self._budget.earn(len(tokens), self._max_nodes, self._loop.time(), accepted)
+            case Commit():
+                count, accepted = len(message.tokens), message.accepted
+                self._budget.earn(count, self._max_nodes, self._loop.time(), accepted)
             case Opened(limits=limits):
                 self._max_nodes = limits.max_nodes_outstanding
             case Fault():
@@ -177,8 +179,8 @@ class GrpcVerifierStream:
         self._raise_if_over()
         self._take = take
         if isinstance(self._context, FrontCall):
-            context = copy_context()  # under which the log knows whose message it is
-            self._context.pass_on(lambda payload: context.run(self._take_at_once, payload))
+            # In a context under which the log knows whose message it is.
+            self._context.pass_on(partial(copy_context().run, self._take_at_once))
         try:
             while True:
                 await self._until_news()

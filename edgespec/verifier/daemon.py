@@ -57,7 +57,9 @@ _OPEN_WITHIN_S = 10.0
 _LAST_WORDS_S = 1.0
 # What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
-_FOR_THE_TARGET = (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
+_FOR_THE_TARGET = frozenset(
+    (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
+)
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
 _STOPS = Fault(
     FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
@@ -253,14 +255,16 @@ class Verifier:
             for action in actions:
                 tracer.record(now, "verifier", "", "action", action)
         # The target stands still until its work is there; all else can wait for that.
+        rest: list[ee.EngineAction] = []
         for action in actions:
-            if isinstance(action, _FOR_THE_TARGET):
+            if type(action) in _FOR_THE_TARGET:
                 self._do(action)
+            else:
+                rest.append(action)
         if self._telemetry is not None:
             self._telemetry.observe(event, actions, now)
-        for action in actions:
-            if not isinstance(action, _FOR_THE_TARGET):
-                self._do(action)
+        for action in rest:
+            self._do(action)
         if self._worker.has_queued and not self.engine.running:
             work = self._worker.submit(())
             work.add_done_callback(self._on_work_done, context=self._context)
@@ -268,8 +272,8 @@ class Verifier:
 
     def _do(self, action: ee.EngineAction) -> None:
         match action:
-            case ee.SendTo(number, message):
-                self._send(number, message)
+            case ee.SendTo():  # as nearly always; names for its fields would take twice as long
+                self._send(action.stream, action.message)
             case ee.CloseStream(number):
                 self._close(number)
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():

@@ -101,6 +101,9 @@ class Pipe:
     def send(self, kind: int, number: int = 0, body: bytes = b"") -> None:
         self.kinds.append(kind)
 
+    def gather(self, kind: int, number: int, body: bytes) -> None:
+        self.kinds.append(kind)
+
     def note(self, number: int) -> None:
         self.kinds.append(front_frames.WROTE)
 

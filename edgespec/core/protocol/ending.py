@@ -40,6 +40,8 @@ class Ending:
         """What of ``tokens``, which start at ``position``, belongs to the output, and whether the
         output ends with it. The stop id itself belongs to it."""
         room = max(0, self.end - position)
+        if len(tokens) < room and self.stops.isdisjoint(tokens):  # as nearly always
+            return tokens, None
         for index, token in enumerate(tokens[:room]):
             if token in self.stops:
                 return tokens[: index + 1], FinishReason.STOP

@@ -151,13 +151,15 @@ class AcceptanceEstimator:
     def add(self, rank: int | None, offered: int = 1 << 30) -> None:
         """One position was decided: by the sibling of this rank, or by none of those ``offered``.
         Ranks that were not offered were not tried."""
-        memory, hits = self.memory, self.hits or [0.0] * len(self.prior)
-        trials = self.trials or hits
-        self.trials = [
-            trial * memory + 1.0 if tried < offered else trial * memory
-            for tried, trial in enumerate(trials)
-        ]
-        self.hits = hits = [hit * memory for hit in hits]
+        memory, hits, trials = self.memory, self.hits, self.trials
+        if not hits:
+            hits += [0.0] * len(self.prior)
+            trials += hits
+        for tried in range(len(hits)):
+            hits[tried] *= memory
+            trials[tried] *= memory
+            if tried < offered:
+                trials[tried] += 1.0
         if rank is not None and rank < len(hits):
             hits[rank] += 1.0
 
@@ -167,3 +169,8 @@ class AcceptanceEstimator:
             return self.prior[-1] / 2
         hits, trials = (self.hits[rank], self.trials[rank]) if self.hits else (0.0, 0.0)
         return (hits + self.prior[rank] * self.prior_weight) / (trials + self.prior_weight)
+
+    @property
+    def rates(self) -> list[float]:
+        """``rate`` of each rank that has a prior, and of all ranks behind them."""
+        return [self.rate(rank) for rank in range(len(self.prior) + 1)]

@@ -174,6 +174,9 @@ class SpeculationTree:
         return 1
 
     def _kill(self, node: Node) -> None:
+        if not node.children:
+            del self.nodes[node.id]
+            return
         pending = [node]
         while pending:
             dead = pending.pop()

@@ -58,6 +58,7 @@ class Attachment:
 
     def take_echo(self, now: float) -> tuple[int, int]:
         """The echo to return, and for how many microseconds it was held; 0 without one."""
-        echo, held_at = self._echo or (0, now)
-        self._echo = None
+        if self._echo is None:
+            return 0, 0
+        (echo, held_at), self._echo = self._echo, None
         return echo, round((now - held_at) * 1e6)

@@ -76,10 +76,12 @@ class VerifyEngine:
     def deadline(self) -> float | None:
         if self.broken is not None:
             return None
-        first = self._deadlines[0][0] if self._deadlines else None
-        wake_at = None if self.running else self._scheduler.fairness.wake_at
-        wishes = (first, self._sweep_at, wake_at)
-        return min((at for at in wishes if at is not None), default=None)
+        soonest = self._deadlines[0][0] if self._deadlines else None
+        if (at := self._sweep_at) is not None and (soonest is None or at < soonest):
+            soonest = at
+        if (at := self._scheduler.fairness.wake_at) is not None and not self.running:
+            soonest = at if soonest is None or at < soonest else soonest
+        return soonest
 
     @property
     def running(self) -> bool:
@@ -140,8 +142,8 @@ class VerifyEngine:
     def _look_after(self, now: float) -> None:
         """Forget what is over, free what is finished, put in line what may use a pass."""
         registry = self.registry
-        while registry.touched:
-            keys, registry.touched = list(registry.touched), {}
+        while keys := registry.touched:
+            registry.touched = {}
             for key in keys:
                 session = self.sessions.get(key)
                 if session is not None and session.over(now):

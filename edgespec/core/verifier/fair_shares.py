@@ -82,18 +82,24 @@ class FairShares:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def spend(self, payer: str, cost: float, now: float) -> None:
-        """Charge ``cost`` to ``payer``, whether or not it has so much."""
-        self._turn(now)
-        account = self._account(payer, now)
+    def spend(self, payer: str, cost: float, now: float, grace: float = 0.0) -> float:
+        """Charge ``cost`` to ``payer``, whether or not it has so much; then ``wait_s``."""
+        if now - self._slot_began_at >= SLOT_S:
+            self._turn(now)
+        account = self._accounts.get(payer) or self._account(payer, now)
         self._fill(account, now)
         account.level -= cost
         account.spent += cost
         account.spent_at = now
-        # Who is alone takes from nobody.
-        most_debt = 0.0 if self._alone else self.limits.burst + self.limits.max_wait_s * self.share
-        account.level = max(account.level, -most_debt)
         self._accounts.move_to_end(payer)
+        if account.level >= 0.0:  # as nearly always
+            return 0.0
+        if self._alone:  # and takes from nobody
+            account.level = 0.0
+            return 0.0
+        most_debt = self.limits.burst + self.limits.max_wait_s * self.share
+        account.level = max(account.level, -most_debt)
+        return max(0.0, -grace - account.level) / self.share
 
     def earn(self, payer: str, amount: float, now: float) -> None:
         """Give ``payer`` something besides its share; what is over the burst is lost."""
@@ -122,8 +128,8 @@ class FairShares:
 
     def _fill(self, account: _Account, now: float) -> None:
         if now > account.filled_at:
-            level = account.level + (now - account.filled_at) * self.share
-            account.level, account.filled_at = min(self.limits.burst, level), now
+            level, most = account.level + (now - account.filled_at) * self.share, self.limits.burst
+            account.level, account.filled_at = (level if level < most else most), now
 
     def _account(self, payer: str, now: float) -> _Account:
         account = self._accounts.get(payer)

@@ -17,6 +17,17 @@ class Batch:
     started_at: float
     parts: tuple[tuple[VerifySession, PassRequest], ...]
 
+    def count_rows(self) -> tuple[int, int, int]:
+        """Rows in all, those that are fed beside the last token of a text, and draft nodes."""
+        rows = prompt_rows = drafted = 0
+        for _, request in self.parts:
+            fed, nodes = len(request.feed), len(request.tokens)
+            rows += fed + nodes
+            drafted += nodes
+            if fed > 1:
+                prompt_rows += fed - 1
+        return rows, prompt_rows, drafted
+
 
 @dataclass(slots=True)
 class Forming:

@@ -87,11 +87,16 @@ class DraftInbox:
         if least_chance <= 0.0:
             return list(islice((node for node in nodes.values() if node.position < end - 1), room))
         chosen: list[Node] = []
-        chances, rate = {ROOT: 1.0}, self._acceptance.rate
+        chances, rates = {ROOT: 1.0}, self._acceptance.rates
+        last = len(rates) - 1
         for node in nodes.values():
-            chance = chances[node.parent] * rate(node.rank)
-            chances[node.id] = chance
+            before = chances.get(node.parent)
+            if before is None:  # its parent was not chosen
+                continue
+            rank = node.rank
+            chance = before * rates[rank if rank < last else last]
             if chance >= least_chance and node.position < end - 1:
+                chances[node.id] = chance
                 chosen.append(node)
                 if len(chosen) == room:
                     break

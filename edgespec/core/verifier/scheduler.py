@@ -211,16 +211,14 @@ class PassScheduler:
         self.passes += 1
         if any(request.sample for _, request in batch.parts):
             took_s = now - batch.started_at
-            rows = sum([request.row_count for _, request in batch.parts])
+            rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note(len(batch.parts), rows, took_s if target_s is None else target_s)
-            prompt_rows = sum([len(one.feed) - 1 for _, one in batch.parts if one.feed])
             self._price.note_pass(rows, prompt_rows, took_s, target_s)
-            drafted = sum([len(request.tokens) for _, request in batch.parts])
             drafts_s = drafted * self._price.row_s
             self._prompts.note(prompt_rows, took_s, drafts_s, self._price.pace, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
-                self.fairness.note_rows(request.row_count)
+                self.fairness.note_rows(1 + len(request.tokens))
             if request.sample:
                 self._prompts.forget(request.key)
         return batch

@@ -206,7 +206,7 @@ class VerifySession:
         self.deadline = None
         last = self._ending.end - 1  # there a draft cannot help, so none is waited for
         decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
-        if decoding and not self.inbox.verifiable(1, self._ending.end):
+        if decoding and not self.inbox.tree.nodes:
             view = self.inbox.view(
                 now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
             )

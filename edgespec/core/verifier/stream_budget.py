@@ -88,16 +88,25 @@ class TokenBucket:
             self._at = now
         return self._level
 
-    def take(self, amount: float, now: float) -> None:
-        """Take ``amount`` tokens, also when there are fewer."""
+    def take(self, amount: float, now: float) -> float:
+        """Take ``amount`` tokens, also when there are fewer; the level that is left."""
+        level = self._level
         if now > self._at:
-            level = self._level + (now - self._at) * self._rate
-            self._level, self._at = (level if level < self._burst else self._burst), now
-        self._level -= amount
+            level += (now - self._at) * self._rate
+            if level > self._burst:
+                level = self._burst
+            self._at = now
+        self._level = level = level - amount
+        return level
 
     def add(self, amount: float, now: float) -> None:
         """Put ``amount`` tokens in; what is over the burst is lost."""
-        self._level = min(self._burst, self.level(now) + amount)
+        level = self._level
+        if now > self._at:
+            level += (now - self._at) * self._rate
+            self._at = now
+        level += amount
+        self._level = level if level < self._burst else self._burst
 
     def limit_debt(self, most: float) -> None:
         """Forget the part of a debt that exceeds ``most`` tokens."""
@@ -130,6 +139,10 @@ class Wait(Enum):
     """It is new, and too many are opened."""
 
 
+# Asked for at every message: in Python 3.11 a look into the class is a function call.
+STREAM, CREDENTIAL, TOTAL, LINE = Wait
+
+
 class UplinkBudget:
     """What all streams of a verifier may send. Make one ``StreamBudget`` for each stream."""
 
@@ -160,8 +173,8 @@ class UplinkBudget:
 
     def take(self, now: float) -> None:
         """Count one message of any stream."""
-        self._total.take(1.0, now)
-        self._total.limit_debt(self._most_debt)
+        if self._total.take(1.0, now) < 0.0:
+            self._total.limit_debt(self._most_debt)
 
     def wait_s(self, now: float) -> float:
         """How long a busy stream has to wait for the others' sake."""
@@ -186,19 +199,21 @@ class StreamBudget:
         """A message of ``size`` bytes with ``nodes`` nodes was read: seconds to wait before reading
         the next."""
         limits, shared = self._limits, self._shared
-        self._messages.take(1.0, now)
-        self._nodes.take(nodes, now)
+        reason, wait_s = STREAM, 0.0
+        messages, left_nodes = self._messages.take(1.0, now), self._nodes.take(nodes, now)
+        if messages < 0.0 or left_nodes < 0.0:
+            wait_s = max(self._messages.wait_s(now), self._nodes.wait_s(now))
         shared.take(now)
-        shared.shares.spend(self._payer, 1.0 + size / limits.bytes_per_message, now)
-        self._base.take(1.0, now)
-        self._base.limit_debt(0.0)
-        reason, wait_s = Wait.STREAM, max(self._messages.wait_s(now), self._nodes.wait_s(now))
-        busy = self._base.level(now) < limits.message_burst / 2
+        base = self._base.take(1.0, now)
+        if base < 0.0:
+            self._base.limit_debt(0.0)
+        busy = base < limits.message_burst / 2
         if busy and (total_s := shared.wait_s(now)) > wait_s:
-            reason, wait_s = Wait.TOTAL, total_s
+            reason, wait_s = TOTAL, total_s
         grace = 0.0 if busy else limits.shares.burst
-        if (share_s := shared.shares.wait_s(self._payer, now, grace=grace)) > wait_s:
-            reason, wait_s = Wait.CREDENTIAL, share_s
+        cost = 1.0 + size / limits.bytes_per_message
+        if (share_s := shared.shares.spend(self._payer, cost, now, grace)) > wait_s:
+            reason, wait_s = CREDENTIAL, share_s
         if wait_s > 0.0:
             shared.waits(reason, wait_s)
         return wait_s
@@ -212,7 +227,9 @@ class StreamBudget:
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
         self._earned_at = now
         messages = limits.messages_per_commit + limits.messages_per_token * tokens
-        self._messages.add(min(messages, limits.earned_message_rate * elapsed_s), now)
-        self._nodes.add(min(max_nodes, limits.earned_node_rate * elapsed_s), now)
+        most = limits.earned_message_rate * elapsed_s
+        self._messages.add(messages if messages < most else most, now)
+        most = limits.earned_node_rate * elapsed_s
+        self._nodes.add(max_nodes if max_nodes < most else most, now)
         share = limits.share_per_hit if accepted else limits.share_per_commit
         self._shared.shares.earn(self._payer, share, now)
