@@ -102,7 +102,6 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     from edgespec.engines.vllm.core import VllmCore, VllmOptions
     from edgespec.engines.vllm.install import check_install
     from edgespec.engines.vllm.target import VllmTarget
-    from edgespec.models.folders import model_info
     from edgespec.ports import ModelInfo
 
     version = check_install()
@@ -118,7 +117,7 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
             flags=tuple(flags),
         )
     )
-    size = model_info(options.model).vocabulary_size
+    size = int(_config(options)["vocab_size"])
     target = VllmTarget(core, ModelInfo(VLLM, "", size, core.context_length), 64)
     runner = core._core.model_executor.driver_worker.worker.model_runner
     ours = runner._sample.__self__
@@ -150,9 +149,13 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     return measure, f"vLLM {version}, {core.number_format}, {shlex.join(flags)}"
 
 
+def _config(options: argparse.Namespace) -> Any:
+    return json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+
+
 def _cache_bytes(options: argparse.Namespace, tokens: int) -> int:
     """For all sessions and one more, with blocks to spare."""
-    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    config = _config(options)
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     number = 2 if options.dtype == "bfloat16" else 4
@@ -232,9 +235,16 @@ def measure_all(asks: dict[str, Callable[[object], Any]], options: argparse.Name
     points = [tuple(int(part) for part in point.split("x")) for point in options.cells.split(",")]
     found: Found = {(sessions, rows): {arm: [] for arm in asks} for sessions, rows in points}
     for number in range(options.rounds):
-        for point, samples in found.items():
-            for arm in list(asks)[:: 1 if number % 2 else -1]:
-                samples[arm].append(asks[arm](point))
+        try:
+            one = {
+                point: {arm: asks[arm](point) for arm in list(asks)[:: 1 if number % 2 else -1]}
+                for point in found
+            }
+        except KeyboardInterrupt:  # what was measured until then is reported
+            break
+        for point, by_arm in one.items():
+            for arm, samples in by_arm.items():
+                found[point][arm].append(samples)
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return found
 

