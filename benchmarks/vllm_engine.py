@@ -188,7 +188,7 @@ def speed(target: VllmTarget, runner: Any, repeats: int) -> None:
         found: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in ARMS}
         for repeat in range(repeats):
             for arm in ARMS:
-                _set(runner, ours, arm)
+                set_arm(runner, ours, arm)
                 found[arm.name].append(_measure(target, sessions, arm.right, repeat))
         for name, times in found.items():
             ms = [one for one, _ in times]
@@ -203,7 +203,8 @@ def speed(target: VllmTarget, runner: Any, repeats: int) -> None:
             print(json.dumps(point), flush=True)
 
 
-def _set(runner: Any, ours: Any, arm: Arm) -> None:
+def set_arm(runner: Any, ours: Any, arm: Arm) -> None:
+    """Steps of vLLM's ``runner`` are made ``arm``'s way; ``ours``: its ``RunnerSampling``."""
     ours._recurrent = arm.speculation
     if arm.our_sampler:
         runner._sample = ours.sample

@@ -29,6 +29,7 @@ from edgespec.compose import (
 )
 from edgespec.config import AgentConfig
 from edgespec.constraint_readers import device_reader
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import LinkError, ModelInfo
 from edgespec.setup_error import SetupError
@@ -115,16 +116,16 @@ class BorrowingAgent(Agent):
         answers = await asyncio.gather(*(_asked(one, access) for one in addresses))
         wanted = self._config.model
         for address, answer in zip(addresses, answers, strict=True):
-            if isinstance(answer, ModelInfo) and wanted in ("", answer.name):
-                return address, answer
+            if isinstance(answer, VerifierInfo) and (model := answer.of(wanted)) is not None:
+                return address, model
         _refuse(addresses, answers, wanted)
 
 
-async def _asked(address: str, access: DeviceAccess) -> ModelInfo | LinkError:
+async def _asked(address: str, access: DeviceAccess) -> VerifierInfo | LinkError:
     transport = connect(address, access=access)
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return (await transport.info()).model
+            return await transport.info()
     except TimeoutError:
         return LinkError(f"{address}: no answer within {_ANSWER_S:g} s")
     except LinkError as error:
@@ -134,11 +135,11 @@ async def _asked(address: str, access: DeviceAccess) -> ModelInfo | LinkError:
 
 
 def _refuse(
-    addresses: Sequence[str], answers: Sequence[ModelInfo | LinkError], wanted: str
+    addresses: Sequence[str], answers: Sequence[VerifierInfo | LinkError], wanted: str
 ) -> NoReturn:
     why = [
-        f"{address} serves {answer.name!r}, not {wanted!r}"
-        if isinstance(answer, ModelInfo)
+        f"{address} serves {', '.join(repr(one.name) for one in answer.served)}, not {wanted!r}"
+        if isinstance(answer, VerifierInfo)
         else str(answer)
         for address, answer in zip(addresses, answers, strict=True)
     ]

@@ -199,6 +199,30 @@ def pass_shape(target: object) -> PassShape:
     return target.pass_shape if isinstance(target, Shaped) else PassShape()
 
 
+@runtime_checkable
+class Adapted(Protocol):
+    """A target that also serves its model with an adapter (LoRA), chosen for each session."""
+
+    @property
+    def adapters(self) -> tuple[ModelInfo, ...]:
+        """The model with each of them, by a name and with a fingerprint of its own."""
+
+    def use_adapter(self, key: str, name: str) -> None:
+        """The sequence, which was opened just now, is of the model with this adapter."""
+
+
+def adapters_of(target: object) -> tuple[ModelInfo, ...]:
+    """What ``target`` serves beside its model."""
+    return target.adapters if isinstance(target, Adapted) else ()
+
+
+def use_adapter(target: object, key: str, name: str) -> None:
+    """As ``Adapted.use_adapter``. Raises ``ValueError`` for a target without adapters."""
+    if not isinstance(target, Adapted):
+        raise ValueError(f"the target has no adapter {name!r}")
+    target.use_adapter(key, name)
+
+
 class CapacityError(RuntimeError):
     """No room for one more session or token; the message names the bound and the value."""
 

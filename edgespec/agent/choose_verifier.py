@@ -17,7 +17,7 @@ from edgespec.core.association.policies import AssociationPolicy, DeviceView, Li
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.printable import one_line
-from edgespec.ports import LinkError, ModelInfo, Transport
+from edgespec.ports import LinkError, Transport
 
 PROBE_S: Final = 2.0
 # Of a verifier that does not tell how many sessions it takes.
@@ -57,19 +57,19 @@ async def choose_verifier(
     transports: Mapping[str, Transport],
     policy: AssociationPolicy,
     device: DeviceView,
-    misfit: Callable[[ModelInfo], str | None] = lambda model: None,
+    misfit: Callable[[VerifierInfo], str | None] = lambda info: None,
     *,
     timeout_s: float = PROBE_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Choice:
-    """Ask the verifiers behind ``transports`` (by address) and choose. ``misfit`` says why a model
-    is of no use here. Each call has ``timeout_s``. Raises ``NoneFitsError``."""
+    """Ask the verifiers behind ``transports`` (by address) and choose. ``misfit`` says why what
+    one serves is of no use here. Each call has ``timeout_s``. Raises ``NoneFitsError``."""
     probes = [_probe(address, link, timeout_s, clock) for address, link in transports.items()]
     answers: list[Answer] = []
     left_out: list[tuple[str, str]] = []
     silent: list[str] = []
     for address, found in zip(transports, await asyncio.gather(*probes), strict=True):
-        why = found if isinstance(found, str) else misfit(found.info.model)
+        why = found if isinstance(found, str) else misfit(found.info)
         if isinstance(found, Answer) and why is None:
             answers.append(found)
         else:

@@ -27,6 +27,7 @@ from edgespec.compose import (
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.core.association.policies import ListedOrder
 from edgespec.core.association.rendezvous import RendezvousHash
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.many_verifiers import association, device_view
 from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
@@ -68,7 +69,7 @@ async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     (address,) = config.verifiers
     transport = connect(address, access=device_access(config))
     try:
-        info = (await transport.info()).model
+        info = await transport.info()
     except LinkError as error:
         trusted = error.retryable and not isinstance(error, UntrustedPeerError)
         kind = NotThereError if trusted else SetupError
@@ -77,7 +78,7 @@ async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         await transport.close()
     if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
         raise SetupError(why)
-    return config, info
+    return config, info.of(config.model) or info.model
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
@@ -86,7 +87,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     links = {with_port(one): connect(one, access=access) for one in config.verifiers}
     try:
         found = await choose_verifier(
-            links, policy, device, lambda model: _misfit(config, model, "it")
+            links, policy, device, lambda info: _misfit(config, info, "it")
         )
     except NoneFitsError as error:
         raise NotThereError(f"{error}\n  start one:   edgespec verifier") from error
@@ -96,22 +97,24 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         say("left out: " + "; ".join(f"{address} ({why})" for address, why in found.left_out))
     chosen = found.chosen
     info = chosen.info
+    model = info.of(config.model) or info.model
     passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
     ranked = (chosen.address, *found.others)
     if policy.name == RendezvousHash.name:
         say(f"using {len(ranked)} replicas ({policy.name}): each conversation has one of its own")
-        return replace(config, verifier=ranked), info.model
+        return replace(config, verifier=ranked), model
     say(
         f"using {chosen.address} ({policy.name}): round trip {chosen.rtt_s * 1e3:.1f} ms{passes},"
         f" {info.sessions} of {info.max_sessions} sessions"
     )
-    return replace(config, verifier=ranked, association=ListedOrder.name), info.model
+    return replace(config, verifier=ranked, association=ListedOrder.name), model
 
 
-def misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
-    """Why ``config`` cannot use this model, or None."""
-    if config.model and config.model != info.name:
-        return f"unknown model {config.model!r}: {who} serves {info.name!r}"
+def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
+    """Why ``config`` cannot use what this verifier serves, or None."""
+    if (info := verifier.of(config.model)) is None:
+        known = ", ".join(repr(one.name) for one in verifier.served)
+        return f"unknown model {config.model!r}: {who} serves {known}"
     if borrows_tokenizer(config):
         return None  # it will have the verifier's
     reference = tokenizer_reference(config)
@@ -125,9 +128,9 @@ def misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
     return None
 
 
-def _misfit(config: AgentConfig, info: ModelInfo, who: str) -> str | None:
+def _misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
     with stoppable():  # a tokenizer on the Hub is fetched for it
-        return misfit(config, info, who)
+        return misfit(config, verifier, who)
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:

@@ -187,7 +187,7 @@ async def _look(fits: _Fits) -> VerifierWatch:
     addresses = [with_port(one) for one in config.verifiers]
     watch = VerifierWatch(
         {one: connect(one, access=access) for one in addresses},
-        lambda model: misfit(fits.config, model, "the verifier"),
+        lambda info: misfit(fits.config, info, "the verifier"),
     )
     try:
         await watch.look()

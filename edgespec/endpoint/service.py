@@ -33,6 +33,7 @@ from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, complet
 from edgespec.endpoint.run import Run
 from edgespec.endpoint.verifiers import VerifierWatch, context_of
 from edgespec.models.chat_template import ChatTokenizer
+from edgespec.ports import ModelInfo
 from edgespec.telemetry.request_id import request_id
 
 ALIAS: Final = "edgespec"
@@ -89,8 +90,14 @@ class Endpoint:
     @property
     def model(self) -> str:
         """The name of what is served: the verifier's word, what was asked of it, or the alias."""
+        model = self._served
+        return model.name if model is not None else self.agent.options.model or ALIAS
+
+    @property
+    def _served(self) -> ModelInfo | None:
+        """The model of the answers, once a verifier has told of it."""
         info = self.verifiers.known
-        return info.model.name if info is not None else self.agent.options.model or ALIAS
+        return None if info is None else info.of(self.agent.options.model) or info.model
 
     @property
     def active(self) -> int:
@@ -185,7 +192,7 @@ class Endpoint:
         if request is not None and context and self.settings.default_max_tokens is None:
             longest = context
         samplings = [sampling_of(asked, tokens, context, longest) for tokens in prompts]
-        fingerprint = "" if info is None else info.model.fingerprint
+        fingerprint = "" if self._served is None else self._served.fingerprint
         envelope = Envelope(
             shape,
             shape.id_prefix + secrets.token_hex(12),
@@ -210,12 +217,11 @@ class Endpoint:
 
     def _check_model(self, name: str) -> None:
         """A name is checked once it is known what is served."""
-        info = self.verifiers.known
-        if info is None or name in ("", ALIAS, info.model.name):
+        if self._served is None or name in ("", ALIAS, self.model):
             return
         raise ApiError(
             404,
-            f"the model {name[:200]!r} does not exist here; this is {info.model.name!r}",
+            f"the model {name[:200]!r} does not exist here; this is {self.model!r}",
             param="model",
             code="model_not_found",
         )

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.printable import one_line
-from edgespec.ports import LinkError, ModelInfo, Transport
+from edgespec.ports import LinkError, Transport
 
 _ANSWER_S: Final = 3.0
 _log = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class VerifierStatus:
 
 class VerifierWatch:
     """Asks all verifiers every ``every_s``, or every ``away_every_s`` while none is ready.
-    ``misfit`` says why a model is of no use here. Close it in the end."""
+    ``misfit`` says why what one serves is of no use here. Close it in the end."""
 
     def __init__(
         self,
         transports: Mapping[str, Transport],
-        misfit: Callable[[ModelInfo], str | None] = lambda model: None,
+        misfit: Callable[[VerifierInfo], str | None] = lambda info: None,
         *,
         every_s: float = 15.0,
         away_every_s: float = 2.0,
@@ -131,7 +131,7 @@ class VerifierWatch:
         except Exception as error:
             why = one_line(f"{type(error).__name__}: {error}")
             return replace(status, presence=Presence.AWAY, why=why)
-        rtt_s, why = time.monotonic() - asked_s, self._misfit(info.model) or ""
+        rtt_s, why = time.monotonic() - asked_s, self._misfit(info) or ""
         presence = Presence.MISFIT if why else Presence.READY
         return VerifierStatus(status.address, presence, info, why, rtt_s)
 

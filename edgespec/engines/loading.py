@@ -6,6 +6,7 @@ import os
 
 from edgespec.config import VerifierConfig
 from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.engines.vllm.adapters import served_adapters, split_adapters
 from edgespec.engines.vllm.flags import refuse_our_flags
 from edgespec.engines.vllm.install import check_install
 from edgespec.engines.vllm.self_test import self_test
@@ -22,8 +23,10 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     ``ValueError`` naming the file or the flag."""
     version = check_install()
     refuse_our_flags(config.engine_flags)
+    adapters, flags = split_adapters(config.engine_flags, name)
     folder = resolve_model(config.model, Role.TARGET)
     info = model_info(folder)
+    weights = weights_fingerprint(folder, info.vocabulary)
     _quiet(config.log_level)
     from edgespec.engines.vllm.core import MAX_DRAFTS, VllmCore, VllmOptions
 
@@ -36,10 +39,10 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
             tensor_parallel_size=config.tensor_parallel.size,
             max_drafts=min(MAX_DRAFTS, config.limits.max_nodes_per_pass),
             share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
-            flags=config.engine_flags,
+            flags=flags,
+            adapters=adapters,
         )
     )
-    weights = weights_fingerprint(folder, info.vocabulary)
     served = ModelInfo(
         name,
         info.vocabulary,
@@ -56,6 +59,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         mode=mode,
         max_nodes=core.max_drafts,
         max_rows=core.max_rows,
+        adapters=served_adapters(served, adapters),
     )
     if failures := self_test(target):
         core.shut_down()

@@ -34,6 +34,20 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name not in _BESIDE_THE_POINT}
     digest.update(json.dumps([vocabulary, kept], sort_keys=True).encode())
+    _add_tensors(digest, folder)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """The same for an adapter (LoRA) as PEFT writes it; that of its model is not part of it."""
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    config.pop("base_model_name_or_path", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    _add_tensors(digest, folder)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -45,7 +59,6 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
             for at in range(begin, end, step):
                 file.seek(at)
                 digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()[:_DIGITS]
 
 
 def text_fingerprint(text: str) -> str:

@@ -17,7 +17,9 @@ from edgespec.ports import (
     PassResult,
     PassShape,
     TargetModel,
+    adapters_of,
     pass_shape,
+    use_adapter,
 )
 
 # A coarse sleep may oversleep by a scheduler tick, so the last stretch is slept in small steps.
@@ -72,6 +74,13 @@ class PacedTarget:
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         self.inner.open(key, prompt_length, sampling, text)
+
+    @property
+    def adapters(self) -> tuple[ModelInfo, ...]:
+        return adapters_of(self.inner)
+
+    def use_adapter(self, key: str, name: str) -> None:
+        use_adapter(self.inner, key, name)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         end_s = self._clock() + self.pass_s(batch)

@@ -155,7 +155,9 @@ def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> byte
         max_sessions=check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32),
         sessions=check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions),
         pass_us=check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32),
+        adapters=[_encode_model(one, limits) for one in info.adapters],
     )
+    check_count("InfoReply.adapters", len(info.adapters), limits.max_adapters)
     return _serialised(wire, limits)
 
 
@@ -164,12 +166,14 @@ def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Verifier
     _check_size(payload, limits)
     wire = pb.InfoReply()
     _parse(wire, payload)
+    check_count("InfoReply.adapters", len(wire.adapters), limits.max_adapters)
     return VerifierInfo(
         model=_decode_model(wire.model, limits),
         limits=_decode_limits(wire.limits),
         sessions=check_number("InfoReply.sessions", wire.sessions, 0, wire.max_sessions),
         max_sessions=wire.max_sessions,
         pass_us=wire.pass_us,
+        adapters=tuple(_decode_model(one, limits) for one in wire.adapters),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from edgespec.core.protocol.messages import EXACT_RULE, MAX_COMMIT_TOKENS, FaultCode
+from edgespec.core.protocol.messages import EXACT_RULE, MAX_ADAPTERS, MAX_COMMIT_TOKENS, FaultCode
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS
 
 MAX_UINT32 = (1 << 32) - 1
@@ -52,6 +52,8 @@ class WireLimits:
     max_session_id_bytes: int = 128
     max_name_bytes: int = 256
     """Model names and vocabulary fingerprints."""
+    max_adapters: int = MAX_ADAPTERS
+    """Models in an InfoReply beside the first."""
     max_rule_bytes: int = 64
     max_fault_bytes: int = 1024
     """A longer fault text is cut when it is sent."""

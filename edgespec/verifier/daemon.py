@@ -41,6 +41,7 @@ from edgespec.ports import (
     TargetLostError,
     TargetModel,
     VerifierStream,
+    adapters_of,
 )
 from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
@@ -82,7 +83,10 @@ class Verifier:
         read_constraint: ReadConstraint | None = None,
     ) -> None:
         self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
-        self.engine = VerifyEngine(target.info, limits, engine_limits or ee.EngineLimits())
+        self._adapters = adapters_of(target)
+        self.engine = VerifyEngine(
+            target.info, limits, engine_limits or ee.EngineLimits(), adapters=self._adapters
+        )
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
         self.why_broken: str | None = None
@@ -112,7 +116,8 @@ class Verifier:
         engine = self.engine
         bound = engine.engine_limits.max_sessions
         pass_us = round((engine.pass_s or 0.0) * 1e6)
-        return VerifierInfo(self._target.info, engine.limits, len(engine.sessions), bound, pass_us)
+        held, model = len(engine.sessions), self._target.info
+        return VerifierInfo(model, engine.limits, held, bound, pass_us, self._adapters)
 
     def get_ready(self) -> None:
         """Do what the first constraint would have to wait for, and all streams with it. Before

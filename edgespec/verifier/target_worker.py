@@ -18,7 +18,7 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     SequenceFailed,
 )
-from edgespec.ports import CapacityError, TargetLostError, TargetModel
+from edgespec.ports import CapacityError, TargetLostError, TargetModel, use_adapter
 
 _LOG = logging.getLogger(__name__)
 SequenceWork = OpenSequence | CloseSequence | KeepNodes
@@ -84,8 +84,10 @@ class TargetWorker:
     def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
         try:
             match item:
-                case OpenSequence(key, prompt_length, sampling, text):
+                case OpenSequence(key, prompt_length, sampling, text, adapter):
                     self._target.open(key, prompt_length, sampling, text)
+                    if adapter:
+                        use_adapter(self._target, key, adapter)
                 case KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case CloseSequence(key):

@@ -91,6 +91,7 @@ async def over_toy(
     target: TargetModel | None = None,
     *,
     draft: str = "toy",
+    model: str = "",
     shows_status: bool = False,
     **more: Any,
 ) -> AsyncIterator[Live]:
@@ -100,7 +101,8 @@ async def over_toy(
         async with asyncio.timeout(60.0):
             while not watch.ready:
                 await watch.look()
-        config = AgentConfig(verifier=address, draft=DraftSection(model=draft), tokenizer="toy")
+        section = DraftSection(model=draft)
+        config = AgentConfig(verifier=address, model=model, draft=section, tokenizer="toy")
         async with build_agent(config) as agent:
             status = StatusSource(agent, (address,)) if shows_status else None
             async with live(agent, ToyTokenizer(), watch, status=status, **more) as found:

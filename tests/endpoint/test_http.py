@@ -356,7 +356,8 @@ async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
     from edgespec.endpoint.verifiers import VerifierWatch
 
     async with serving() as (address, _):
-        watch = VerifierWatch({address: connect(address)}, lambda model: f"no {model.name} here")
+        links = {address: connect(address)}
+        watch = VerifierWatch(links, lambda info: f"no {info.model.name} here")
         await watch.look()
         await watch.close()
         (status,) = watch.statuses

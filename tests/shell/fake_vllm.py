@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgespec.compose import TOY_MODEL
 from edgespec.core.protocol.sampling import SamplingParams, choose
@@ -28,13 +28,16 @@ class FakeText:
     prompt_length: int
     sampling: SamplingParams
     computed: int = 0
+    adapter: str = ""
 
 
 class FakeVllm:
-    """``whims``: how often (0 to 1) a step does less or more than it was asked."""
+    """``whims``: how often (0 to 1) a step does less or more than it was asked. An adapter makes
+    another toy model of it."""
 
     def __init__(self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL) -> None:
         self.model = model
+        self.adapters: dict[str, ToyModel] = {}
         self.texts: dict[str, FakeText] = {}
         self.steps: list[dict[str, Wanted]] = []
         self.failing: set[str] = set()
@@ -42,10 +45,15 @@ class FakeVllm:
         self._whims, self._random = whims, random.Random(seed)
 
     def add(
-        self, key: str, text: Sequence[int], prompt_length: int, sampling: SamplingParams
+        self,
+        key: str,
+        text: Sequence[int],
+        prompt_length: int,
+        sampling: SamplingParams,
+        adapter: str = "",
     ) -> None:
         assert key not in self.texts
-        self.texts[key] = FakeText(list(text), prompt_length, sampling)
+        self.texts[key] = FakeText(list(text), prompt_length, sampling, adapter=adapter)
 
     def drop(self, key: str) -> None:
         del self.texts[key]
@@ -75,7 +83,7 @@ class FakeVllm:
         while right < len(drafts) and drafts[right] == targets[right]:
             right += 1
         scores = tuple(
-            score_token(self.model.logits([*text.tokens, *drafts[:row]]), token, wanted.logprobs)
+            score_token(self.logits(text, drafts[:row]), token, wanted.logprobs)
             for row, token in enumerate(targets)
             if wanted.logprobs
         )
@@ -89,7 +97,11 @@ class FakeVllm:
     def choose(self, text: FakeText, path: Sequence[int]) -> int:
         tokens = [*text.tokens, *path]
         prompt, output = tokens[: text.prompt_length], tokens[text.prompt_length :]
-        return choose(self.model.logits(tokens), text.sampling, len(tokens), prompt, output)
+        return choose(self.logits(text, path), text.sampling, len(tokens), prompt, output)
+
+    def logits(self, text: FakeText, path: Sequence[int]) -> list[float]:
+        model = self.adapters[text.adapter] if text.adapter else self.model
+        return model.logits([*text.tokens, *path])
 
     def _whim(self) -> bool:
         return self._random.random() < self._whims
@@ -101,4 +113,5 @@ def fake_target(engine: FakeVllm | None = None, max_sessions: int = 64) -> VllmT
     info = ModelInfo(
         "toy", f"toy-{size}", size, CONTEXT_LENGTH, () if eos is None else (eos,), "toy"
     )
-    return VllmTarget(engine, info, max_sessions)
+    adapters = [replace(info, name=name, fingerprint=f"{name}-on-toy") for name in engine.adapters]
+    return VllmTarget(engine, info, max_sessions, adapters=adapters)

@@ -186,8 +186,9 @@ async def test_the_silent_the_refusing_and_the_unfit_are_left_out_with_their_rea
         "good": transport(told()),
     }
 
-    def misfit(model: ModelInfo) -> str | None:
-        return None if model.vocabulary == "v1" else f"speaks {model.vocabulary}"
+    def misfit(info: VerifierInfo) -> str | None:
+        spoken = info.model.vocabulary
+        return None if spoken == "v1" else f"speaks {spoken}"
 
     async with closing(links):
         choice = await choose_verifier(links, LowestDelay(), DEVICE, misfit, timeout_s=0.05)

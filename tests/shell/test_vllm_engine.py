@@ -6,15 +6,22 @@ on a stand-in are in ``test_vllm_target.py``.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from edgespec.compose import build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.engines.vllm.install import check_install
+from edgespec.models.folders import Role, resolve_model
 from edgespec.setup_error import SetupError
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
@@ -42,6 +49,7 @@ SAMPLED = replace(
     presence_penalty=0.1,
     seed=9,
 )
+WEIGHTS, RANK = "model.safetensors", 4
 SMALL = ("--enforce-eager", "--kv-cache-memory-bytes", "200000000")
 
 
@@ -72,6 +80,77 @@ async def test_texts_are_those_of_the_native_engine(address: str, params: Sampli
     for draft, width in (("none", 1), ("lookup", 1), ("random", 3)):
         async with build_agent(_agent(address, draft, width)) as agent:
             assert tokens(await collect(agent, params, PROMPT)) == expected, draft
+
+
+def _adapter(folder: Path, merged: Path) -> None:
+    """A random one as PEFT writes it in ``folder``, and the model that it makes in ``merged``."""
+    bundled = resolve_model("bundled", Role.TARGET)
+    shutil.copytree(bundled, merged)
+    weights = {name: one.float() for name, one in load_file(bundled / WEIGHTS).items()}
+    draw = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if not name.endswith(("q_proj.weight", "v_proj.weight", "down_proj.weight")):
+            continue
+        height, width = weight.shape
+        a = torch.randn((RANK, width), generator=draw) / width**0.5
+        b = torch.randn((height, RANK), generator=draw) / RANK**0.5
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        weights[name] = weight + b @ a  # lora_alpha is r
+    save_file(weights, merged / WEIGHTS, metadata={"format": "pt"})
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    settings |= {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A verifier with an adapter, and its model in one piece."""
+    folder = tmp_path_factory.mktemp("adapter")
+    _adapter(folder / "sql", folder / "merged")
+    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--log-level", "error")
+    flags = ("--lora-modules", f"sql={folder / 'sql'}")
+    with ready(start("verifier", *options, "--", *SMALL, *flags)) as (found, _):
+        yield found, folder / "merged"
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_texts_of_an_adapter_are_those_of_the_merged_model(
+    adapted: tuple[str, Path], params: SamplingParams
+) -> None:
+    """With the model's own beside them, so that steps hold both."""
+    address, merged = adapted
+    expected = {}
+    for name, model in (("", "bundled"), ("sql", str(merged))):
+        native = load_target(VerifierConfig(model=model, canonical=False))
+        async with (
+            serving(native) as (other, _),
+            build_agent(_agent(other, "none")) as agent,
+        ):
+            expected[name] = tokens(await collect(agent, params, PROMPT))
+    assert expected[""] != expected["sql"]
+    for draft in ("none", "lookup"):
+        async with (
+            build_agent(_agent(address, draft)) as base,
+            build_agent(replace(_agent(address, draft), model="sql")) as sql,
+        ):
+            texts = await asyncio.gather(
+                collect(base, params, PROMPT), collect(sql, params, PROMPT)
+            )
+            assert [tokens(one) for one in texts] == [expected[""], expected["sql"]], draft
+
+
+def test_an_adapter_that_vllm_cannot_load_is_an_error(tmp_path: Path) -> None:
+    _adapter(tmp_path / "sql", tmp_path / "merged")
+    flags = ("--lora-modules", f"sql={tmp_path / 'sql'}", "--max-lora-rank", "1")
+    options = ("--engine", "vllm", "--port", "0")
+    with start("verifier", *options, "--", *SMALL, *flags) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "vLLM cannot load the adapter" in said
 
 
 def test_a_flag_that_vllm_does_not_know_is_an_error() -> None:

@@ -17,6 +17,7 @@ from edgespec.setup_error import SetupError
     [
         (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
         (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --max-sessions"),
+        (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
         (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
     ],
 )

@@ -54,8 +54,10 @@ class Candidate:
         """Whether nothing that it told speaks against this model."""
         if model is None or self.info is None:
             return True
-        told = self.info.model
-        return ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
+        return any(
+            ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
+            for told in self.info.served
+        )
 
 
 class Candidates:

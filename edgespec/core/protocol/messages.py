@@ -19,6 +19,8 @@ PROTOCOL_VERSION = 1
 EXACT_RULE = "exact"
 MAX_COMMIT_TOKENS = 4096
 """Tokens in one Commit. A device that comes back further behind is sent several of them."""
+MAX_ADAPTERS = 64
+"""Models that one verifier serves beside its own, each of them that with an adapter."""
 MAX_SECRET_BYTES = 64
 MAX_PRICE = 1000
 """In thousandths: no draft pays for its row."""
@@ -221,3 +223,15 @@ class VerifierInfo:
     """With as many held, a new one is refused as ``OVERLOADED``."""
     pass_us: int = 0
     """Moving average of the length of a pass under the load of late; 0: none was timed yet."""
+    adapters: tuple[ModelInfo, ...] = ()
+    """Served beside ``model``, each by its name: the model with an adapter."""
+
+    @property
+    def served(self) -> tuple[ModelInfo, ...]:
+        return (self.model, *self.adapters)
+
+    def of(self, name: str) -> ModelInfo | None:
+        """What who opens a session for ``name`` gets; None: nothing of that name is served."""
+        if not name:
+            return self.model
+        return next((one for one in self.served if one.name == name), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
@@ -22,8 +23,10 @@ def refuse_open(
     limits: Limits,
     rules: frozenset[str],
     credential: Credential = ANYBODY,
+    served: Sequence[str] = (),
 ) -> Fault | None:
-    """None when the request is fine. ``limits`` are those of the credential."""
+    """None when the request is fine. ``model`` is the one that it asks for, if that is served;
+    ``served`` are the names of all, empty: there is one. ``limits`` are those of the credential."""
     if request.version != PROTOCOL_VERSION:
         why = f"protocol version {request.version} is not {PROTOCOL_VERSION}"
         return Fault(FaultCode.INVALID, why)
@@ -31,7 +34,8 @@ def refuse_open(
         why = f"unknown acceptance rule {request.rule!r}; known: {', '.join(sorted(rules))}"
         return Fault(FaultCode.INVALID, why)
     if request.model and request.model != model.name:
-        why = f"unknown model {request.model!r}; this verifier serves {model.name!r}"
+        known = ", ".join(map(repr, served or (model.name,)))
+        why = f"unknown model {request.model!r}; this verifier serves {known}"
         return Fault(FaultCode.UNKNOWN_MODEL, why)
     if credential.models and model.name not in credential.models:
         known = ", ".join(map(repr, credential.models))

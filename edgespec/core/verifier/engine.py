@@ -15,6 +15,7 @@ Law of the file: the engine routes and schedules; what is committed is the sessi
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import assert_never
 
 from edgespec.core.protocol.messages import EXACT_RULE, FaultCode, Limits
@@ -34,7 +35,8 @@ SWEEP_S = 2.0
 
 
 class VerifyEngine:
-    """``contain`` False lets an exception of a session's machine out, for tests."""
+    """``contain`` False lets an exception of a session's machine out, for tests. ``adapters``: the
+    target serves these beside ``model``."""
 
     def __init__(
         self,
@@ -45,13 +47,14 @@ class VerifyEngine:
         run_ahead: RunAheadFactory = run_ahead_policy,
         *,
         contain: bool = True,
+        adapters: Sequence[ModelInfo] = (),
     ) -> None:
         cache = engine_limits.cache
         assert cache is None or cache.tokens >= limits.context_length
         self.model, self.limits, self.engine_limits = model, limits, engine_limits
         rules = rules or {EXACT_RULE: ExactRule()}
         self.registry = SessionRegistry(
-            model, limits, engine_limits, rules, run_ahead, contain=contain
+            model, limits, engine_limits, rules, run_ahead, contain=contain, adapters=adapters
         )
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
@@ -133,9 +136,12 @@ class VerifyEngine:
 
     def _owner_of(self, key: str) -> str:
         """Sessions with equal owners may use each other's cached prefixes."""
+        # What an adapter has computed is of no use to another one.
+        adapter = self.registry.adapter_of(key)
         if self.engine_limits.share_prefixes is SharePrefixes.ALL:
-            return ""
-        return self.registry.credential_of[key].name
+            return adapter and f"\0{adapter}"
+        name = self.registry.credential_of[key].name
+        return f"{name}\0{adapter}" if adapter else name
 
     # --- between events --------------------------------------------------------------------
 

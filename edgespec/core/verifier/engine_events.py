@@ -161,6 +161,8 @@ class OpenSequence:
     sampling: SamplingParams
     text: tuple[int, ...] = field(default=(), repr=False)  # long, and its stream's first message
     """The committed tokens so far: the prompt, and what a device brought with it."""
+    adapter: str = field(default="", repr=False)  # as its stream's first message says
+    """The name of one of the target's; empty: none."""
 
 
 @statically_frozen

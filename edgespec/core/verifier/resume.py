@@ -20,10 +20,11 @@ def same_device(first: Open, later: Open) -> bool:
 
 
 def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
-    """Whether ``later`` asks for the rest of what ``first`` began: the same prompt, sampling, rule
-    and way of running ahead, and no token that ``prefix`` has otherwise."""
+    """Whether ``later`` asks for the rest of what ``first`` began: the same model, prompt,
+    sampling, rule and way of running ahead, and no token that ``prefix`` has otherwise."""
     return (
-        later.sampling == first.sampling
+        later.model == first.model
+        and later.sampling == first.sampling
         and later.rule == first.rule
         and later.run_ahead is first.run_ahead
         and later.prompt == first.prompt

@@ -14,7 +14,7 @@ instead, for tests.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from edgespec.core.protocol.messages import (
@@ -50,6 +50,7 @@ class SessionRegistry:
         run_ahead: RunAheadFactory,
         *,
         contain: bool,
+        adapters: Sequence[ModelInfo] = (),
     ) -> None:
         self.sessions: dict[str, VerifySession] = {}
         """By key, in the order of opening."""
@@ -57,12 +58,13 @@ class SessionRegistry:
         self.touched: dict[str, None] = {}
         self.streams = StreamTable()
         self._model, self._limits, self._rules = model, limits, rules
+        self._served = {one.name: one for one in (model, *adapters)}
         self._run_ahead, self._contain = run_ahead, contain
         self._trees = engine_limits.trees
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         """Whose each session is, by key."""
-        self._served = ServedDraftsMaker() if engine_limits.server_drafts else None
+        self._guesses = ServedDraftsMaker() if engine_limits.server_drafts else None
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
 
@@ -74,7 +76,8 @@ class SessionRegistry:
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
         rules = frozenset(self._rules)
-        fault = refuse_open(request, self._model, limits, rules, event.credential)
+        model = self._model_of(request)
+        fault = refuse_open(request, model, limits, rules, event.credential, tuple(self._served))
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
@@ -107,15 +110,26 @@ class SessionRegistry:
         if displaced is not None:
             self.end(displaced, DISPLACED)
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        served = None if self._served is None else self._served(request, credential)
+        guesses = None if self._guesses is None else self._guesses(request, credential)
+        model = self._model_of(request)
         self.sessions[key] = VerifySession(
-            request, self._model, limits, rule, run_ahead, now, served, trees=self._trees
+            request, model, limits, rule, run_ahead, now, guesses, trees=self._trees
         )
         self._slots.take(key, event.peer, credential, now)
         self._cached.add(key)
         text = (*request.prompt, *request.committed)
-        self.actions.append(ee.OpenSequence(key, len(request.prompt), request.sampling, text))
+        adapter = self.adapter_of(key)
+        opening = ee.OpenSequence(key, len(request.prompt), request.sampling, text, adapter)
+        self.actions.append(opening)
         return None
+
+    def _model_of(self, request: Open) -> ModelInfo:
+        return self._served.get(request.model, self._model)
+
+    def adapter_of(self, key: str) -> str:
+        """The name of the session's adapter; empty: it has the model itself."""
+        model = self._model_of(self.sessions[key].request)
+        return "" if model is self._model else model.name
 
     def message(self, event: ee.StreamMessage, now: float) -> None:
         """A later message; one of a stream that has no session any more is dropped."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.engines.vllm.adapters import Adapter
 from edgespec.engines.vllm.step import Stepped, Wanted
 from edgespec.setup_error import SetupError
 
@@ -37,6 +38,7 @@ class VllmOptions:
     share_prefixes: bool = True
     """May a session use what another has computed? vLLM knows no sharing among some."""
     flags: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
 
 class VllmCore:
@@ -54,12 +56,32 @@ class VllmCore:
         self._core = _core(config)
         atexit.register(self.shut_down)
         self._core.collective_rpc("edgespec_install")
+        self._adapters = self._loaded(options.adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
         """Of one step."""
 
+    def _loaded(self, adapters: Sequence[Adapter]) -> dict[str, Any]:
+        """vLLM's requests for them, by name."""
+        from vllm.lora.request import LoRARequest
+
+        requests: dict[str, Any] = {"": None}
+        for number, one in enumerate(adapters, 1):
+            requests[one.name] = LoRARequest(one.name, number, str(one.folder))
+            try:
+                self._core.add_lora(requests[one.name])
+            except Exception as error:  # vLLM has no exception of its own for this either
+                self.shut_down()
+                raise SetupError(f"vLLM cannot load the adapter {one.folder}: {error}") from error
+        return requests
+
     def add(
-        self, key: str, text: Sequence[int], prompt_length: int, sampling: SamplingParams
+        self,
+        key: str,
+        text: Sequence[int],
+        prompt_length: int,
+        sampling: SamplingParams,
+        adapter: str = "",
     ) -> None:
         from vllm import SamplingParams as VllmParams
         from vllm.v1.engine import EngineCoreRequest
@@ -75,8 +97,9 @@ class VllmCore:
             detokenize=False,
             extra_args={EXTRA: arguments_of(prompt_length, sampling)},
         )
+        lora = self._adapters[adapter]
         request = EngineCoreRequest(
-            name, list(text), None, params, None, time.time(), None, None, None
+            name, list(text), None, params, None, time.time(), lora, None, None
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
 
@@ -132,6 +155,8 @@ def _config(options: VllmOptions) -> Any:
             "num_speculative_tokens": options.max_drafts,
         },
     }
+    if options.adapters:  # all of them may be in one step
+        ours |= {"enable_lora": True, "max_loras": len(options.adapters)}
     if options.max_model_len is not None:
         ours["max_model_len"] = options.max_model_len
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))

@@ -19,6 +19,7 @@ OURS: Final = {
     "--async-scheduling": "",
     "--enable-prefix-caching": "",
     "--skip-tokenizer-init": "",
+    "--max-loras": "",
 }
 """And the option of the verifier that says the same, if there is one."""
 

@@ -42,9 +42,15 @@ class StepEngine(Protocol):
     """vLLM, or what stands in for it. Calls come one at a time."""
 
     def add(
-        self, key: str, text: Sequence[int], prompt_length: int, sampling: SamplingParams
+        self,
+        key: str,
+        text: Sequence[int],
+        prompt_length: int,
+        sampling: SamplingParams,
+        adapter: str = "",
     ) -> None:
-        """Begin a text. Nothing is computed of it until a step wants it."""
+        """Begin a text, of the model with ``adapter`` if one is named. Nothing is computed of it
+        until a step wants it."""
 
     def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
         """One step of these sessions and no others. A session may be left out of the result, or

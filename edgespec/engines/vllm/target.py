@@ -35,10 +35,12 @@ class _Sequence:
     sampling: SamplingParams
     text: tuple[int, ...]
     known: KnownText | None = None
+    adapter: str = ""
 
 
 class VllmTarget:
-    """``mode`` says in words how the target computes. ``pass_shape``: of a tree vLLM can look at
+    """``mode`` says in words how the target computes. ``adapters``: the model with each of them,
+    which the engine knows by these names. ``pass_shape``: of a tree vLLM can look at
     one path only, so a pass holds a chain of ``max_nodes``, and at most ``max_rows`` rows."""
 
     exact = False
@@ -52,8 +54,9 @@ class VllmTarget:
         mode: str = "vLLM",
         max_nodes: int = 15,
         max_rows: int = 2048,
+        adapters: Sequence[ModelInfo] = (),
     ) -> None:
-        self.mode = mode
+        self.mode, self.adapters = mode, tuple(adapters)
         self.pass_shape = PassShape(trees=False, max_nodes=max_nodes, max_rows=max_rows)
         self.steps = 0
         """Steps of vLLM so far."""
@@ -83,6 +86,12 @@ class VllmTarget:
         if not 0 < prompt_length <= limit:
             raise CapacityError(f"prompt of {prompt_length} tokens, limit 1 to {limit} (context)")
         self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text))
+
+    def use_adapter(self, key: str, name: str) -> None:
+        """Raises ``ValueError`` for one that is not served."""
+        if name not in (known := [one.name for one in self.adapters]):
+            raise ValueError(f"{key!r}: unknown adapter {name!r}; known: {', '.join(known)}")
+        self._sequences[key].adapter = name
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. What vLLM has computed before an error is kept and answers the next
@@ -127,7 +136,8 @@ class VllmTarget:
             self._add(request.key, sequence, text)
 
     def _add(self, key: str, sequence: _Sequence, text: Sequence[int]) -> None:
-        self._engine.add(key, text, sequence.prompt_length, sequence.sampling)
+        length, sampling = sequence.prompt_length, sequence.sampling
+        self._engine.add(key, text, length, sampling, sequence.adapter)
         sequence.known = KnownText(text)
 
     def _wanted(

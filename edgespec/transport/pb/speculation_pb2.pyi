@@ -269,20 +269,22 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model", "protocol_version", "limits", "sessions", "max_sessions", "pass_us")
+    __slots__ = ("model", "protocol_version", "limits", "sessions", "max_sessions", "pass_us", "adapters")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PASS_US_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     protocol_version: int
     limits: Limits
     sessions: int
     max_sessions: int
     pass_us: int
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., pass_us: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[ModelInfo]
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., pass_us: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids", "fingerprint")

@@ -1,0 +1,167 @@
+"""Adapters (LoRA) by name on vLLM: the flag that names them, their fingerprints, the service.
+
+Oracle: on the stand-in for vLLM an adapter is another toy model, so its text is that one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import NotFoundError
+from safetensors.numpy import save_file
+
+from edgespec.agent.agent import GenerationError
+from edgespec.cli.device import misfit
+from edgespec.compose import TOY_MODEL, build_agent, connect
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.engines.vllm.adapters import served_adapters, split_adapters
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.ports import ModelInfo, adapters_of, use_adapter
+from edgespec.targets.paced import PacedTarget
+from tests.endpoint.live_endpoint import over_toy
+from tests.shell.fake_vllm import FakeVllm, fake_target
+from tests.shell.live_verifier import serving, toy_text
+from tests.shell.test_end_to_end import collect, config, tokens
+
+SQL = replace(TOY_MODEL, order=2)
+PROMPT = "the quick brown fox"
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def adapter(folder: Path, scale: float = 1.0, base: str = "anything") -> Path:
+    """As PEFT writes one, of one matrix."""
+    folder.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = {"lora_A.weight": np.full((2, 4), scale, dtype=np.float32)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+# --- the flag ---------------------------------------------------------------------------------
+
+
+def test_the_flag_is_read_and_all_others_are_left(tmp_path: Path) -> None:
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", 2.0)
+    flags = ["--enable-lora", "--lora-modules", f"a={one}", f"b={two}", "--max-lora-rank", "8"]
+    found, others = split_adapters([*flags, f"--lora_modules=c={one}"], "base")
+    assert [(each.name, each.folder) for each in found] == [("a", one), ("b", two), ("c", one)]
+    assert others == ("--enable-lora", "--max-lora-rank", "8")
+    assert split_adapters(["--enforce-eager"], "base") == ((), ("--enforce-eager",))
+
+
+def test_what_cannot_be_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = adapter(tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("{", encoding="utf-8")
+    for values, why in (
+        (["a"], "is 'a', but must be NAME=FOLDER"),
+        ([f"={one}"], "must be NAME=FOLDER"),
+        ([f"a={empty}"], "adapter_config.json is not there"),
+        ([f"a={broken}"], "is no adapter: "),
+        ([f"a={one}", f"a={one}"], "the name 'a' is there twice"),
+        ([f"base={one}"], "the name 'base' is there twice"),
+        ([f"a{i}={one}" for i in range(65)], "names 65 adapters, but at most 64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            split_adapters(["--lora-modules", *values], "base")
+
+
+def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Of its weights and its model, whatever both are called and where they lie."""
+    folders = (
+        adapter(tmp_path / "one"),
+        adapter(tmp_path / "two", base="another"),
+        adapter(tmp_path / "three", 2.0),
+    )
+    values = [f"a{index}={folder}" for index, folder in enumerate(folders)]
+    found, _ = split_adapters(["--lora-modules", *values], "base")
+    base = ModelInfo("base", "v", 9, 8, (0,), "weights-float32")
+    one, two, three = served_adapters(base, found)
+    assert one == replace(base, name="a0", fingerprint=one.fingerprint)
+    assert one.fingerprint == two.fingerprint
+    other = served_adapters(replace(base, fingerprint="others-float32"), found)
+    marks = {base.fingerprint, one.fingerprint, three.fingerprint, other[0].fingerprint}
+    assert len(marks) == 4
+
+
+# --- the service ------------------------------------------------------------------------------
+
+
+def engine(whims: float = 0.0) -> FakeVllm:
+    found = FakeVllm(whims)
+    found.adapters["sql"] = SQL
+    return found
+
+
+async def test_devices_get_the_adapter_they_name() -> None:
+    ids = ToyTokenizer().encode(PROMPT)
+    own = {"": toy_text(ids, PARAMS), "sql": toy_text(ids, PARAMS, SQL)}
+    assert own[""] != own["sql"]
+    async with serving(fake_target(engine(0.1))) as (address, _):
+
+        async def text(name: str, draft: str) -> list[int]:
+            async with build_agent(replace(config(address, draft), model=name)) as agent:
+                return tokens(await collect(agent, PARAMS, PROMPT))
+
+        asked = [(name, draft) for name in ("", "toy", "sql") for draft in ("none", "toy")]
+        texts = await asyncio.gather(*(text(*one) for one in asked))
+        for (name, draft), found in zip(asked, texts, strict=True):
+            assert found == own["sql" if name == "sql" else ""], (name, draft)
+        async with build_agent(replace(config(address, "none"), model="sequel")) as agent:
+            with pytest.raises(
+                GenerationError, match="'sequel'; this verifier serves 'toy', 'sql'"
+            ):
+                await collect(agent, PARAMS, PROMPT)
+
+
+async def test_a_device_is_told_of_them_before_it_opens_a_session() -> None:
+    async with serving(PacedTarget(fake_target(engine()), 0.0, 0.0)) as (address, _):
+        transport = connect(address)
+        try:
+            info = await transport.info()
+        finally:
+            await transport.close()
+    assert [(one.name, one.fingerprint) for one in info.served] == [
+        ("toy", "toy"),
+        ("sql", "sql-on-toy"),
+    ]
+    wanted = replace(config(address), model="sql")
+    assert misfit(wanted, info, "it") is None
+    why = misfit(replace(wanted, model="sequel"), info, "it")
+    assert why == "unknown model 'sequel': it serves 'toy', 'sql'"
+
+
+async def test_an_endpoint_answers_with_its_adapter() -> None:
+    text = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS, SQL))
+    async with over_toy(fake_target(engine()), model="sql") as live, live.client() as client:
+        assert [one.id async for one in client.models.list()] == ["sql"]
+        asked: dict[str, Any] = {
+            "prompt": PROMPT,
+            "max_tokens": 40,
+            "extra_body": {"ignore_eos": True},
+        }
+        answer = await client.completions.create(model="sql", **asked)
+        assert (answer.model, answer.choices[0].text) == ("sql", text)
+        assert answer.system_fingerprint == "fp_sql-on-toy"
+        with pytest.raises(NotFoundError, match="'toy' does not exist here; this is 'sql'"):
+            await client.completions.create(model="toy", **asked)
+
+
+def test_a_target_says_which_adapter_it_lacks() -> None:
+    target = fake_target(engine())
+    assert [one.name for one in adapters_of(target)] == ["sql"]
+    target.open("a", 1, PARAMS, (1,))
+    with pytest.raises(ValueError, match="'a': unknown adapter 'sequel'; known: sql"):
+        use_adapter(target, "a", "sequel")
+    assert adapters_of(object()) == ()
+    with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
+        use_adapter(object(), "a", "sql")
