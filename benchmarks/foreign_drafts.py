@@ -2,10 +2,11 @@
 
     python benchmarks/foreign_drafts.py OWN FOREIGN... [--rounds N] [--cached N]
 
-Arms take turns; each round prefills, takes steps of one token, and steps behind a rollback of four
-tokens. A row is one arm: medians over all rounds with the first and last tenth, and ratios to the
-first arm. Times are the process's CPU time with one thread, so other work on the machine counts
-only as far as it empties caches.
+Each round prefills, takes steps of one token, and steps behind a rollback of four tokens; the arms
+take turns at each of them. A row is one arm: medians over all rounds with the first and last tenth,
+and the ratio to the first arm, median of pairs taken in turn, with quartiles. Times are the
+process's CPU time with one thread, so other work on the machine counts only as far as it empties
+caches.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ def main() -> None:
     arms = [_load(reference) for reference in options.drafts]
     found: list[dict[str, list[float]]] = [{kind: [] for kind in KINDS} for _ in arms]
     for _ in range(options.rounds):
-        for arm, times in zip(arms, found, strict=True):
-            _round(arm, options.cached, times)
+        _round(arms, options.cached, found)
     for reference, arm, times in zip(options.drafts, arms, found, strict=True):
         print(f"{Path(reference).name}: {_way(arm)}")
         for kind in KINDS:
             ms = sorted(one * 1e3 for one in times[kind])
             low, high = ms[len(ms) // 10], ms[-1 - len(ms) // 10]
-            ratio = statistics.median(times[kind]) / statistics.median(found[0][kind])
+            pairs = [own / first for own, first in zip(times[kind], found[0][kind], strict=True)]
+            least, ratio, most = statistics.quantiles(pairs, n=4)
             print(
-                f"  {kind}: x{ratio:.2f}, {statistics.median(ms):.2f} ms ({low:.2f} to {high:.2f})"
+                f"  {kind}: x{ratio:.3f} ({least:.3f} to {most:.3f}),"
+                f" {statistics.median(ms):.2f} ms ({low:.2f} to {high:.2f}), {len(pairs)} pairs"
             )
         print(f"  {1 / statistics.median(times['step']):.0f} tokens a second of CPU time")
 
@@ -54,17 +56,26 @@ def _load(reference: str) -> Any:
     return drafter
 
 
-def _round(drafter: Any, cached: int, times: dict[str, list[float]]) -> None:
-    tokens = [(7 * position) % drafter.info.vocabulary_size for position in range(cached)]
-    drafter.begin(1, SamplingParams())
-    times[KINDS[0]].append(_timed(lambda: drafter.step(0, tokens[:PREFILL], 3)))
-    drafter.step(PREFILL, tokens[PREFILL:], 3)
+def _round(arms: list[Any], cached: int, found: list[dict[str, list[float]]]) -> None:
+    size = min(drafter.info.vocabulary_size for drafter in arms)
+    tokens = [(7 * position) % size for position in range(cached)]
+
+    def in_turns(kind: str, work: Callable[[Any], object]) -> None:
+        for drafter, times in zip(arms, found, strict=True):
+            times[kind].append(_timed(lambda one=drafter: work(one)))
+
+    for drafter in arms:
+        drafter.begin(1, SamplingParams())
+    in_turns(KINDS[0], lambda one: one.step(0, tokens[:PREFILL], 3))
+    for drafter in arms:
+        drafter.step(PREFILL, tokens[PREFILL:], 3)
     for position in range(cached, cached + STEPS):
-        times[KINDS[1]].append(_timed(lambda at=position: drafter.step(at, [1], 3)))
+        in_turns(KINDS[1], lambda one, at=position: one.step(at, [1], 3))
     end = cached + STEPS
     for _ in range(STEPS):
-        times[KINDS[2]].append(_timed(lambda: drafter.step(end - TAKEN_BACK, [1], 3)))
-        drafter.step(end - TAKEN_BACK + 1, [1] * (TAKEN_BACK - 1), 3)
+        in_turns(KINDS[2], lambda one: one.step(end - TAKEN_BACK, [1], 3))
+        for drafter in arms:
+            drafter.step(end - TAKEN_BACK + 1, [1] * (TAKEN_BACK - 1), 3)
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from edgespec.core.device.kv_type import KvType
 from edgespec.models.folders import DRAFT_MANIFEST, check_checkpoint, model_info, token_count
 
 # Raised when an export of the same input would give other bytes.
-_EXPORT_VERSION = 3
+_EXPORT_VERSION = 4
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 

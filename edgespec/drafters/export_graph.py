@@ -6,6 +6,9 @@ cached length is an input, so rolling back costs one integer. About eleven nodes
 
     norm -> qkv -> attention -> o -> norm -> gate, up -> SiLU * up -> down
 
+Queries, keys and values are one product: rows of a matrix do not know of each other, so its result,
+cut in parts, has the bits that a product for each would give.
+
 Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
 ``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32
 [1, kv heads, capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only,
@@ -17,7 +20,7 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,22 +46,13 @@ BITS = (4, 8, 32)
 _OPSET = 21
 _IR_VERSION = 10
 _CONTRIB = "com.microsoft"
-# SimplifiedLayerNormalization is onnxruntime's own, yet registered in the standard domain.
-_STANDARD = frozenset(
-    (
-        "Add",
-        "Div",
-        "Gather",
-        "Gelu",
-        "Gemm",
-        "MatMul",
-        "Mul",
-        "Pad",
-        "Reshape",
-        "SimplifiedLayerNormalization",
-        "Slice",
-        "Tanh",
-    )
+# SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
+_CONTRIB_KINDS = (
+    "GatherBlockQuantized",
+    "GroupQueryAttention",
+    "MatMulNBits",
+    "QuickGelu",
+    "SkipSimplifiedLayerNormalization",
 )
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
@@ -199,17 +193,12 @@ class _Builder:
 
     def _attention(self, layer: int, normed: str) -> str:
         shape, name = self._shape, f"model.layers.{layer}.self_attn"
-        sizes = [("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)]
-        if shape.normalises_heads:
-            query, key, value = (
-                self._fused_projection(name, normed, [(x, heads)], f"{x}_proj")
-                for x, heads in sizes
-            )
+        heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        query, key, value = self._joint_projection(name, normed, heads), "", ""
+        if shape.normalises_heads:  # else the attention takes the three as they are
+            query, key, value = self._heads_apart(f"{name}.qkv", query, heads.values())
             query = self._head_norm(f"{name}.q_norm", query, shape.heads)
             key = self._head_norm(f"{name}.k_norm", key, shape.kv_heads)
-        else:  # one product instead of three
-            query = self._fused_projection(name, normed, sizes)
-            key = value = ""
         past = [f"past.{layer}.key", f"past.{layer}.value"]
         present = [f"present.{layer}.key", f"present.{layer}.value"]
         lengths = ["seqlens_k", "total_sequence_length"]
@@ -231,24 +220,32 @@ class _Builder:
             **extra,
         )
 
-    def _fused_projection(
-        self, name: str, normed: str, sizes: list[tuple[str, int]], fused: str = "qkv_proj"
-    ) -> str:
-        """The product with the projections of ``sizes`` (name, heads), one behind the other."""
+    def _joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
+        """The product with the projections into ``heads`` (name: how many), one behind the
+        other."""
         hidden, dim = self._shape.hidden, self._source.head_dim
-        rows = [
-            pad_outputs(self._read(f"{name}.{x}_proj.weight", (heads * dim, hidden)), dim)
-            for x, heads in sizes
+        weights = [
+            pad_outputs(self._read(f"{name}.{x}_proj.weight", (count * dim, hidden)), dim)
+            for x, count in heads.items()
         ]
-        product = self._product(f"{name}.{fused}", normed, np.concatenate(rows), self._bits)
-        if f"{name}.{sizes[0][0]}_proj.bias" not in self._checkpoint:
+        joint = f"{name}.qkv_proj"
+        product = self._product(joint, normed, np.concatenate(weights), self._bits)
+        if f"{name}.q_proj.bias" not in self._checkpoint:
             return product
         biases = [
-            pad_outputs(self._read(f"{name}.{x}_proj.bias", (heads * dim,)), dim)
-            for x, heads in sizes
+            pad_outputs(self._read(f"{name}.{x}_proj.bias", (count * dim,)), dim)
+            for x, count in heads.items()
         ]
-        self._constant(f"{name}.{fused}.bias", np.concatenate(biases))
-        return self._node("Add", [product, f"{name}.{fused}.bias"], f"{name}.{fused}.biased")
+        self._constant(f"{joint}.bias", np.concatenate(biases))
+        return self._node("Add", [product, f"{joint}.bias"], f"{joint}.biased")
+
+    def _heads_apart(self, name: str, value: str, counts: Iterable[int]) -> list[str]:
+        """``value`` [1, T, heads * dim], cut into parts of ``counts`` heads each."""
+        widths = np.array([count * self._shape.head_dim for count in counts], dtype=np.int64)
+        self._constant(f"{name}.widths", widths)
+        outputs = [f"{name}.{part}" for part in range(len(widths))]
+        self._node("Split", [value, f"{name}.widths"], name, outputs=outputs, axis=-1)
+        return outputs
 
     def _output_projection(self, name: str, attended: str) -> str:
         hidden, dim = self._shape.hidden, self._source.head_dim
@@ -390,7 +387,7 @@ class _Builder:
     ) -> str:
         """Append a node; its first output has its name."""
         outputs = list(outputs) or [name]
-        domain = "" if kind in _STANDARD else _CONTRIB
+        domain = _CONTRIB if kind in _CONTRIB_KINDS else ""
         node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
         self._nodes.append(node)

@@ -28,7 +28,7 @@ class FamilyWeights:
         self._checkpoint, self._shape = checkpoint, shape
 
     def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint or self._whole(name)[0] in self._checkpoint
+        return name in self._checkpoint or self.joint_matrix(name)[0] in self._checkpoint
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """As ``Checkpoint.read``."""
@@ -38,23 +38,9 @@ class FamilyWeights:
         factor = self._factor(name)
         return value if factor == 1.0 else value * np.float32(factor)
 
-    def _factor(self, name: str) -> float:
-        shape = self._shape
-        if name == "model.norm.weight":
-            return 1.0 / shape.logits_divisor
-        last = _BRANCH_NORMS if shape.normalises_branches else _LAST_MATRICES
-        if any(part in name for part in last):
-            return shape.branch_scale / shape.stream_scale
-        return 1.0
-
-    def _cut(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        whole, start, rows = self._whole(name)
-        if name in self._checkpoint or whole not in self._checkpoint:
-            return self._checkpoint.read(name, shape)
-        return self._checkpoint.read(whole, (rows, *shape[1:]))[start : start + shape[0]]
-
-    def _whole(self, name: str) -> tuple[str, int, int]:
-        """(the fused matrix of ``name``, its first row there, rows of the fused one)."""
+    def joint_matrix(self, name: str) -> tuple[str, int, int]:
+        """(the matrix that families fuse ``name`` into with others, its first row there, rows of
+        that matrix); no name where it stands alone."""
         shape = self._shape
         heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for fused, parts in (
@@ -68,3 +54,18 @@ class FamilyWeights:
                     return whole, start, sum(parts.values())
                 start += rows
         return "", 0, 0
+
+    def _factor(self, name: str) -> float:
+        shape = self._shape
+        if name == "model.norm.weight":
+            return 1.0 / shape.logits_divisor
+        last = _BRANCH_NORMS if shape.normalises_branches else _LAST_MATRICES
+        if any(part in name for part in last):
+            return shape.branch_scale / shape.stream_scale
+        return 1.0
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        whole, start, rows = self.joint_matrix(name)
+        if name in self._checkpoint or whole not in self._checkpoint:
+            return self._checkpoint.read(name, shape)
+        return self._checkpoint.read(whole, (rows, *shape[1:]))[start : start + shape[0]]

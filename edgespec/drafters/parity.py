@@ -147,35 +147,32 @@ class _StoredWeights:
         return stored
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> tuple[Array, int]:
-        layer, _, part = name.rpartition(".")
-        dim = self._shape.head_dim
-        if part == "o_proj":
+        """(float32 [N, K], bits); queries, keys and values lie in one matrix of the graph."""
+        dim, rows = self._shape.head_dim, shape[0]
+        if name.endswith(".o_proj"):
             stored, bits = self._plain(name, self._shape.heads * padded_head_dim(dim))
             return unpad_inputs(stored, dim), bits
-        if part not in ("q_proj", "k_proj", "v_proj"):
+        joint, first, _ = self._checkpoint.joint_matrix(f"{name}.weight")
+        if not joint.endswith(".qkv_proj.weight"):
             return self._plain(name, shape[1])
-        if self._shape.normalises_heads:
-            stored, bits = self._plain(name, shape[1])
-            return unpad_outputs(stored, dim), bits
-        stored, bits = self._plain(f"{layer}.qkv_proj", shape[1])
-        stored = unpad_outputs(stored, dim)
-        heads, kv_heads = self._shape.heads * dim, self._shape.kv_heads * dim
-        ends = {"q_proj": heads, "k_proj": heads + kv_heads, "v_proj": heads + 2 * kv_heads}
-        return stored[ends[part] - shape[0] : ends[part]], bits
+        size = padded_head_dim(dim)
+        heads = slice(first // dim * size, (first + rows) // dim * size)
+        stored, bits = self._plain(joint.removesuffix(".weight"), shape[1], heads)
+        return unpad_outputs(stored, dim), bits
 
-    def _plain(self, name: str, columns: int) -> tuple[Array, int]:
-        """(float32 [N, K], bits)."""
+    def _plain(self, name: str, columns: int, rows: slice = slice(None)) -> tuple[Array, int]:
+        """(``rows`` of float32 [N, K], bits)."""
         from onnx import numpy_helper
 
         if f"{name}.packed" in self._stored:
-            packed = numpy_helper.to_array(self._stored[f"{name}.packed"])
-            scales = numpy_helper.to_array(self._stored[f"{name}.scales"])
+            packed = numpy_helper.to_array(self._stored[f"{name}.packed"])[rows]
+            scales = numpy_helper.to_array(self._stored[f"{name}.scales"])[rows]
             bits = packed.shape[2] * 8 // 32
             return dequantize_matrix(QuantizedMatrix(packed, scales, bits, columns)), bits
         if f"{name}.weight" not in self._stored:
             raise DraftModelError(f"{self._path}: matrix {name} is missing")
         weight = numpy_helper.to_array(self._stored[f"{name}.weight"])
-        return (weight if name == "model.embed_tokens" else weight.T), 32
+        return (weight if name == "model.embed_tokens" else weight.T)[rows], 32
 
 
 def relative(got: Array, wanted: Array) -> float:
