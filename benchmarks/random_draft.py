@@ -1,7 +1,7 @@
 """Draft folders of real models' shapes with random weights, made in seconds.
 
 Memory and speed depend on sizes alone, so nothing is trained and nothing fitted: quantised weights
-are random bytes with one scale. The texts of such a draft mean nothing.
+are random bytes with scales that also fit float16. The texts of such a draft mean nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _random_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
     blocks = -(-columns // BLOCK_SIZE)
     rng = np.random.default_rng(int(abs(weight[0, 0]) * 1e9))
     packed = rng.integers(0, 256, (rows, blocks, BLOCK_SIZE * bits // 8), dtype=np.uint8)
-    scales = np.full((rows, blocks), 0.06 / (1 << bits), dtype=np.float32)
+    sizes = rng.uniform(0.5, 1.5, (rows, blocks)) * rng.choice((-1.0, 1.0), (rows, blocks))
+    scales = (sizes * 0.06 / (1 << bits)).astype(np.float16).astype(np.float32)
     return QuantizedMatrix(packed, scales, bits, columns)
 
 
