@@ -47,7 +47,7 @@ class OfflineView:
         """Text that the target has not seen, or that it does not say."""
         if isinstance(event, Correction):
             kept = max(0, event.position - self._first)
-            self._close(f"[replaced: the target agrees with {kept} of {self._written} tokens]")
+            self._close(f"[replaced: {kept} of {self._written} tokens were verified]")
             return
         if not self._open:
             sys.stderr.write(f"\n{MARK} " if sys.stdout.isatty() else f"{MARK} ")

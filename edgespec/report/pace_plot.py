@@ -88,7 +88,8 @@ def _line(arm: ArmSummary, series: Series, color: str, duration_s: float) -> dic
     base = arm.arm == Arm.TARGET_ONLY.value
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines+markers",  # or a step with tokens between two without would not show
+        "marker": {"size": 4},
         "name": label(arm.arm),
         "x": [_middle(series, step) for step in range(len(series.values))],
         "y": [None if value is None else round(value, 4) for value in series.values],

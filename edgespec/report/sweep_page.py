@@ -24,6 +24,7 @@ Varied = Mapping[str, Any]
 Points = Sequence[tuple[Varied, RunSummary]]
 _LOGARITHMIC_FROM: Final = 50.0
 _PANELS_MAX: Final = 12
+_TICKS_MAX: Final = 8
 _SEED: Final = "seed"
 
 
@@ -285,7 +286,10 @@ def _scale(xs: Sequence[Any]) -> dict[str, Any]:
         return {"type": "category"}
     low, high = min(xs), max(xs)
     wide = low > 0 and high / low > _LOGARITHMIC_FROM
-    return {"type": "log", "dtick": 1} if wide else {"type": "linear"}
+    if not wide:
+        return {"type": "linear"}
+    values = sorted(set(xs))
+    return {"type": "log", **({"tickvals": values} if len(values) <= _TICKS_MAX else {"dtick": 1})}
 
 
 def _table(points: Points, keys: Sequence[str]) -> str:

@@ -94,7 +94,9 @@ def answer(points: Points) -> str:
         return told
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
     ends = [f"{figures.speedup(arm)} at {_where(varied)}" for _, varied, arm in (least, most)]
-    return f"{told} Against target-only ours goes from {ends[0]} to {ends[1]} (95 % intervals)."
+    known = least[2].speedup_interval is not None and most[2].speedup_interval is not None
+    sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
+    return f"{told} Against target-only ours goes from {ends[0]} to {ends[1]} ({sure})."
 
 
 def _where(varied: Mapping[str, Any]) -> str:

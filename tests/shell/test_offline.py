@@ -224,7 +224,7 @@ def test_on_a_pipe_only_verified_text_is_on_stdout(monkeypatch: pytest.MonkeyPat
     view.end()
     assert out.getvalue() == ""
     assert err.getvalue() == (
-        "[unverified] unsure\n[replaced: the target agrees with 1 of 2 tokens]\n"
+        "[unverified] unsure\n[replaced: 1 of 2 tokens were verified]\n"
         "[unverified] yes\N{REPLACEMENT CHARACTER}[2J\n[verified: all 1 tokens]\n"
     )
 
