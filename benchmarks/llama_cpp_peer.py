@@ -13,7 +13,8 @@ behind 64 to 88 tokens; four rows with the logits of each; five rows with those 
 prefill of 256 tokens. Ours is told without the choice of its guesses, which is not in llama.cpp's
 time either, and as the whole step that a device takes. Medians, quartiles in brackets; ratios are
 those of pairs. llama.cpp has its own defaults: keys and values in float16, weights packed anew
-while they are loaded.
+while they are loaded. Where other programs take the cores, its second thread spins while it waits
+for the first: set ``OMP_WAIT_POLICY=passive`` there.
 """
 
 from __future__ import annotations
@@ -111,6 +112,14 @@ class Process:
             raise SystemExit(f"{self._child.args} ended with {self._child.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+def has_llama(python: str) -> bool:
+    """Can this interpreter write a GGUF and run it? It says what it has, or what is missing."""
+    try:
+        return not subprocess.run([python, str(HERE / "llama_cpp_process.py"), "check"]).returncode
+    except OSError:
+        return False
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -227,8 +236,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every time into this file")
     options = parser.parse_args()
     peer = options.peer_python
-    script = str(HERE / "llama_cpp_process.py")
-    if not peer or subprocess.run([peer, script, "check"]).returncode:
+    if not has_llama(peer):
         raise SystemExit(
             f"--peer-python {peer!r} is no interpreter with gguf and llama.cpp: make a virtual"
             " environment, install gguf and xllamacpp there, and name its python"
@@ -253,10 +261,10 @@ def main() -> None:
                     found = measure(kind, arms, turns)
                     show(threads, kind, found)
                     kept[f"{threads} threads, {kind.name}"] = found
+                    if options.json:
+                        options.json.write_text(json.dumps(kept, indent=1))
                 sizes = {name: round(arm.resident_mib) for name, arm in arms.items()}
                 print(f"resident MiB with {threads} threads: {sizes}, load {psutil.getloadavg()}")
-    if options.json:
-        options.json.write_text(json.dumps(kept, indent=1))
 
 
 if __name__ == "__main__":

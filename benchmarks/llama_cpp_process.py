@@ -170,8 +170,8 @@ def serve(path: Path, threads: int) -> None:
 def main() -> None:
     match sys.argv[1:]:
         case ["check"]:
-            import gguf  # noqa: F401 # to see that it is there
-
+            if importlib.util.find_spec("gguf") is None:
+                raise SystemExit("the package gguf is not installed")
             print(library()[0])
         case ["write", folder, target]:
             write(Path(folder), Path(target))
