@@ -180,7 +180,8 @@ class GrpcVerifierStream:
         self._take = take
         if isinstance(self._context, FrontCall):
             # In a context under which the log knows whose message it is.
-            self._context.pass_on(partial(copy_context().run, self._take_at_once))
+            run: Callable[..., bool] = copy_context().run
+            self._context.pass_on(partial(run, self._take_at_once))
         try:
             while True:
                 await self._until_news()
