@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cached", type=int, default=512, help="tokens before the steps")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds is {options.rounds}, but quartiles of pairs need at least 2")
     arms = [_load(reference) for reference in options.drafts]
     found: list[dict[str, list[float]]] = [{kind: [] for kind in KINDS} for _ in arms]
     for _ in range(options.rounds):
