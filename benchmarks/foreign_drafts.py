@@ -15,6 +15,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def _round(arms: list[Any], cached: int, found: list[dict[str, list[float]]]) ->
 
     def in_turns(kind: str, work: Callable[[Any], object]) -> None:
         for drafter, times in zip(arms, found, strict=True):
-            times[kind].append(_timed(lambda one=drafter: work(one)))
+            times[kind].append(_timed(partial(work, drafter)))
 
     for drafter in arms:
         drafter.begin(1, SamplingParams())
@@ -72,7 +74,7 @@ def _round(arms: list[Any], cached: int, found: list[dict[str, list[float]]]) ->
     for drafter in arms:
         drafter.step(PREFILL, tokens[PREFILL:], 3)
     for position in range(cached, cached + STEPS):
-        in_turns(KINDS[1], lambda one, at=position: one.step(at, [1], 3))
+        in_turns(KINDS[1], methodcaller("step", position, [1], 3))
     end = cached + STEPS
     for _ in range(STEPS):
         in_turns(KINDS[2], lambda one: one.step(end - TAKEN_BACK, [1], 3))
