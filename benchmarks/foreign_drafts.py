@@ -15,6 +15,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cached", type=int, default=512, help="tokens before the steps")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds is {options.rounds}, but quartiles of pairs need at least 2")
     arms = [_load(reference) for reference in options.drafts]
     found: list[dict[str, list[float]]] = [{kind: [] for kind in KINDS} for _ in arms]
     for _ in range(options.rounds):
@@ -62,7 +66,7 @@ def _round(arms: list[Any], cached: int, found: list[dict[str, list[float]]]) ->
 
     def in_turns(kind: str, work: Callable[[Any], object]) -> None:
         for drafter, times in zip(arms, found, strict=True):
-            times[kind].append(_timed(lambda one=drafter: work(one)))
+            times[kind].append(_timed(partial(work, drafter)))
 
     for drafter in arms:
         drafter.begin(1, SamplingParams())
@@ -70,7 +74,7 @@ def _round(arms: list[Any], cached: int, found: list[dict[str, list[float]]]) ->
     for drafter in arms:
         drafter.step(PREFILL, tokens[PREFILL:], 3)
     for position in range(cached, cached + STEPS):
-        in_turns(KINDS[1], lambda one, at=position: one.step(at, [1], 3))
+        in_turns(KINDS[1], methodcaller("step", position, [1], 3))
     end = cached + STEPS
     for _ in range(STEPS):
         in_turns(KINDS[2], lambda one: one.step(end - TAKEN_BACK, [1], 3))
