@@ -133,7 +133,8 @@ class Held:
     peer, credential = "peer", ANYBODY
 
     def __init__(self, first: asyncio.Future[Open]) -> None:
-        self._coming = [first, asyncio.get_running_loop().create_future()]
+        never: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+        self._coming = [first, never]
         self.asked = asyncio.Event()
 
     async def receive(self) -> Open:
