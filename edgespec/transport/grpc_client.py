@@ -102,7 +102,9 @@ class GrpcTransport:
         metadata = (*(self._metadata or ()), *((name, value) for name, value in asked if value))
         call = method(metadata=metadata or None)
         try:
-            await asyncio.wait_for(call.wait_for_connection(), self._connect_timeout_s)
+            # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
+            async with asyncio.timeout(self._connect_timeout_s):
+                await call.wait_for_connection()
         except TimeoutError:
             call.cancel()
             raise self._timed_out("connect") from None

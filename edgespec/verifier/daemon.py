@@ -158,7 +158,9 @@ class Verifier:
 
     async def _read(self, number: int, stream: VerifierStream) -> None:
         try:
-            first = await asyncio.wait_for(stream.receive(), _OPEN_WITHIN_S)
+            # Not ``wait_for``: in Python 3.11 that may have an Open for a stream that is gone.
+            async with asyncio.timeout(_OPEN_WITHIN_S):
+                first = await stream.receive()
             if not isinstance(first, Open):
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return

@@ -347,3 +347,33 @@ async def test_streams_over_the_limit_are_refused() -> None:
             await second.receive()
         assert caught.value.retryable
         assert await works(first)
+
+
+async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the call is cancelled, and so is the caller."""
+    asked, connected = asyncio.Event(), asyncio.get_running_loop().create_future()
+    cancelled: list[bool] = []
+
+    class Connecting:
+        async def wait_for_connection(self) -> None:
+            asked.set()
+            await connected
+
+        def cancel(self) -> None:
+            cancelled.append(True)
+
+    class Channel:
+        def stream_stream(self, *_: object) -> Any:
+            return lambda metadata: Connecting()
+
+    transport = GrpcTransport("127.0.0.1:1")
+    monkeypatch.setattr(transport, "_open_channel", Channel)
+    connecting = asyncio.create_task(transport.connect())
+    await asked.wait()
+    connected.set_result(None)  # the connection stands, and nobody has heard of it
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    assert connecting.cancelled()
+    assert cancelled == [True]

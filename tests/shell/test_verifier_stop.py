@@ -19,6 +19,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.ports import DeviceStream, PassRequest, PassResult
 from edgespec.targets.toy import ToyTarget
@@ -124,3 +125,39 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
     await verifier.stop()
     assert [record.reason for record in records] == ["unauthenticated"]
     assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
+
+
+class Held:
+    """A stream whose one message comes when the test says."""
+
+    peer, credential = "peer", ANYBODY
+
+    def __init__(self, first: asyncio.Future[Open]) -> None:
+        never: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+        self._coming = [first, never]
+        self.asked = asyncio.Event()
+
+    async def receive(self) -> Open:
+        self.asked.set()
+        return await self._coming.pop(0)
+
+    async def send(self, message: Downlink) -> None:
+        """It is lost."""
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached() -> None:
+    verifier = Verifier(ToyTarget(MODEL), Limits(context_length=256))
+    first: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+    stream = Held(first)
+    serving = asyncio.create_task(verifier.serve(stream))
+    await stream.asked.wait()
+    first.set_result(Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=4)))
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(session.attached for session in verifier.engine.sessions.values())
+    await verifier.stop()
