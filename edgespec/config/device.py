@@ -30,7 +30,7 @@ from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 
-MAX_VERIFIERS = 64
+MAX_VERIFIERS, MAX_PORT = 64, 65_535
 LEARNED = "learned:"
 """What comes before the file of a learned association."""
 PROVIDERS = ("auto", "cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
@@ -201,6 +201,7 @@ class AgentConfig:
             not_empty("verifier", address)
             if "://" in address:
                 raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
+            _check_port(address)
         bounded("offline_grace_s", self.offline_grace_s, 0.0, 3600.0)
         if not self.association.startswith(LEARNED):
             one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
@@ -225,3 +226,12 @@ class AgentConfig:
         """All addresses given, each once."""
         given = (self.verifier,) if isinstance(self.verifier, str) else self.verifier
         return tuple(dict.fromkeys(given))
+
+
+def _check_port(address: str) -> None:
+    """Raises ``ValueError``: of a larger port gRPC would take the lower 16 bits."""
+    _, colon, port = address.strip().rpartition("]")[2].rpartition(":")
+    if not colon or "/" in address or address.startswith("unix"):
+        return
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port[:9]) <= MAX_PORT):
+        raise ValueError(f"verifier is {address!r}, but its port must be in [1, {MAX_PORT}]")

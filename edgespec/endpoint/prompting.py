@@ -60,11 +60,15 @@ def with_forced_call(tokenizer: ChatTokenizer, request: ChatRequest) -> ChatRequ
 
 
 def sampling_of(
-    asked: Asked, tokens: Sequence[int], context_length: int | None, default_max_tokens: int
+    asked: Asked,
+    tokens: Sequence[int],
+    context_length: int | None,
+    default_max_tokens: int,
+    param: str = "messages",
 ) -> SamplingParams:
     """The sampling of one prompt. ``max_tokens`` is what was asked for, or the default, but no more
     than the context has room for; ``context_length`` None: nobody knows it yet. Raises ``ApiError``
-    for a prompt that leaves no room."""
+    for a prompt that leaves no room, which came as ``param``."""
     if not tokens:
         raise invalid("prompt", "the prompt is empty, but must hold at least one token")
     longest = asked.max_tokens or default_max_tokens
@@ -75,7 +79,7 @@ def sampling_of(
                 400,
                 f"the prompt has {len(tokens)} tokens, which leaves no room for output in the"
                 f" context of {context_length} tokens",
-                param="messages",
+                param=param,
                 code="context_length_exceeded",
             )
         longest = min(longest, room)

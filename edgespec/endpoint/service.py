@@ -191,7 +191,8 @@ class Endpoint:
         longest = self.settings.default_max_tokens or self.sampling.max_tokens
         if request is not None and context and self.settings.default_max_tokens is None:
             longest = context
-        samplings = [sampling_of(asked, tokens, context, longest) for tokens in prompts]
+        came_as = "prompt" if request is None else "messages"
+        samplings = [sampling_of(asked, one, context, longest, came_as) for one in prompts]
         fingerprint = "" if self._served is None else self._served.fingerprint
         envelope = Envelope(
             shape,

@@ -54,6 +54,7 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
         (b'{"prompt": [1, -1]}', r"prompt holds -1, but token ids are in"),
         (b'{"prompt": [999]}', "token 999 is outside the vocabulary of 64"),
+        (b'{"prompt": "%s"}' % (b"a" * 5000), "5000 tokens, which leaves no room"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
         (b'{"prompt": "a", "echo": true}', "echo is True, but echo is not supported"),
@@ -67,6 +68,7 @@ async def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
         reply = await exchange(live.port, request_bytes(PATH, body))
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
+    assert reply.error["param"] != "messages"  # a completion has none
     assert re.search(message, reply.error["message"]), reply.error["message"]
 
 

@@ -109,6 +109,8 @@ def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
         (("a", "--model", "other"), 1, "unknown model 'other'"),
         (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
         (("--file", "nowhere.txt"), 1, "No such file or directory: 'nowhere.txt'"),
+        (("a", "--verifier", "box:99999"), 2, "'box:99999', but its port must be in [1, 65535]"),
+        (("a", "--verifier", "[::1]:"), 2, "'[::1]:', but its port must be in [1, 65535]"),
         (("a", "--draft", "~nobody-here/m"), 1, "model '~nobody-here/m' is neither"),
         (("a", "--ca", "~nobody-here/ca.pem"), 2, "~nobody-here/ca.pem"),
     ],

@@ -72,13 +72,6 @@ def test_a_full_disk_costs_the_file_but_no_message(home: Path) -> None:
     assert full.trouble() == ""  # once is enough
 
 
-def test_bytes_that_are_no_text_end_no_chat(home: Path) -> None:
-    """A terminal that is sent a broken character hands on half of a surrogate pair."""
-    path = _typed(0)
-    TypedHistory(path).store_string("caf\udce9")
-    assert _entries(path) == ["caf?"]
-
-
 def test_who_has_no_home_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", _homeless)

@@ -19,7 +19,7 @@ _BETWEEN: Final = b"\n# "
 
 class TypedHistory(FileHistory):
     """A history that goes without its file where that cannot be written: no message is lost to a
-    full disk. Bytes that are no UTF-8, which a terminal may be sent, are kept as question marks."""
+    full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -28,7 +28,7 @@ class TypedHistory(FileHistory):
 
     def store_string(self, string: str) -> None:
         try:
-            super().store_string(string.encode(errors="replace").decode())
+            super().store_string(string)
         except OSError as error:
             self._trouble = error
 
