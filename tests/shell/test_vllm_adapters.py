@@ -21,7 +21,7 @@ from edgespec.cli.device import misfit
 from edgespec.compose import TOY_MODEL, build_agent, connect
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.adapters import served_adapters, split_adapters
+from edgespec.engines.adapters import served_adapters, split_adapters
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.targets.paced import PacedTarget

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.adapters import Adapter
-from edgespec.engines.vllm.step import Stepped, Wanted
+from edgespec.engines.vllm.step import Adapter, Stepped, Wanted
 from edgespec.setup_error import SetupError
 
 MAX_DRAFTS: Final = 15
