@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,11 +158,15 @@ def started(command: Sequence[str], threads: int) -> Iterator[subprocess.Popen[s
             sys.stderr.write(words.read()[-4000:])
             raise
         finally:
+            some = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             try:
                 process.wait(timeout=60.0)
             except subprocess.TimeoutExpired:
                 process.kill()
+            for one in some:  # vLLM's, which outlive a server that is ended while it loads
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def free_port() -> int:
