@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import Role, model_info, resolve_model
 
 PROMPT_TOKENS: Final = 24
-READY_WITHIN_S: Final = 600.0
+READY_WITHIN_S: Final = 1200.0
 FLAGS: Final = ("--enforce-eager", "--kv-cache-memory-bytes", "400000000")
 BASE: Final = "vllm serve"
 ARMS: Final = {
@@ -158,11 +158,15 @@ def started(command: Sequence[str], threads: int) -> Iterator[subprocess.Popen[s
             sys.stderr.write(words.read()[-4000:])
             raise
         finally:
+            some = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             try:
                 process.wait(timeout=60.0)
             except subprocess.TimeoutExpired:
                 process.kill()
+            for one in some:  # vLLM's, which outlive a server that is ended while it loads
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def free_port() -> int:
@@ -172,41 +176,49 @@ def free_port() -> int:
         return port
 
 
-@contextmanager
-def vllm_server(options: argparse.Namespace) -> Iterator[Server]:
+Wait = Callable[[], Server]
+"""Returns once the server serves. They all load beside each other."""
+
+
+def vllm_server(options: argparse.Namespace, stack: ExitStack) -> Wait:
     port = free_port()
     command = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(options.model), "--served-model-name", "m", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", options.dtype, *options.flags]
     command += ["--disable-uvicorn-access-log"]
-    with started(command, options.threads) as process:
+    process = stack.enter_context(started(command, options.threads))
+
+    def wait() -> Server:
         until = time.monotonic() + READY_WITHIN_S
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-                break
+                return Server(f"127.0.0.1:{port}", psutil.Process(process.pid))
             except OSError:
                 if process.poll() is not None or time.monotonic() > until:
                     raise SystemExit(f"{BASE} did not start") from None
                 time.sleep(0.5)
-        yield Server(f"127.0.0.1:{port}", psutil.Process(process.pid))
+
+    return wait
 
 
-@contextmanager
-def verifier(arm: str, options: argparse.Namespace) -> Iterator[Server]:
+def verifier(arm: str, options: argparse.Namespace, stack: ExitStack) -> Wait:
     on_vllm = "vllm" in ARMS[arm]
     python = options.vllm_python if on_vllm else sys.executable
     command = [str(python), "-m", "edgespec", "verifier", "--port", "0", *ARMS[arm]]
     command += ["--model", str(options.model), "--dtype", options.dtype]
     command += ["--", *options.flags] if on_vllm else []
-    with started(command, options.threads) as process:
+    process = stack.enter_context(started(command, options.threads))
+
+    def wait() -> Server:
         assert process.stdout is not None
         for line in process.stdout:
             if found := re.search(r"ready on (\S+:\d+): (.*)", line):
                 print(f"{arm}: {found[2]}", flush=True)
-                yield Server(found[1], psutil.Process(process.pid))
-                return
+                return Server(found[1], psutil.Process(process.pid))
         raise SystemExit(f"{arm} did not start")
+
+    return wait
 
 
 # --- clients ----------------------------------------------------------------------------------
@@ -343,12 +355,11 @@ def main() -> int:
         print(f"{name}: {value}")
     print(f"command: {shlex.join(sys.argv)}", flush=True)
     with ExitStack() as stack:
-        servers = {
-            arm: stack.enter_context(
-                vllm_server(options) if arm == BASE else verifier(arm, options)
-            )
+        waits = {
+            arm: vllm_server(options, stack) if arm == BASE else verifier(arm, options, stack)
             for arm in options.arms
         }
+        servers = {arm: wait() for arm, wait in waits.items()}
         report(asyncio.run(measure(servers, options)))
     return 0
 

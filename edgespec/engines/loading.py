@@ -6,7 +6,7 @@ import os
 
 from edgespec.config import VerifierConfig
 from edgespec.core.verifier.block_names import SharePrefixes
-from edgespec.engines.vllm.adapters import served_adapters, split_adapters
+from edgespec.engines.adapters import served_adapters, split_adapters
 from edgespec.engines.vllm.flags import refuse_our_flags
 from edgespec.engines.vllm.install import check_install
 from edgespec.engines.vllm.self_test import self_test

@@ -171,18 +171,6 @@ def test_verifier_info_comes_out_as_it_went_in(info: VerifierInfo) -> None:
     assert decode_info(encode_info(info, LIMITS), LIMITS) == info
 
 
-def test_the_adapters_of_a_verifier_are_bounded() -> None:
-    """Both ways, and one that has none says nothing of them."""
-    model = ModelInfo("m", "v", 9, 8)
-    info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
-    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
-        encode_info(info)
-    payload = encode_info(info, WireLimits(max_adapters=65))
-    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
-        decode_info(payload)
-    assert not pb.InfoReply.FromString(encode_info(replace(info, adapters=()))).adapters
-
-
 def test_a_verifier_that_tells_only_its_model_is_understood() -> None:
     model = pb.ModelInfo(name="m", vocabulary="v", vocabulary_size=9, context_length=8)
     payload = pb.InfoReply(model=model, protocol_version=1).SerializeToString()

@@ -19,11 +19,15 @@ from safetensors.numpy import save_file
 from edgespec.agent.agent import GenerationError
 from edgespec.cli.device import misfit
 from edgespec.compose import TOY_MODEL, build_agent, connect
+from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.adapters import served_adapters, split_adapters
+from edgespec.engines.adapters import served_adapters, split_adapters
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.targets.paced import PacedTarget
+from edgespec.transport.codec import decode_info, encode_info
+from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 from tests.endpoint.live_endpoint import over_toy
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
@@ -154,6 +158,18 @@ async def test_an_endpoint_answers_with_its_adapter() -> None:
         assert answer.system_fingerprint == "fp_sql-on-toy"
         with pytest.raises(NotFoundError, match="'toy' does not exist here; this is 'sql'"):
             await client.completions.create(model="toy", **asked)
+
+
+def test_the_adapters_of_a_verifier_are_bounded() -> None:
+    """Both ways, and one that has none says nothing of them."""
+    model = ModelInfo("m", "v", 9, 8)
+    info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        encode_info(info)
+    payload = encode_info(info, WireLimits(max_adapters=65))
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        decode_info(payload)
+    assert not pb.InfoReply.FromString(encode_info(replace(info, adapters=()))).adapters
 
 
 def test_a_target_says_which_adapter_it_lacks() -> None:

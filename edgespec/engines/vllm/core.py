@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.adapters import Adapter
-from edgespec.engines.vllm.step import Stepped, Wanted
+from edgespec.engines.vllm.step import Adapter, Stepped, Wanted
 from edgespec.setup_error import SetupError
 
 MAX_DRAFTS: Final = 15
@@ -155,8 +154,10 @@ def _config(options: VllmOptions) -> Any:
             "num_speculative_tokens": options.max_drafts,
         },
     }
-    if options.adapters:  # all of them may be in one step
-        ours |= {"enable_lora": True, "max_loras": len(options.adapters)}
+    if options.adapters:
+        # All of them may be in one step; and the last place stays empty, since vLLM's kernels for
+        # CPUs take what is there for rows without an adapter (vllm-project/vllm pull 48421).
+        ours |= {"enable_lora": True, "max_loras": len(options.adapters) + 1}
     if options.max_model_len is not None:
         ours["max_model_len"] = options.max_model_len
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))

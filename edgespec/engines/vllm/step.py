@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from edgespec.core.protocol.sampling import SamplingParams
@@ -36,6 +37,16 @@ class Stepped:
     """Of ``targets``, if they were asked for."""
     failure: str = ""
     """Why the session cannot go on; empty: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter (LoRA) of the model."""
+
+    name: str
+    folder: Path
+    """As PEFT writes it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    fingerprint: str
 
 
 class StepEngine(Protocol):

@@ -7,23 +7,16 @@ its engine: so it is read here, and the engine is told of each adapter by itself
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from edgespec.core.protocol.messages import MAX_ADAPTERS
+from edgespec.engines.vllm.step import Adapter
 from edgespec.models.weights import adapter_fingerprint
 from edgespec.ports import ModelInfo
 
 FLAG: Final = "--lora-modules"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    name: str
-    folder: Path
-    """As PEFT writes it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
-    fingerprint: str
 
 
 def split_adapters(
