@@ -98,8 +98,7 @@ class Fairness:
         accounts = [self._accounts[name] for name in counts]
         for account in accounts:
             account.in_pass, account.left_s = 0, inf
-            level = inf if account.bucket is None else account.bucket.level(now)
-            account.left_tokens = level
+            account.left_tokens = inf if account.bucket is None else account.bucket.level(now)
         wanting = [one for one in accounts if one.left_tokens >= -_TOKEN]
         slopes = self._took_s.slopes()
         if len(wanting) < 2 or slopes is None:
@@ -115,10 +114,9 @@ class Fairness:
 
     def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
-        priorities = {key: self._of(key).priority for key in keys}
-        if len(set(priorities.values())) < 2:
+        if len({self._of(key).priority for key in keys}) < 2:
             return keys
-        return sorted(keys, key=lambda one: (left_out.get(one, 0) < AGE_PASSES, -priorities[one]))
+        return sorted(keys, key=lambda key: self._rank(key, left_out.get(key, 0)))
 
     def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The prompts by priority, then by how many rows their credential was fed, else as they
@@ -195,6 +193,9 @@ class Fairness:
 
     def _of(self, key: str) -> Credential:
         return self._credential_of.get(key, ANYBODY)
+
+    def _rank(self, key: str, left_out: int) -> tuple[bool, int]:
+        return left_out < AGE_PASSES, -self._of(key).priority
 
     def _account(self, key: str, now: float) -> Account:
         """The account of the session's credential, with the limits that it has now."""
