@@ -102,7 +102,8 @@ class PooledStream:
         if self._left is None:
             return
         with contextlib.suppress(LinkError, TimeoutError):  # it would keep the place for its lease
-            await asyncio.wait_for(self._inner.send(Cancel()), _TAKE_BACK_S)
+            async with asyncio.timeout(_TAKE_BACK_S):
+                await self._inner.send(Cancel())
         raise self._left
 
     def _refused(self, fault: Fault) -> Fault:

@@ -133,7 +133,8 @@ class StatusSource:
 
     async def _ask(self) -> None:
         try:
-            found = await asyncio.wait_for(self._transports(), ASK_WITHIN_S)
+            async with asyncio.timeout(ASK_WITHIN_S):
+                found = await self._transports()
         except Exception:  # a name that cannot be resolved: what is known stays
             return
         asked = list(found.items())[:_MAX_VERIFIERS]

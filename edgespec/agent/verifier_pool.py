@@ -228,7 +228,8 @@ class VerifierPool:
         found: tuple[VerifierInfo, float] | None = None
         limit_s = self.failover.policy.probe_s
         try:
-            found = await asyncio.wait_for(self._ask(address), limit_s)
+            async with asyncio.timeout(limit_s):
+                found = await self._ask(address)
         except TimeoutError:
             why = f"no answer within {limit_s:g} s"
         except LinkError as error:

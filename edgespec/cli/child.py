@@ -43,7 +43,8 @@ async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, s
         try:
             assert process.stdout is not None
             try:
-                line = await asyncio.wait_for(process.stdout.readline(), READY_WITHIN_S)
+                async with asyncio.timeout(READY_WITHIN_S):
+                    line = await process.stdout.readline()
             except TimeoutError:
                 line = b""
             found = _READY.search(line.decode(errors="replace"))
@@ -60,7 +61,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), _STOPS_WITHIN_S)
+        async with asyncio.timeout(_STOPS_WITHIN_S):
+            await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -91,7 +91,8 @@ class VerifierDirectory:
     async def _find_name(self, verifier: str) -> None:
         host, _, port = verifier.rpartition(":")
         try:
-            addresses = await asyncio.wait_for(self._look_up(host, int(port)), LOOK_UP_S)
+            async with asyncio.timeout(LOOK_UP_S):
+                addresses = await self._look_up(host, int(port))
         except (OSError, TimeoutError, ValueError):
             return
         unique = list(dict.fromkeys(addresses))[:MAX_ADDRESSES]

@@ -201,7 +201,7 @@ async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:
 
 async def test_a_step_that_hangs_costs_no_text() -> None:
     drafter, steps = Fragile(), Steps()
-    options = AgentOptions(draft_caches=2, turns=TurnPolicy(hang_s=0.05))
+    options = AgentOptions(draft_caches=2, turns=TurnPolicy(hang_s=2.0))
     async with crowd(drafter, steps, options, first_pass=drafter.hanging) as agent:
         hung = asyncio.create_task(text_of(agent, HANGING))
         await asyncio.to_thread(drafter.hanging.wait)
@@ -212,7 +212,7 @@ async def test_a_step_that_hangs_costs_no_text() -> None:
         before = sum(steps.done.values())
         while sum(steps.done.values()) == before:  # until there are drafts again
             assert await text_of(agent, PROMPTS[0]) == right(PROMPTS[0])
-    assert set(steps.failed) <= {"the draft model did not answer within 0.05 s"}
+    assert set(steps.failed) <= {"the draft model did not answer within 2 s"}
 
 
 async def test_a_text_that_is_left_in_its_turn_gives_the_cache_back() -> None:
