@@ -32,6 +32,8 @@ _COLUMNS = (
     *("TPOT ms", "p95", "TTFT ms", "speed"),
     *("tok/pass", "accept", "wasted", "B up", "B down", "differ"),
 )
+# What a stream and its messages may add to an emulated pass.
+_LATE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
         f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
         f" seed {settings['seed']}, {settings['repeats']} repeats; {settings['timing']}"
     )
+    if (late := _late(settings["pass_ms"], content["summary"])) is not None:
+        yield late
     yield (
         f"machine: {machine['processor']}, {machine['cpu_count']} CPUs,"
         f" {machine['memory_bytes'] / 2**30:.0f} GiB, load {machine['load_average']:.1f},"
@@ -134,6 +138,21 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
     )
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())
     yield f"command: {content['command']}"
+
+
+def _late(pass_ms: float, summary: object) -> str | None:
+    """A line where plain streaming was slower than the emulated passes: the machine's own time is
+    in all rows then, and hides a part of what drafts save."""
+    assert isinstance(summary, list)
+    plain = [row["tpot_ms_p50"] for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
+    slowest = max(plain, default=0.0)
+    if not pass_ms or slowest <= pass_ms * (1.0 + _LATE):
+        return None
+    return (
+        f"late: with passes of {pass_ms:g} ms target-only took up to {slowest:.1f} ms a token; this"
+        f" machine is too slow or too busy for them. Twice all times shows more: --pass-ms"
+        f" {2 * pass_ms:g}, --draft-ms and --rtt-ms likewise"
+    )
 
 
 def verdict(rows: Sequence[Row]) -> tuple[int, str]:

@@ -234,3 +234,17 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
     lines = "\n".join(footer(content))
     for said in ("emulated pass time", "4 at 20 ms", "machine:", "python", "command: edgespec"):
         assert said in lines
+
+
+@pytest.mark.parametrize(("tpot_ms", "late"), [(26.5, False), (28.8, True), (None, False)])
+def test_passes_that_took_longer_than_asked_are_told(tpot_ms: float | None, late: bool) -> None:
+    subject = Subject("bundled", "bundled", "t", "d", "auto", "built-in", False)
+    content = document(("edgespec",), BenchSettings(), subject, None, [], {}, {}, interrupted=False)
+    if tpot_ms is not None:
+        content["summary"] = [
+            {"arm": "target-only", "rtt_ms": 2.0, "tpot_ms_p50": 25.0},
+            {"arm": "target-only", "rtt_ms": 50.0, "tpot_ms_p50": tpot_ms},
+            {"arm": "edgespec", "rtt_ms": 50.0, "tpot_ms_p50": 90.0},
+        ]
+    told = [line for line in footer(content) if line.startswith("late: ")]
+    assert [f"took up to {tpot_ms} ms a token" in line for line in told] == [True] * late
