@@ -25,6 +25,8 @@ _COLUMNS: Final[Mapping[str, tuple[str, str, float]]] = {
     "down_bits_per_s": ("Downlink capacity", "Mbit/s", 1e-6),
     "loss": ("Packets lost", "%", 100.0),
 }
+# Labels at its ends must not move it: the labels would change with its width, and it with them.
+_MS: Final = axis("ms", type="log", automargin="height")
 
 
 def render_trace(trace: Mapping[str, Any]) -> str:
@@ -143,7 +145,7 @@ def _histogram(histogram: Mapping[str, Sequence[float]]) -> Figure:
     ]
     shape = layout(
         320,
-        xaxis=axis("ms", type="log"),
+        xaxis=_MS,
         yaxis=axis("% of the time"),
         showlegend=False,
     )
@@ -164,7 +166,7 @@ def _cdf(points: Sequence[Sequence[float]]) -> Figure:
     ]
     shape = layout(
         320,
-        xaxis=axis("ms", type="log"),
+        xaxis=_MS,
         yaxis=axis("% at most", range=[0, 101]),
         showlegend=False,
     )
