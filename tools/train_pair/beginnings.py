@@ -22,7 +22,7 @@ CODE = ("cpython311_lib", "standard_library")
 FUNCTION = re.compile(r'^ *(?:def|class) [^\n]+:\n +"""[^"]{8,600}"""\n', re.MULTILINE)
 SENTENCE = re.compile(r"[A-Z][^.?!]{12,300}[.?!]")
 # How often each kind is drawn.
-SHARES = {"question": 0.25, "request": 0.35, "function": 0.2, "cut": 0.2}
+SHARES = {"question": 0.2, "request": 0.2, "function": 0.2, "cut": 0.4}
 
 
 def question(text: str, dice: random.Random) -> str:
