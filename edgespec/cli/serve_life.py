@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,12 @@ class _Fits:
     """What a verifier has to fit: ``config`` knows its tokenizer once one was lent."""
 
     config: AgentConfig
+    begun: bool = False
+    """The first look is over. It may fetch a tokenizer, which holds up the event loop."""
+
+    def misfit(self, info: VerifierInfo) -> str | None:
+        with nullcontext() if self.begun else stoppable():
+            return misfit(self.config, info, "the verifier")
 
 
 async def _look(fits: _Fits) -> VerifierWatch:
@@ -187,12 +194,10 @@ async def _look(fits: _Fits) -> VerifierWatch:
     config = fits.config
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
-    watch = VerifierWatch(
-        {one: connect(one, access=access) for one in addresses},
-        lambda info: misfit(fits.config, info, "the verifier"),
-    )
+    watch = VerifierWatch({one: connect(one, access=access) for one in addresses}, fits.misfit)
     try:
         await watch.look()
+        fits.begun = True
         _refuse_hopeless(watch)
     except BaseException:
         await watch.close()
