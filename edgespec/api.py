@@ -39,6 +39,7 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintError, Const
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import TokenScore
+from edgespec.ports import ModelInfo
 
 __all__ = [
     "Agent",
@@ -54,6 +55,7 @@ __all__ = [
     "FinishReason",
     "GenerationError",
     "GenerationStats",
+    "ModelInfo",
     "Offline",
     "Piece",
     "ReplyEvent",
@@ -99,7 +101,8 @@ def connect(
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
     Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream: then the
     first generation takes the verifier's tokenizer, unless ``tokenizer`` names one; ``model``
-    asks for a target by name; ``offline="draft"`` writes on while no verifier can be reached
+    asks for a target or an adapter by name, unless a text asks for another one
+    (``Agent.generate``); ``offline="draft"`` writes on while no verifier can be reached
     (``Agent.follow``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
     device. ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others;
     ``client_cert`` and ``client_key`` are for a verifier that asks for them. The key for a verifier
@@ -178,14 +181,16 @@ class SyncAgent:
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
     ) -> Iterator[Chunk]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
-        with closing(
-            self.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
-        ) as events:
+        text = self.follow(
+            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
+        )
+        with closing(text) as events:
             for event in events:
                 if isinstance(event, Chunk):
                     yield event
@@ -197,16 +202,22 @@ class SyncAgent:
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
     ) -> Generator[ReplyEvent, None, None]:
         """``generate``, and what the draft writes offline; as ``Agent.follow``."""
-        reader = _Reader(
-            self._agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        text = self._agent.follow(
+            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
         )
+        reader = _Reader(text)
         try:
             while (event := self._call(reader.next())) is not None:
                 yield event
         finally:
             self._call(reader.close())
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """What ``generate`` can be asked for now; as ``Agent.models``."""
+        return self._call(self._agent.models())
 
     def close(self) -> None:
         """End what runs and stop the thread; a second call does nothing."""

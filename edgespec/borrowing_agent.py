@@ -61,13 +61,19 @@ class BorrowingAgent(Agent):
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         """``Agent.follow``, once a tokenizer is lent; a verifier is waited for as long as a first
         stream is. Raises ``GenerationError`` also where none lends one."""
         await self._patiently()
         texts = super().follow(
-            prompt, sampling, logprobs=logprobs, conversation=conversation, started=started
+            prompt,
+            sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            started=started,
         )
         async with aclosing(texts) as events:
             async for event in events:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from edgespec.core.device.kv_type import KvType
 from edgespec.models.folders import DRAFT_MANIFEST, check_checkpoint, model_info, token_count
+from edgespec.work_folder import work_folder
 
 # Raised when an export of the same input would give other bytes.
 _EXPORT_VERSION = 4
+WORK_PREFIX = ".edgespec-export-"
+"""Of folders in which exports are built."""
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 
@@ -37,10 +38,8 @@ def exported(
     if (folder / DRAFT_MANIFEST).is_file():
         return folder
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and moved: a half-written folder is never found, nor by a second process.
-    work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
-    try:
+    with work_folder(folder.parent, WORK_PREFIX) as work:
         info, tokens = model_info(source), token_count(source)
         manifest = export_draft(source, work, info, bits=bits, token_count=tokens, kv_type=kv_type)
         check_parity(source, work, manifest)
@@ -49,8 +48,6 @@ def exported(
         except OSError:
             if not (folder / DRAFT_MANIFEST).is_file():
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return folder
 
 

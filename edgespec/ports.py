@@ -34,6 +34,7 @@ __all__ = [
     "Credential",
     "DeviceStream",
     "Drafter",
+    "Idling",
     "LinkError",
     "ModelInfo",
     "ModelOutputError",
@@ -51,6 +52,7 @@ __all__ = [
     "Twinned",
     "UntrustedPeerError",
     "VerifierStream",
+    "is_idle",
     "most_leaves",
     "never_cancelled",
     "pass_shape",
@@ -312,6 +314,20 @@ class Transport(Protocol):
         """What the verifier serves and how busy it is. Raises ``LinkError``."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Idling(Protocol):
+    """A transport that knows whether it is in use."""
+
+    @property
+    def idle(self) -> bool:
+        """It holds no stream, and no call of it is under way."""
+
+
+def is_idle(transport: object) -> bool:
+    """Whether nobody misses anything when ``transport`` is closed; False where it cannot tell."""
+    return isinstance(transport, Idling) and transport.idle
 
 
 ServeStream = Callable[[VerifierStream], Awaitable[None]]

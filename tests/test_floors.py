@@ -67,6 +67,7 @@ CORE, PORTS, TELEMETRY, CONFIG = (
     f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
 )
 WHOLE_FILE = "edgespec.whole_file"
+WORK_FOLDER = "edgespec.work_folder"
 VLLM = "edgespec.engines.vllm"
 
 
@@ -99,6 +100,7 @@ FLOORS = (
     Floor(PORTS, (CORE,), IMPURE, stdlib_only=True),
     Floor(TELEMETRY, (CORE,), HEAVY),
     Floor(WHOLE_FILE, (), HEAVY, stdlib_only=True),
+    Floor(WORK_FOLDER, (), HEAVY, stdlib_only=True),
     Floor(CONFIG, (CORE, WHOLE_FILE), HEAVY),
     Floor("edgespec.drafters.token_counts", (), HEAVY | IMPURE, stdlib_only=True),
     Floor(
@@ -159,7 +161,9 @@ FLOORS = (
         HEAVY,
     ),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
-    Floor("edgespec.export_cache", (CORE, "edgespec.drafters", "edgespec.models"), HEAVY),
+    Floor(
+        "edgespec.export_cache", (CORE, WORK_FOLDER, "edgespec.drafters", "edgespec.models"), HEAVY
+    ),
     # A draft within a memory budget: measured, planned, exported, guarded.
     Floor(
         "edgespec.draft_memory",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -23,12 +22,14 @@ from edgespec.agent.machine_watch import MachineWatch
 from edgespec.agent.reply import Chunk as Chunk
 from edgespec.agent.reply import Piece as Piece
 from edgespec.agent.reply import ReplyEvent, ReplyReader
+from edgespec.agent.request_checks import MAX_TOKEN_ID as MAX_TOKEN_ID
+from edgespec.agent.request_checks import checked_model, checked_prompt, checked_sampling
+from edgespec.agent.served_models import served_models
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.agent.shared_drafter import SharedDrafter
 from edgespec.agent.text import TextDecoder
 from edgespec.agent.verifier_pool import RoutedTransport, VerifierPool, link_for
 from edgespec.core.association.conversation import conversation_named, conversation_of
-from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.draft_ladder import LadderPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
@@ -38,7 +39,7 @@ from edgespec.core.device.events import (
     Finish,
     Stop,
 )
-from edgespec.core.device.learned import Learned
+from edgespec.core.device.learned import Learned, LearnedByModel
 from edgespec.core.device.offline import (
     Correction,
     OfflinePolicy,
@@ -57,11 +58,9 @@ from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAh
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import MAX_LOGPROBS
-from edgespec.ports import Drafter, Transport, most_leaves
+from edgespec.ports import Drafter, LinkError, ModelInfo, Transport, most_leaves
 from edgespec.telemetry.trace import NoTrace, Tracer
 
-# Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
-MAX_TOKEN_ID: Final = (1 << 31) - 1
 # How long closing waits for what generations that ended early still have to say.
 _CLOSING_S: Final = 5.0
 _MOST_TOLD: Final = 16
@@ -167,6 +166,7 @@ class Agent:
         self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
         policy, watch = self.options.policy, self.options.watch
         self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
+        self._learned = LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -177,6 +177,7 @@ class Agent:
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
@@ -185,7 +186,8 @@ class Agent:
         ones; the text is the same. ``started`` is told the numbers of this very generation, which
         grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
         name; its hash alone leaves the device) go to the same replica where replicas are chosen by
-        it; empty: those whose prompts begin alike.
+        it; empty: those whose prompts begin alike. ``model`` names the model or adapter of this
+        text; empty: that of the options.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
@@ -193,7 +195,12 @@ class Agent:
         """
         async with aclosing(
             self.follow(
-                prompt, sampling, logprobs=logprobs, conversation=conversation, started=started
+                prompt,
+                sampling,
+                logprobs=logprobs,
+                conversation=conversation,
+                model=model,
+                started=started,
             )
         ) as events:
             async for event in events:
@@ -207,6 +214,7 @@ class Agent:
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         """``generate``, and what the draft writes while no verifier can be reached.
@@ -215,16 +223,19 @@ class Agent:
         or a ``Correction`` follows for each of its tokens before the end. Raises as that does, and
         ``ConstraintError`` for a constraint that cannot be kept.
         """
-        sampling = _checked_sampling(sampling)
+        sampling = checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
-        tokens = self._checked_prompt(self._encode(prompt) if isinstance(prompt, str) else prompt)
+        model = checked_model(model) or self.options.model
+        text = self._encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = checked_prompt(text, self._vocabulary_size)
         sampling = await self._read(sampling)
         drafter = self._drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
-        link, route = link_for(self._transport, belongs, len(tokens) + sampling.max_tokens)
-        session = self._session(tokens, sampling, drafter, logprobs)
+        longest = len(tokens) + sampling.max_tokens
+        link, route = link_for(self._transport, belongs, longest, model)
+        session = self._session(tokens, sampling, drafter, logprobs, model)
         notes = self.activity.began(session.session, route, self._tracer)
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
@@ -247,6 +258,14 @@ class Agent:
             finally:  # also where it is cancelled a second time
                 if route is not None:
                     await route.close()
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """What ``generate`` can be asked for: the models and adapters of the verifiers that answer
+        now, the usual one first. Raises ``GenerationError`` where none answers."""
+        try:
+            return await served_models(self._transport)
+        except LinkError as error:
+            raise GenerationError(f"no verifier answers: {error}", None) from error
 
     async def _read(self, sampling: SamplingParams) -> SamplingParams:
         """With a constraint that this device has read, if it can; in a thread, for it may take a
@@ -307,10 +326,11 @@ class Agent:
         sampling: SamplingParams,
         drafter: Drafter | None,
         logprobs: int,
+        model: str,
     ) -> OfflineSession:
         request = Open(
             session_id=secrets.token_hex(16),
-            model=self.options.model,
+            model=model,
             vocabulary=self._vocabulary,
             prompt=prompt,
             sampling=sampling,
@@ -334,7 +354,7 @@ class Agent:
             vocabulary_size=self._vocabulary_size,
             price=self._price,
             leaves=most_leaves(drafter),
-            learned=self.options.learned,
+            learned=self._learned.of(model),
         )
         return OfflineSession(session, writer, self.options.offline)
 
@@ -342,27 +362,6 @@ class Agent:
     def _vocabulary_size(self) -> int:
         """0: not known. Whether this very generation drafts makes no difference."""
         return 0 if self._drafter is None else self._drafter.info.vocabulary_size
-
-    def _checked_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """The ids of ``prompt``. Raises ``TypeError`` or ``ValueError`` naming the first that is
-        none."""
-        if isinstance(prompt, bytes | bytearray):
-            raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
-        tokens: list[int] = []
-        for index, token in enumerate(prompt):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
-            tokens.append(operator.index(token))
-        if not tokens:
-            raise ValueError("the prompt is empty, but must hold at least one token")
-        size = self._vocabulary_size
-        largest = largest_id(size) if size else MAX_TOKEN_ID
-        for index, token in enumerate(tokens):
-            if not 0 <= token <= largest:
-                raise ValueError(
-                    f"prompt[{index}] is the token id {token}, but must be in [0, {largest}]"
-                )
-        return tuple(tokens)
 
     async def _events(
         self, driver: SessionDriver, reader: ReplyReader
@@ -390,9 +389,3 @@ class Agent:
                     assert_never(outcome)
             for event in found:
                 yield event
-
-
-def _checked_sampling(sampling: SamplingParams | None) -> SamplingParams:
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
-    return sampling or SamplingParams()

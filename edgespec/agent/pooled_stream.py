@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.model_identity import ModelIdentity
 from edgespec.core.protocol.messages import Cancel, Commit, Downlink, Fault, Opened, Uplink
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.ports import DeviceStream, LinkError
 
 # A verifier that answers though its stream is quiet is asked less and less often.

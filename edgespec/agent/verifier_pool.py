@@ -14,18 +14,20 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 from edgespec.agent.conversation import ConversationTransport, dial_for
 from edgespec.agent.link import link_down
 from edgespec.agent.pooled_stream import PooledStream
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
-from edgespec.core.association.model_identity import ModelIdentity
 from edgespec.core.association.route import Route
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.ports import DeviceStream, LinkError, Transport
 
+# Names of models whose last text is remembered; the one asked for longest ago is forgotten.
+_MOST_NAMES: Final = 256
 _log = logging.getLogger(__name__)
 
 
@@ -62,8 +64,8 @@ class VerifierPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._none_found = False
-        self._model: ModelIdentity | None = None
-        """Of the text before."""
+        self._models: dict[str, ModelIdentity] = {}
+        """Of the text before, by the name that it asked for."""
 
     def clock(self) -> float:
         return self._clock()
@@ -72,10 +74,13 @@ class VerifierPool:
     def quiet_s(self) -> float:
         return self.failover.policy.quiet_s
 
-    def route(self, needed_length: int = 0, conversation: str = "") -> RoutedTransport:
+    def route(
+        self, needed_length: int = 0, conversation: str = "", model: str = ""
+    ) -> RoutedTransport:
         """For one generation of that conversation, whose prompt and longest output are so many
-        tokens."""
-        return RoutedTransport(self, ev.Wanted(next(self._numbers), needed_length, conversation))
+        tokens, by the model of that name."""
+        wanted = ev.Wanted(next(self._numbers), needed_length, conversation, model)
+        return RoutedTransport(self, wanted)
 
     async def known(self) -> Mapping[str, Transport]:
         """The verifiers, to ask them how they are. Raises ``LinkError``."""
@@ -133,11 +138,15 @@ class VerifierPool:
             future.set_exception(LinkError("the generation is over", retryable=False))
 
     def begins_with(self, route: int, model: ModelIdentity, address: str) -> None:
-        """A verifier greeted; say so if a text begins with another model than the one before."""
+        """A verifier greeted; say so if a text begins with another model than the one before that
+        asked for the same name."""
         known = self.failover.routes.get(route)
         if known is None or known.began is not None:
             return
-        before, self._model = self._model, model
+        before = self._models.pop(known.model, None)
+        self._models[known.model] = model
+        if len(self._models) > _MOST_NAMES:
+            del self._models[next(iter(self._models))]
         if before is not None and not model.is_model_of(before):
             _log.warning(
                 "%s serves the model %s; the text before was of %s", address, model, before
@@ -276,13 +285,13 @@ class VerifierPool:
 
 
 def link_for(
-    transport: Transport | VerifierPool, conversation: str, needed_length: int
+    transport: Transport | VerifierPool, conversation: str, needed_length: int, model: str
 ) -> tuple[Transport, RoutedTransport | None]:
     """What a generation of that conversation connects by, and its route if there are several
-    verifiers. Prompt and longest output are ``needed_length`` tokens."""
+    verifiers. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
     if not isinstance(transport, VerifierPool):
         return ConversationTransport(transport, conversation), None
-    route = transport.route(needed_length, conversation)
+    route = transport.route(needed_length, conversation, model)
     return route, route
 
 

@@ -165,12 +165,15 @@ async def stream(
     *,
     logprobs: int = 0,
     conversation: str = "",
+    model: str = "",
 ) -> Progress:
     """Run one generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        events_of = agent.follow(prompt, sampling, logprobs=logprobs, conversation=conversation)
+        events_of = agent.follow(
+            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
+        )
         async with aclosing(events_of) as events:
             async for event in events:
                 if isinstance(event, Chunk):

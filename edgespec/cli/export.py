@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.compose import needs
 from edgespec.config import ConfigError
 from edgespec.core.device.kv_type import KvType
+from edgespec.export_cache import WORK_PREFIX
 from edgespec.exporters.kinds import KINDS, OWN
 from edgespec.models.folders import (
     ModelFolderError,
@@ -33,6 +32,7 @@ from edgespec.models.folders import (
     resolve_model,
     token_count,
 )
+from edgespec.work_folder import work_folder
 
 DEFAULT_BITS = 4
 _SHOWN = 100
@@ -183,16 +183,12 @@ def _graph_bytes(folder: Path) -> int:
 @contextmanager
 def _placed(out: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``out`` only if all went well."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".export-", dir=out.parent))
-    try:
+    with work_folder(out.parent, WORK_PREFIX) as work:
         work.chmod(0o755)  # as a folder made by anybody, not as a secret one
         yield work
         if out.is_dir():
             out.rmdir()  # it is empty
         work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager

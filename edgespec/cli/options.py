@@ -88,7 +88,7 @@ TargetName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Ask for the target by name (default: what is served)",
+        help="Ask for the target, or an adapter, by name (default: what is served)",
         rich_help_panel=_WHERE,
     ),
 ]

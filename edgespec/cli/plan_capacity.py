@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _ARMS = "target-only,edgespec"
 _LINK = "network"
+_LINES_EVERY_S = 10.0
+"""Of progress, where there is no terminal."""
 
 
 def capacity(
@@ -76,8 +78,9 @@ def capacity(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The first one")] = 1,
     max_seconds: Annotated[
-        float, typer.Option("--max-seconds", min=1.0, help="Begin no round of events after so long")
-    ] = 45.0,
+        float,
+        typer.Option("--max-seconds", min=1.0, help="Play no events after so long"),
+    ] = 60.0,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Side by side \\[default: all cores]")
     ] = None,
@@ -227,12 +230,19 @@ def _search(
 
     ends_s: list[float] = []
     cores = processes or default_processes()
-    with Workers(cores) as workers:
+    with Workers(cores, lines_every_s=_LINES_EVERY_S) as workers:
 
-        def play(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
+        def played(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
             tasks = [Task(doing, job) for job in jobs]
-            outcomes = dict(workers.play(tasks, doing))
+            outcomes = dict(workers.play(tasks, doing, until_s))
             return [outcomes[index] for index in range(len(tasks))]
+
+        def averages(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
+            """However long they take: without them there is no answer."""
+            return played(doing, jobs, math.inf)
+
+        def events(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
+            return played(doing, jobs, began_s + max_seconds)
 
         def more(rounds: int) -> bool:
             """Whether another round, as long as those before it, ends in time."""
@@ -240,9 +250,9 @@ def _search(
             round_s = (ends_s[-1] - ends_s[0]) / rounds if rounds else 0.0
             return not rounds or ends_s[-1] + round_s - began_s <= max_seconds
 
-        planner = CapacityPlanner(question, play)
+        planner = CapacityPlanner(question, averages)
         arms = planner.by_mean_field()
-        return confirm(planner, question, arms, play, more, at_once=cores)
+        return confirm(planner, question, arms, events, more, at_once=cores)
 
 
 # --- the answer -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from edgespec.compose import (
 )
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.security import is_loopback
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.ports import LinkError
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
 
 _MIB = 1 << 20
+_MOST_NAMED = 8
 _AGAIN_S = 2.0
 _LOOK_EVERY_S = 0.2
 
@@ -176,6 +179,12 @@ class _Fits:
     """What a verifier has to fit: ``config`` knows its tokenizer once one was lent."""
 
     config: AgentConfig
+    begun: bool = False
+    """The first look is over. It may fetch a tokenizer, which holds up the event loop."""
+
+    def misfit(self, info: VerifierInfo) -> str | None:
+        with nullcontext() if self.begun else stoppable():
+            return misfit(self.config, info, "the verifier")
 
 
 async def _look(fits: _Fits) -> VerifierWatch:
@@ -185,12 +194,10 @@ async def _look(fits: _Fits) -> VerifierWatch:
     config = fits.config
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
-    watch = VerifierWatch(
-        {one: connect(one, access=access) for one in addresses},
-        lambda info: misfit(fits.config, info, "the verifier"),
-    )
+    watch = VerifierWatch({one: connect(one, access=access) for one in addresses}, fits.misfit)
     try:
         await watch.look()
+        fits.begun = True
         _refuse_hopeless(watch)
     except BaseException:
         await watch.close()
@@ -233,7 +240,9 @@ async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
             await asyncio.sleep(_LOOK_EVERY_S)
         if (text := await _tokenizer(agent, fits, watch)) is not None:
             endpoint.take_tokenizer(text)
-            say(f"a verifier has come: {endpoint.model}, whose tokenizer is used from here on")
+            say(
+                f"a verifier has come: {endpoint.models.name}, whose tokenizer is used from here on"
+            )
             return
         await asyncio.sleep(_AGAIN_S)
 
@@ -282,13 +291,20 @@ def _verifier(status: VerifierStatus) -> str:
     if status.presence is Presence.READY and status.info is not None:
         rtt_ms = (status.rtt_s or 0.0) * 1e3
         return (
-            f"{status.address}: serves {status.info.model.name}, context"
+            f"{status.address}: serves {_names(status.info)}, context"
             f" {context_of(status.info)}, answered in {rtt_ms:.0f} ms"
         )
     if status.presence is Presence.AWAY:
         first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
         return f"{first}; requests wait for it; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"
+
+
+def _names(info: VerifierInfo) -> str:
+    """The model, and its adapters as far as there is room."""
+    shown = [one.name for one in info.served[:_MOST_NAMED]]
+    more = len(info.served) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _memory(config: AgentConfig) -> str:

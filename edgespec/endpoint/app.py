@@ -19,12 +19,12 @@ from edgespec import __version__
 from edgespec.agent.status import StatusSource
 from edgespec.config.security import is_loopback
 from edgespec.endpoint.counts import registry_of
-from edgespec.endpoint.errors import ApiError
+from edgespec.endpoint.errors import ApiError, no_such_model
 from edgespec.endpoint.generation_route import GenerationRoute
 from edgespec.endpoint.guard import HEALTH, Guard, error_response, shows_key
-from edgespec.endpoint.service import ALIAS, Endpoint
+from edgespec.endpoint.models import ALIAS, ServedModel
+from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.status_page import status_routes
-from edgespec.endpoint.verifiers import context_of
 from edgespec.telemetry.agent_metrics import AgentCollector
 
 _WITHOUT_EVENTS: Final = 1 << 62
@@ -76,7 +76,7 @@ def health_of(endpoint: Endpoint) -> dict[str, Any]:
     return {
         "status": status,
         "version": __version__,
-        "model": endpoint.model,
+        "model": endpoint.models.name,
         "verifiers": [one.as_json() for one in endpoint.verifiers.statuses],
         "texts_running": endpoint.admission.running,
         "requests_waiting": endpoint.admission.waiting,
@@ -110,27 +110,31 @@ class _Places:
         return Response(encode(self._registry), headers={"Content-Type": content_type})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        listed = self._endpoint.models.listed
+        data = [self._model(one.name, one) for one in listed]
+        return JSONResponse({"object": "list", "data": data or [self._model(self._usual)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in (self._endpoint.model, ALIAS):
-            raise ApiError(
-                404,
-                f"the model {name[:200]!r} does not exist here; this is {self._endpoint.model!r}",
-                param="model",
-                code="model_not_found",
-            )
-        return JSONResponse(self._model())
+        chosen = await self._endpoint.choose_model(name)
+        if chosen.served is None and name not in (self._usual, ALIAS):
+            raise no_such_model(name, (self._usual,))
+        return JSONResponse(self._model(self._usual, chosen.served))
 
-    def _model(self) -> dict[str, Any]:
-        info = self._endpoint.verifiers.known
+    @property
+    def _usual(self) -> str:
+        return self._endpoint.models.name
+
+    def _model(self, name: str, served: ServedModel | None = None) -> dict[str, Any]:
+        """As OpenAI has it, with the fields that vLLM's server adds; ``name`` where nobody has told
+        yet."""
         return {
-            "id": self._endpoint.model,
+            "id": name if served is None else served.name,
             "object": "model",
             "created": self._endpoint.started,
             "owned_by": "edgespec",
-            "max_model_len": None if info is None else context_of(info),
+            "parent": None if served is None else served.parent,
+            "max_model_len": None if served is None else served.context_length,
         }
 
 

@@ -16,6 +16,29 @@ from edgespec.endpoint.answer import Choice
 from edgespec.telemetry.histogram import LATENCY_S, Histogram
 
 _PREFIX: Final = "edgespec_endpoint_"
+OTHER: Final = "other"
+"""Stands for the names of models that nobody serves any more, or of too many."""
+MOST_NAMES: Final = 256
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Of the answers of one model."""
+
+    answers: int = 0
+    prompt: int = 0
+    completion: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+_BY_MODEL: Final[tuple[tuple[str, str, Callable[[TokenCounts], int]], ...]] = (
+    ("answers_total", "Requests that were served, to the end or not", lambda one: one.answers),
+    ("prompt_tokens_total", "Prompt tokens of the requests served", lambda one: one.prompt),
+    ("completion_tokens_total", "Tokens of their answers", lambda one: one.completion),
+    ("drafted_tokens_total", "Draft nodes sent for them", lambda one: one.drafted),
+    ("accepted_tokens_total", "Of the tokens, those drafted here", lambda one: one.accepted),
+)
 
 
 @dataclass(slots=True)
@@ -25,21 +48,32 @@ class EndpointCounts:
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By path and status; ``gone`` for a client that left before the end, ``cut`` for a stream
     that failed in the middle."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    models: dict[str, TokenCounts] = field(default_factory=dict)
+    """By name, of which there are at most ``MOST_NAMES`` and ``OTHER``."""
     first_token_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
     duration_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
 
-    def add_answer(self, prompt_tokens: int, choices: Sequence[Choice]) -> None:
+    @property
+    def completion_tokens(self) -> int:
+        """Of all models."""
+        return sum(one.completion for one in self.models.values())
+
+    def of_model(self, name: str) -> TokenCounts:
+        """What is counted of the model of that name from now on."""
+        if name not in self.models and len(self.models) >= MOST_NAMES:
+            name = OTHER
+        return self.models.setdefault(name, TokenCounts())
+
+    def add_answer(self, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> None:
         """Tokens of one answer, whether or not it came to its end."""
-        self.prompt_tokens += prompt_tokens
+        counts = self.of_model(model)
+        counts.answers += 1
+        counts.prompt += prompt_tokens
         for choice in choices:
-            self.completion_tokens += choice.tokens
+            counts.completion += choice.tokens
             if choice.job.stats is not None:
-                self.drafted_tokens += choice.job.stats.counters.sent
-                self.accepted_tokens += choice.job.stats.counters.accepted
+                counts.drafted += choice.job.stats.counters.sent
+                counts.accepted += choice.job.stats.counters.accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +83,8 @@ class Gauges:
     running: int
     waiting: int
     verifier_ready: bool
+    models: tuple[str, ...]
+    """The names of those that can be asked for."""
 
 
 def registry_of(counts: EndpointCounts, now: Callable[[], Gauges]) -> CollectorRegistry:
@@ -71,13 +107,13 @@ class _Counted(Collector):
         for (path, outcome), count in counts.requests.items():
             requests.add_metric([path, outcome], count)
         yield requests
-        for name, text, value in (
-            ("prompt_tokens_total", "Prompt tokens of the requests served", counts.prompt_tokens),
-            ("completion_tokens_total", "Tokens of their answers", counts.completion_tokens),
-            ("drafted_tokens_total", "Draft nodes sent for them", counts.drafted_tokens),
-            ("accepted_tokens_total", "Of the tokens, those drafted here", counts.accepted_tokens),
-        ):
-            yield CounterMetricFamily(_PREFIX + name, text, value=value)
+        for model in now.models:
+            counts.of_model(model)
+        for name, text, value in _BY_MODEL:
+            family = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
+            for model, one in counts.models.items():
+                family.add_metric([model], value(one))
+            yield family
         for name, text, gauge in (
             ("texts_running", "Texts that are generated now", now.running),
             ("requests_waiting", "Requests that wait for their turn", now.waiting),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from edgespec.agent.agent import GenerationError
@@ -29,6 +29,7 @@ _FAULTS: Final = {
     FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
     FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
 }
+_MOST_NAMED: Final = 16
 VERIFIER_BACK_S: Final = 5
 """What a client is told to wait when the verifier is away."""
 
@@ -91,6 +92,20 @@ def stopping() -> ApiError:
     )
 
 
+def no_such_model(name: str, known: Sequence[str]) -> ApiError:
+    """Nothing of this name is served; ``known`` is."""
+    shown = ", ".join(map(repr, known[:_MOST_NAMED]))
+    if more := known[_MOST_NAMED:]:
+        shown += f" and {len(more)} more"
+    there = f"this is {shown}" if len(known) == 1 else f"there are {shown}"
+    return ApiError(
+        404,
+        f"the model {name[:200]!r} does not exist here; {there}",
+        param="model",
+        code="model_not_found",
+    )
+
+
 def no_tokenizer() -> ApiError:
     """Nobody was there in time who lends this device a tokenizer."""
     return ApiError(
@@ -107,4 +122,5 @@ def from_generation(error: GenerationError) -> ApiError:
     if error.code is not None:
         status, code = _FAULTS[error.code]
     retry_after_s = VERIFIER_BACK_S if status == 503 else None
-    return ApiError(status, str(error), code=code, retry_after_s=retry_after_s)
+    param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None
+    return ApiError(status, str(error), param=param, code=code, retry_after_s=retry_after_s)

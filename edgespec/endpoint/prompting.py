@@ -92,9 +92,10 @@ def choices_of(
     samplings: Sequence[SamplingParams],
     tokenizer: ChatTokenizer,
     request: ChatRequest | None = None,
+    model: str = "",
 ) -> list[Choice]:
-    """The texts to generate: n of each prompt, one prompt's after the other's. Text k of a prompt
-    (from 0) has the seed ``seed_of(seed, k)``."""
+    """The texts to generate by the model of that name: n of each prompt, one prompt's after the
+    other's. Text k of a prompt (from 0) has the seed ``seed_of(seed, k)``."""
     found: list[Choice] = []
     # Of the agent one score is the least that can be asked for.
     logprobs = max(1, asked.top_logprobs) if asked.scored else 0
@@ -103,7 +104,7 @@ def choices_of(
             own = replace(sampling, seed=seed_of(sampling.seed, k))
             job = Job(len(found), tokens, own, logprobs)
             job.must_call = request is not None and request.must_call
-            job.conversation = asked.conversation
+            job.conversation, job.model = asked.conversation, model
             tools = None if request is None else _tool_use(request, tokenizer)
             found.append(
                 Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)

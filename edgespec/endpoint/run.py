@@ -43,6 +43,8 @@ class Job:
     """Its constraint is that of a call."""
     conversation: str = ""
     """Its name; empty: it has none."""
+    model: str = ""
+    """The name to ask a verifier for; empty: the agent's own."""
     stats: GenerationStats | None = field(default=None, init=False)
 
 
@@ -124,6 +126,7 @@ class Run:
                 job.sampling,
                 logprobs=job.logprobs,
                 conversation=job.conversation,
+                model=job.model,
                 started=partial(setattr, job, "stats"),
             )
             async with aclosing(generation) as events:

@@ -11,16 +11,17 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from edgespec.agent.agent import Agent
 from edgespec.config.endpoint import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.answer import Choice
-from edgespec.endpoint.counts import EndpointCounts, Gauges
+from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges
 from edgespec.endpoint.errors import ApiError, no_tokenizer, stopping
 from edgespec.endpoint.events import ChatShape, CompletionShape, Envelope, Shape, usage_of
+from edgespec.endpoint.models import Chosen, ServedModels
 from edgespec.endpoint.prompt_log import PromptLog
 from edgespec.endpoint.prompting import (
     chat_tokens,
@@ -31,13 +32,9 @@ from edgespec.endpoint.prompting import (
 )
 from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, completion_request
 from edgespec.endpoint.run import Run
-from edgespec.endpoint.verifiers import VerifierWatch, context_of
+from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.chat_template import ChatTokenizer
-from edgespec.ports import ModelInfo
 from edgespec.telemetry.request_id import request_id
-
-ALIAS: Final = "edgespec"
-"""A model name that always means whatever the verifier serves."""
 
 
 @dataclass(slots=True)
@@ -49,6 +46,8 @@ class Answer:
     prompt_tokens: int
     stream: bool
     seed: int
+    counted_as: str
+    """The name of its model, or what stands for it in metrics."""
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     """When the first tokens came."""
@@ -74,6 +73,7 @@ class Endpoint:
         prompt_log: PromptLog | None = None,
     ) -> None:
         self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
+        self.models = ServedModels(verifiers, agent.options.model)
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
         self._prompt_log = prompt_log
         self.admission = Admission(settings.max_concurrent, settings.max_queue)
@@ -88,24 +88,13 @@ class Endpoint:
         self._idle.set()
 
     @property
-    def model(self) -> str:
-        """The name of what is served: the verifier's word, what was asked of it, or the alias."""
-        model = self._served
-        return model.name if model is not None else self.agent.options.model or ALIAS
-
-    @property
-    def _served(self) -> ModelInfo | None:
-        """The model of the answers, once a verifier has told of it."""
-        info = self.verifiers.known
-        return None if info is None else info.of(self.agent.options.model) or info.model
-
-    @property
     def active(self) -> int:
         """Requests that are being answered."""
         return len(self._runs)
 
     def gauges(self) -> Gauges:
-        return Gauges(self.admission.running, self.admission.waiting, self.verifiers.ready)
+        names = tuple(one.name for one in self.models.listed)
+        return Gauges(self.admission.running, self.admission.waiting, self.verifiers.ready, names)
 
     async def idle(self) -> None:
         """Returns when no request is being answered."""
@@ -132,7 +121,7 @@ class Endpoint:
     async def chat(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
         request = chat_request(data, self.sampling, self.settings.max_concurrent)
-        self._check_model(request.asked.model)
+        await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
         tokens = await chat_tokens(tokenizer, request)
         request = with_forced_call(tokenizer, request)
@@ -141,7 +130,7 @@ class Endpoint:
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
         request = completion_request(data, self.sampling, self.settings.max_concurrent)
-        self._check_model(request.asked.model)
+        await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
         prompts = [await prompt_tokens(tokenizer, one) for one in request.prompts]
         return self._answer(CompletionShape(), tokenizer, request.asked, prompts)
@@ -167,7 +156,7 @@ class Endpoint:
                 self._runs.discard(run)
                 if not self._runs:
                     self._idle.set()
-                self.counts.add_answer(answer.prompt_tokens, answer.choices)
+                self.counts.add_answer(answer.counted_as, answer.prompt_tokens, answer.choices)
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
                 if self._prompt_log is not None:
                     self._prompt_log.answered(answer.envelope.id, answer.choices)
@@ -186,25 +175,28 @@ class Endpoint:
         prompts: list[Any],
         request: ChatRequest | None = None,
     ) -> Answer:
-        info = self.verifiers.known
-        context = None if info is None else context_of(info)
+        chosen = self.models.choose(asked.model)
+        served = chosen.served
+        context = None if served is None else served.context_length
         longest = self.settings.default_max_tokens or self.sampling.max_tokens
         if request is not None and context and self.settings.default_max_tokens is None:
             longest = context
         came_as = "prompt" if request is None else "messages"
         samplings = [sampling_of(asked, one, context, longest, came_as) for one in prompts]
-        fingerprint = "" if self._served is None else self._served.fingerprint
+        fingerprint = "" if served is None else served.info.fingerprint
         envelope = Envelope(
             shape,
             shape.id_prefix + secrets.token_hex(12),
             int(time.time()),
-            self.model if info is not None else asked.model or self.model,
+            served.name if served is not None else asked.model or self.models.name,
             f"fp_{fingerprint[:12]}" if fingerprint else None,
             asked.include_usage,
         )
-        choices = choices_of(asked, prompts, samplings, tokenizer, request)
+        choices = choices_of(asked, prompts, samplings, tokenizer, request, chosen.asked)
         count = sum(len(tokens) for tokens in prompts)
-        return Answer(envelope, choices, count, asked.stream, asked.sampling.seed)
+        told = served is not None or not chosen.asked or chosen.asked == self.models.name
+        counted_as = envelope.model if told else OTHER
+        return Answer(envelope, choices, count, asked.stream, asked.sampling.seed, counted_as)
 
     async def _its_tokenizer(self) -> ChatTokenizer:
         """Raises ``ApiError`` where none comes in time."""
@@ -216,13 +208,11 @@ class Endpoint:
             raise stopping() if self.stopping else no_tokenizer()
         return self.tokenizer
 
-    def _check_model(self, name: str) -> None:
-        """A name is checked once it is known what is served."""
-        if self._served is None or name in ("", ALIAS, self.model):
-            return
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} does not exist here; this is {self.model!r}",
-            param="model",
-            code="model_not_found",
-        )
+    async def choose_model(self, name: str) -> Chosen:
+        """What a request gets that names ``name``, or nothing; verifiers are asked once more for a
+        name that none has told of. Raises ``ApiError``."""
+        try:
+            return self.models.choose(name)
+        except ApiError:
+            await self.verifiers.look_anew()
+            return self.models.choose(name)

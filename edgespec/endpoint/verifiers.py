@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from typing import Any, Final
 
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.printable import one_line
-from edgespec.ports import LinkError, Transport
+from edgespec.ports import LinkError, ModelInfo, Transport
 
 _ANSWER_S: Final = 3.0
+_NEW_S: Final = 1.0
+"""What was told is new for so long."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,6 +51,8 @@ class VerifierStatus:
         found: dict[str, Any] = {"address": self.address, "state": self.presence.value}
         if self.info is not None:
             found["model"] = self.info.model.name
+            if self.info.adapters:
+                found["adapters"] = [one.name for one in self.info.adapters]
             found["context_length"] = context_of(self.info)
             found["sessions"] = self.info.sessions
             found["max_sessions"] = self.info.max_sessions
@@ -74,6 +79,8 @@ class VerifierWatch:
         """One each, in the order given."""
         self._task: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self._looked_at = -math.inf
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def ready(self) -> bool:
@@ -82,14 +89,26 @@ class VerifierWatch:
     @property
     def known(self) -> VerifierInfo | None:
         """What a verifier that fits said: one that is there, else the last that was."""
+        return next(iter(self.told), None)
+
+    @property
+    def told(self) -> tuple[VerifierInfo, ...]:
+        """What the verifiers that fit said: those that are there, then those that were."""
         order = sorted(self.statuses, key=lambda one: one.presence is not Presence.READY)
         fits = [one for one in order if one.presence is not Presence.MISFIT]
-        return next((one.info for one in fits if one.info is not None), None)
+        return tuple(one.info for one in fits if one.info is not None)
 
     async def look(self) -> None:
         """Ask all of them, now."""
         asked = [self._ask(status) for status in self.statuses]
         self.statuses = tuple(await asyncio.gather(*asked))
+        self._looked_at = time.monotonic()
+
+    async def look_anew(self) -> None:
+        """What is known may be old, and somebody waits: ask, unless that was done just now."""
+        async with self._one_at_a_time:
+            if time.monotonic() - self._looked_at >= _NEW_S:
+                await self.look()
 
     def start(self) -> None:
         """Look again and again, from now on."""
@@ -136,6 +155,6 @@ class VerifierWatch:
         return VerifierStatus(status.address, presence, info, why, rtt_s)
 
 
-def context_of(info: VerifierInfo) -> int:
-    """Prompt plus output, in tokens, as far as the verifier tells."""
-    return info.limits.context_length or info.model.context_length
+def context_of(info: VerifierInfo, model: ModelInfo | None = None) -> int:
+    """Prompt plus output of ``model`` (None: its own), in tokens, as far as the verifier tells."""
+    return info.limits.context_length or (model or info.model).context_length

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
-from edgespec.ports import Transport
+from edgespec.ports import Transport, is_idle
 
 LOOK_UP_S: Final = 2.0
 KEEP_S: Final = 30.0
@@ -54,14 +54,16 @@ class VerifierDirectory:
         self._verifiers, self._make = tuple(verifiers), make
         self._look_up, self._clock = look_up, clock
         self._transports: dict[str, Transport] = {}
-        """All that were ever made."""
+        """Of the addresses found last, and of those before that are still in use."""
+        self._closing: set[asyncio.Task[None]] = set()
         self._found: dict[str, tuple[str, ...]] = {}
         """The addresses of each name when it was last looked up."""
         self._found_at: float | None = None
 
     async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
         """A transport for each address. A name that cannot be looked up stands for what it stood
-        for before, or for itself: then gRPC says what is wrong with it."""
+        for before, or for itself: then gRPC says what is wrong with it. The transports of addresses
+        that are gone are closed once they are idle."""
         now, names = self._clock(), [one for one in self._verifiers if is_name(one)]
         age_s = None if self._found_at is None else now - self._found_at
         if names and (age_s is None or age_s > (FRESH_S if fresh else KEEP_S)):
@@ -77,11 +79,20 @@ class VerifierDirectory:
                 for address in addresses:
                     label = f"{verifier} ({address.rpartition(':')[0]})"
                     found[label] = self._transport(label, address, host)
+        self._close_gone(found)
         return found
 
     async def close(self) -> None:
         transports, self._transports = self._transports, {}
-        await asyncio.gather(*(one.close() for one in transports.values()))
+        await asyncio.gather(*(one.close() for one in transports.values()), *self._closing)
+
+    def _close_gone(self, found: Collection[str]) -> None:
+        gone = [name for name in self._transports if name not in found]
+        for name in gone:
+            if is_idle(self._transports[name]):
+                task = asyncio.create_task(self._transports.pop(name).close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
 
     def _transport(self, label: str, address: str, name: str) -> Transport:
         if label not in self._transports:

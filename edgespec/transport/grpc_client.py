@@ -8,8 +8,8 @@ stream with an error that says what was wrong with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -89,14 +89,24 @@ class GrpcTransport:
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
+        self._calls = 0
+        """Under way: to open a stream, or to ask."""
         self._closed = False
 
     @property
     def address(self) -> str:
         return self._address
 
+    @property
+    def idle(self) -> bool:
+        return not (self._calls or self._streams or self._lingering)
+
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` naming the address and the reason."""
+        with self._under_way():
+            return await self._connect()
+
+    async def _connect(self) -> DeviceStream:
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
         asked = ((SPAN_HEADER, self._trace_parent()), (CONVERSATION_HEADER, self._conversation()))
         metadata = (*(self._metadata or ()), *((name, value) for name, value in asked if value))
@@ -121,7 +131,10 @@ class GrpcTransport:
         """Raises ``LinkError`` naming the address and the reason."""
         method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Info", None, None)
         try:
-            payload = await method(b"", timeout=self._connect_timeout_s, metadata=self._metadata)
+            with self._under_way():
+                payload = await method(
+                    b"", timeout=self._connect_timeout_s, metadata=self._metadata
+                )
             return decode_info(payload, self._limits)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -134,7 +147,10 @@ class GrpcTransport:
         """One call of ``Tokenizer``, as ``tokenizer_codec`` writes it. Raises ``LinkError``."""
         method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Tokenizer", None, None)
         try:
-            reply = await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
+            with self._under_way():
+                reply = await method(
+                    request, timeout=self._connect_timeout_s, metadata=self._metadata
+                )
             return bytes(reply)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -153,6 +169,14 @@ class GrpcTransport:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
 
     def _linger(self, stream: GrpcDeviceStream) -> None:
         self._streams.discard(stream)

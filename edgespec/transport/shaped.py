@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from edgespec.core.network.link_model import LinkModel
 from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
-from edgespec.ports import ByteMeter, DeviceStream, LinkError, Transport
+from edgespec.ports import ByteMeter, DeviceStream, LinkError, Transport, is_idle
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.pacer import Pacer, ThreadPacer
 from edgespec.transport.pipe import Pipe
@@ -56,6 +56,12 @@ class ShapedTransport:
         self._meter = meter
         self._depth = depth
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls = 0
+        """Whose round trip is under way, before they reach ``inner``."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self._calls or self._tasks) and is_idle(self._inner)
 
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` as ``inner`` does, a round trip later."""
@@ -87,8 +93,12 @@ class ShapedTransport:
             self._pacer.close()
 
     async def _round_trip(self) -> None:
-        await self._up.wait(self._up.arrival(_HANDSHAKE_BYTES))
-        await self._down.wait(self._down.arrival(_HANDSHAKE_BYTES))
+        self._calls += 1
+        try:
+            await self._up.wait(self._up.arrival(_HANDSHAKE_BYTES))
+            await self._down.wait(self._down.arrival(_HANDSHAKE_BYTES))
+        finally:
+            self._calls -= 1
 
     def _spawn(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(pump)

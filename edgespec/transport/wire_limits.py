@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from edgespec.core.protocol.messages import EXACT_RULE, MAX_ADAPTERS, MAX_COMMIT_TOKENS, FaultCode
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    MAX_ADAPTERS,
+    MAX_COMMIT_TOKENS,
+    MAX_NAME_BYTES,
+    FaultCode,
+)
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS
 
 MAX_UINT32 = (1 << 32) - 1
@@ -50,7 +56,7 @@ class WireLimits:
     max_stop_ids: int = MAX_STOP_IDS
     max_biases: int = MAX_BIASES
     max_session_id_bytes: int = 128
-    max_name_bytes: int = 256
+    max_name_bytes: int = MAX_NAME_BYTES
     """Model names and vocabulary fingerprints."""
     max_adapters: int = MAX_ADAPTERS
     """Models in an InfoReply beside the first."""

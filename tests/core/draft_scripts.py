@@ -49,12 +49,15 @@ def new_session(
 
 
 def streaming(
-    policy: DraftPolicy | None = None, request: Open = REQUEST, limits: Limits | None = None
+    policy: DraftPolicy | None = None,
+    request: Open = REQUEST,
+    limits: Limits | None = None,
+    greeting: Opened = GREETING,
 ) -> DraftSession:
     session = new_session(policy, request)
     session.handle(Start(), 0.0)
     session.handle(Connected(), 0.0)
-    session.handle(replace(GREETING, limits=limits or Limits()), 0.0)
+    session.handle(replace(greeting, limits=limits or Limits()), 0.0)
     return session
 
 

@@ -16,10 +16,10 @@ from functools import partial
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
-from edgespec.core.association.model_identity import ModelIdentity
 from edgespec.core.association.policies import DeviceView, association_policy
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.messages import FaultCode, Limits, VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.core.protocol.work import ModelInfo
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")

@@ -8,8 +8,8 @@ import pytest
 
 from edgespec.core.association.candidates import Candidate
 from edgespec.core.association.circuit_breaker import BreakerPolicy, CircuitBreaker
-from edgespec.core.association.model_identity import ModelIdentity, why_not
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, Opened, VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity, why_not
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee

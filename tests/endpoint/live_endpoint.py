@@ -111,6 +111,23 @@ async def over_toy(
 
 
 @contextlib.asynccontextmanager
+async def over_verifiers(
+    *addresses: str, shows_status: bool = False, **settings: Any
+) -> AsyncIterator[Live]:
+    """An endpoint over the toy's verifiers at these addresses, which have been looked at; with one
+    address there is no other to go to."""
+    watch = VerifierWatch({address: connect(address) for address in addresses})
+    async with asyncio.timeout(60.0):
+        while any(one.info is None for one in watch.statuses):
+            await watch.look()
+    given = {"draft": DraftSection(model="toy"), "tokenizer": "toy", **settings}
+    async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
+        status = StatusSource(agent, addresses) if shows_status else None
+        async with live(agent, ToyTokenizer(), watch, status=status) as found:
+            yield found
+
+
+@contextlib.asynccontextmanager
 async def over_nobody(address: str = "127.0.0.1:1", **more: Any) -> AsyncIterator[Live]:
     """An endpoint whose verifier is not there."""
     watch = VerifierWatch({address: connect(address)}, away_every_s=0.05)
@@ -138,6 +155,7 @@ class ScriptedAgent:
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     samplings: list[SamplingParams] = field(default_factory=list)
     conversations: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
     offline: Sequence[UnverifiedChunk | Correction] = ()
     """Said before the first piece; positions from the end of the prompt."""
     closed: int = 0
@@ -150,10 +168,12 @@ class ScriptedAgent:
         *,
         logprobs: int = 0,
         conversation: str = "",
+        model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[ReplyEvent, None]:
         self.prompts.append(tuple(prompt))
         self.conversations.append(conversation)
+        self.models.append(model)
         self.samplings.append(sampling)
         try:
             for event in self.offline:

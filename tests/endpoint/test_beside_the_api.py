@@ -67,7 +67,7 @@ async def test_the_page_its_numbers_and_the_agents_metrics() -> None:
         assert numbers["verifiers"][0]["state"] == "ready"
         lines = (await ask(live, "/metrics", **key)).body.decode().splitlines()
     assert "edgespec_agent_generation_tokens_total 5.0" in lines
-    assert "edgespec_endpoint_completion_tokens_total 5.0" in lines
+    assert 'edgespec_endpoint_completion_tokens_total{model="toy"} 5.0' in lines
 
 
 def test_install_writes_a_unit_of_the_same_command(

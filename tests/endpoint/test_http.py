@@ -345,7 +345,7 @@ async def test_metrics_version_and_places_that_are_not() -> None:
         metrics = (await ask(live, "/metrics")).body.decode()
         assert f'edgespec_endpoint_requests_total{{outcome="200",path="{PATH}"}} 1.0' in metrics
         assert f'edgespec_endpoint_requests_total{{outcome="400",path="{PATH}"}} 1.0' in metrics
-        assert "edgespec_endpoint_completion_tokens_total 1.0" in metrics
+        assert 'edgespec_endpoint_completion_tokens_total{model="edgespec"} 1.0' in metrics
         assert 'edgespec_endpoint_time_to_first_token_seconds_bucket{le="+Inf"} 1.0' in metrics
         assert set((await ask(live, "/version")).json) == {"version"}
         nowhere = await ask(live, "/v1/embeddings", {})

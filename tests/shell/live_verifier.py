@@ -17,7 +17,15 @@ from edgespec.compose import TOY_MODEL, build_verifier
 from edgespec.config import VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import CacheShape, ModelInfo, PassRequest, PassResult, TargetModel
+from edgespec.ports import (
+    CacheShape,
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    TargetModel,
+    adapters_of,
+    use_adapter,
+)
 from edgespec.verifier.daemon import Verifier
 from tests.sources import ROOT
 
@@ -69,6 +77,13 @@ class GatedTarget:
     @property
     def cache(self) -> CacheShape | None:
         return self._inner.cache
+
+    @property
+    def adapters(self) -> tuple[ModelInfo, ...]:
+        return adapters_of(self._inner)
+
+    def use_adapter(self, key: str, name: str) -> None:
+        use_adapter(self._inner, key, name)
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()

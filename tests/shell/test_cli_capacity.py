@@ -4,15 +4,42 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from edgespec.benchmark.arms import Arm
 from edgespec.cli.main import app
+from edgespec.cli.plan_capacity import _search
+from edgespec.cli.sim import pool
 from edgespec.cli.sim.main import app as sim
+from edgespec.cli.sim.pool import Task, Workers
+from edgespec.cli.sim.simulate import parse_settings
 from edgespec.telemetry.run_summary import read_summary
+from edgespec_sim.planning.capacity_values import CapacityQuestion
+from edgespec_sim.scenario.arrival_sections import SloSection
+from edgespec_sim.scenario.loading import load_scenario, scenario_path
+from edgespec_sim.world.run import Job
 
+SCENARIO = load_scenario(
+    "laptop-floor",
+    parse_settings(
+        (
+            "shards=1",
+            "devices.laptop.count=1",
+            "devices.laptop.workload.output_tokens=4",
+            "devices.laptop.workload.think_s=1",
+            "tokens.source=toy",
+            "tokens.acceptance=null",
+        )
+    ),
+)
 # One user who asks for a word or two: small worlds.
 SMALL = (
     *("--users", "1", "--arms", "target-only", "--processes", "1"),
@@ -34,6 +61,98 @@ def test_an_answer_with_its_cost() -> None:
     assert "events, " in result.stdout
     assert "--cost-per-hour" in result.stdout
     assert "answered in" in result.stderr
+
+
+def test_off_a_terminal_lines_tell_how_far_it_is() -> None:
+    """On stderr, also beside JSON."""
+    result = call(*SMALL, "--ttft-p95", "500", "--tpot-p95", "60", "--json")
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.stderr.splitlines() if "virtual s" in line]
+    assert re.fullmatch(r"service curves, up to 1 sessions: 0 of \d+ virtual s", told[0]), told
+    assert any(line.startswith("target-only on 1 verifiers, by events: ") for line in told)
+    assert json.loads(result.stdout)["confirmed"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_time_ends_a_round_of_events(processes: int) -> None:
+    """What is known by then is the answer, and it says that it was not confirmed."""
+    scenario = SCENARIO
+    asked = CapacityQuestion(
+        scenario, SloSection(500.0, 60.0), (Arm.TARGET_ONLY,), scenario_path("laptop-floor").parent
+    )
+    found = _search(asked, processes, time.monotonic() - 1000.0, 1.0)
+    assert (found.arm, found.verifiers) == (Arm.TARGET_ONLY, 1)
+    assert not found.confirmed
+    assert found.observed == {}
+    assert "the time was up before 1 and 0 verifiers were played" in found.why_not
+
+
+# --- the players of worlds --------------------------------------------------------------------
+
+
+class Played:
+    """Stands for a world: time goes on by so many seconds with each word of it."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+        self.steps = 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def __call__(self, job: Job, tracer: object, told: Callable[[float], None]) -> Any:
+        for step in range(1, 6):
+            self.steps += 1
+            self.now_s += self.step_s
+            told(job.scenario.duration_s * step / 5)
+        return "played"
+
+
+def task(name: str) -> Task:
+    scenario = replace(SCENARIO, duration_s=10.0)
+    return Task(name, Job(scenario, Arm.TARGET_ONLY, 0, 1, Path()))
+
+
+def played(outcomes: Iterable[Any]) -> list[Any]:
+    return list(outcomes)
+
+
+def test_a_line_comes_with_each_round_and_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Played(4.0)
+    monkeypatch.setattr(pool, "play", world)
+    with Workers(1, lines_every_s=10.0, clock=world.clock) as workers:
+        for doing in ("first", "second"):
+            assert played(workers.play([task("a")], doing)) == [(0, "played")]
+    assert capsys.readouterr().err.splitlines() == [
+        "first: 0 of 10 virtual s",
+        "first: 6 of 10 virtual s",
+        "second: 10 of 20 virtual s",
+        "second: 16 of 20 virtual s",
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"lines_every_s": 1.0, "quiet": True}])
+def test_nobody_is_told_who_did_not_ask(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "play", Played(4.0))
+    with Workers(1, **options) as workers:
+        list(workers.play([task("a")]))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Played(4.0)
+    monkeypatch.setattr(pool, "play", world)
+    with Workers(1, quiet=True, clock=world.clock) as workers:
+        playing = workers.play([task("a"), task("b")], "events", until_s=27.0)
+        assert next(playing)[0] == 0
+        with pytest.raises(TimeoutError, match="the time is up: events"):
+            next(playing)
+        assert world.steps == 7
+        assert played(workers.play([task("c")])) == [(0, "played")]
 
 
 def test_json_says_what_forbids_an_objective() -> None:

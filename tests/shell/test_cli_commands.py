@@ -276,6 +276,15 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
     assert "--continue needs the history" in refused.stderr
 
 
+def test_chat_talks_with_the_model_it_is_told(address: str) -> None:
+    lines = "/model nobody\n/model toy\nhello\n/model\n"
+    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
+    assert result.exit_code == 0
+    assert "error: unknown model 'nobody'; there are 'toy'" in result.stderr
+    assert "talking with toy from the next reply on" in result.stderr
+    assert expected("hello ") in result.stdout
+
+
 def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
     lines = f"{'x' * 5000}\nhello\n"
     result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)

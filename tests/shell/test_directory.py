@@ -88,6 +88,49 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
 
 
+class Busy(Made):
+    """It knows whether it is in use."""
+
+    idle = False
+
+
+async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses_them() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
+    directory = VerifierDirectory(
+        ("pool:1",),
+        lambda address, *, server_name="": Busy(address, server_name),
+        look_up=resolver,
+        clock=lambda: resolver.now,
+    )
+
+    async def find() -> list[Busy]:
+        resolver.now += KEEP_S + 1.0
+        found = [one for one in (await directory.find()).values() if isinstance(one, Busy)]
+        await asyncio.sleep(0)
+        return found
+
+    first, second = await find()
+    resolver.names["pool"] = ["10.0.0.2", "10.0.0.3"]
+    assert (await find())[0] is second
+    assert not first.closed  # a text still comes over it
+    first.idle = second.idle = True
+    resolver.now -= KEEP_S  # no other addresses are looked for
+    _, third = await find()
+    assert [one.closed for one in (first, second, third)] == [True, False, False]
+    resolver.names["pool"] = ["10.0.0.1", "10.0.0.2"]
+    again, _ = await find()
+    assert again is not first
+    assert not third.closed
+    third.idle = again.idle = True
+    for _ in range(50):
+        resolver.names["pool"] = [f"10.0.1.{resolver.asked}", "10.0.0.2"]
+        for one in await find():
+            one.idle = True
+    assert len(directory._transports) == 2
+    await directory.close()
+    assert all(one.closed for one in (second, third, again))
+
+
 async def test_a_name_that_nobody_knows_stands_for_itself() -> None:
     found = await Resolver().directory("nowhere:7420").find()
     assert made(found) == {"nowhere:7420": ("nowhere:7420", "")}

@@ -26,6 +26,7 @@ from edgespec.drafters.head_padding import (
 from edgespec.drafters.manifest import DraftManifest, DraftModelError
 from edgespec.drafters.parity import check_parity
 from edgespec.drafters.reference_model import reference_logits
+from edgespec.export_cache import WORK_PREFIX
 from edgespec.models.folders import model_info
 from tests.shell.test_drafters_export import TOKENS, VARIANTS
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
@@ -157,7 +158,7 @@ def test_the_command_leaves_nothing_of_a_wrong_export(
     assert result.exit_code == 1
     assert "decoded in one pass" in result.stderr
     assert not bad.exists()
-    assert not list(tmp_path.glob(".export-*"))
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
     unchecked = ["export", str(source), str(bad), "--bits", "32", "--no-check"]
     assert CliRunner().invoke(app, unchecked).exit_code == 0
     assert bad.is_dir()

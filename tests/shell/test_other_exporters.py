@@ -30,6 +30,7 @@ from edgespec.drafters.foreign_drafter import ForeignDrafter
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.drafters.parity import CHECKED_TOKENS
 from edgespec.drafters.reference_model import reference_logits
+from edgespec.export_cache import WORK_PREFIX
 from edgespec.exporters.kinds import KINDS
 from edgespec.exporters.older_config import readable_by_transformers_4
 from edgespec.foreign_drafts import foreign_drafter
@@ -141,7 +142,7 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
     assert (result.exit_code, result.stdout) == (1, "")
     assert message in result.stderr
     assert not out.exists()
-    assert not list(tmp_path.glob(".export-*"))
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_a_signal_ends_the_exporter_and_all_it_started(
         finally:
             process.kill()
     _wait_for(lambda: not any(_lives(int(pid)) for pid in pids.read_text().split()))
-    assert not list(tmp_path.glob(".export-*"))
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
 
 
 def _lives(pid: int) -> bool:

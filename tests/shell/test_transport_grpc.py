@@ -21,7 +21,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
-from edgespec.ports import LinkError, VerifierStream
+from edgespec.ports import LinkError, VerifierStream, is_idle
 from edgespec.transport.codec import encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.metered import TrafficMeter
@@ -43,6 +43,27 @@ async def test_a_generation_passes_and_ends() -> None:
         with pytest.raises(LinkError, match="ended the stream"):
             await stream.send(Cancel())
         await stream.close()
+
+
+async def test_a_transport_knows_whether_it_is_in_use() -> None:
+    """Until what was sent before the end has had its chance to arrive."""
+    async with served() as (_, transport):
+        assert is_idle(transport)
+        asking = asyncio.ensure_future(transport.info())
+        await asyncio.sleep(0)
+        assert not is_idle(transport)
+        await asking
+        assert is_idle(transport)
+        connecting = asyncio.ensure_future(transport.connect())
+        await asyncio.sleep(0)
+        assert not is_idle(transport)
+        stream = await connecting
+        assert not is_idle(transport)
+        await stream.close()
+        assert not is_idle(transport)
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_idle(transport):  # noqa: ASYNC110 # of things that have no event
+                await asyncio.sleep(0)
 
 
 async def test_info_names_the_model() -> None:

@@ -20,7 +20,7 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.ports import LinkError, ModelInfo, VerifierStream
+from edgespec.ports import LinkError, ModelInfo, VerifierStream, is_idle
 from edgespec.transport.codec import payload_bytes
 from edgespec.transport.loopback import LoopbackTransport
 from edgespec.transport.metered import TrafficMeter
@@ -123,6 +123,31 @@ async def test_opening_costs_a_round_trip_and_each_message_its_way() -> None:
     assert not receiving.done()
     await world.run_until(0.2)
     assert await receiving == Commit(3, (1,), 1)
+    await world.transport.close()
+
+
+class Idle(LoopbackTransport):
+    idle = True
+
+
+async def test_a_question_on_its_way_is_a_use() -> None:
+    world = World()
+    assert not is_idle(world.transport)  # nobody knows of the one behind it
+    link = LinkModel(LinkSettings(one_way_s=UP_S))
+    inner = Idle(world._serve, lambda: INFO)
+    transport = ShapedTransport(inner, link, link, pacer=world.pacer)
+    assert is_idle(transport)
+    asking = asyncio.ensure_future(transport.info())
+    await world.run_until(0.01)
+    assert not is_idle(transport)
+    await world.run_until(1.0)
+    await asking
+    assert is_idle(transport)
+    connecting = asyncio.ensure_future(transport.connect())
+    await world.run_until(2.0)
+    await (await connecting).send(draft(1))
+    assert not is_idle(transport)
+    await transport.close()
     await world.transport.close()
 
 

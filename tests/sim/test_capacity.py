@@ -128,6 +128,25 @@ def test_without_time_nothing_is_confirmed() -> None:
     assert "before 10 and 9 verifiers were played" in plan.why_not
 
 
+def test_a_round_that_the_time_ends_is_not_used() -> None:
+    """And what was found before stands."""
+    asked = question(scenario=replace(SCENARIO, duration_s=1.0))
+    planner = cast("CapacityPlanner", MadeUp(60.0))
+    rounds: list[int] = []
+
+    def play_once(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
+        rounds.append(len(jobs))
+        if len(rounds) > 1:
+            raise TimeoutError
+        return played(doing, jobs)
+
+    arms = (ArmPlan(Arm.TARGET_ONLY, 9, predicted(9, 0.03)),)
+    plan = confirm(planner, asked, arms, play_once, lambda rounds: True)
+    assert len(rounds) == 2
+    assert {number: one.seeds for number, one in plan.observed.items()} == {8: 1, 9: 1}
+    assert "the time was up before" in plan.why_not
+
+
 def test_a_round_has_as_many_worlds_as_there_are_cores() -> None:
     """Four at once: two numbers with two seeds each, no seed twice."""
     asked = question(scenario=replace(SCENARIO, duration_s=1.0))

@@ -1,15 +1,18 @@
 """Plays jobs of scenarios on several cores, with progress, and stops cleanly.
 
-A worker tells how far its job is through a queue; the main process only waits and draws. Ctrl-C and
+Progress is a bar on a terminal, and elsewhere, where it is wished for, a line now and then. A
+worker tells how far its job is through a queue; the main process only waits and draws. Ctrl-C and
 SIGTERM end the workers at once: what was complete by then is kept by whoever asked.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from types import FrameType, TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from edgespec.cli.running import Interrupted
+from edgespec.cli.running import Interrupted, say
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.first_question import FirstQuestion
@@ -47,11 +50,22 @@ def default_processes() -> int:
 
 class Workers:
     """Plays tasks, round after round, on the same processes and under one bar of progress. To be
-    entered once; leaving ends the processes, whatever they are at."""
+    entered once; leaving ends the processes, whatever they are at. ``lines_every_s``: where there
+    is no terminal a line says so often how far it is, and one what each round does."""
 
-    def __init__(self, processes: int, *, quiet: bool = False) -> None:
-        self._processes = processes
+    def __init__(
+        self,
+        processes: int,
+        *,
+        quiet: bool = False,
+        lines_every_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._processes, self._clock = processes, clock
         self._bar = _progress(quiet)
+        self._lines_every_s = lines_every_s if self._bar.disable and not quiet else math.inf
+        self._line_at = math.inf
+        self._doing, self._until_s = "", math.inf
         self._around = ExitStack()
         self._pool: Pool | None = None
         self._told: Queue[tuple[int, float]] | None = None
@@ -70,16 +84,27 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
+        self._around.close()
+
+    def _end(self) -> None:
+        """Whatever the processes are at."""
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
-        self._around.close()
+            self._pool = self._told = None
 
-    def play(self, tasks: Sequence[Task], doing: str = "") -> Iterator[tuple[int, WorldOutcome]]:
+    def play(
+        self, tasks: Sequence[Task], doing: str = "", until_s: float = math.inf
+    ) -> Iterator[tuple[int, WorldOutcome]]:
         """Index of a task and its outcome, as they come. ``doing`` stands before the bar. Raises
-        what ``city.run.play`` raises, and ``Interrupted``."""
+        what ``city.run.play`` raises, ``Interrupted``, and ``TimeoutError`` when the clock says
+        ``until_s``: then what was not complete is lost."""
+        self._doing, self._until_s = doing or "simulated", until_s
         self._total_s += sum(task.job.scenario.duration_s for task in tasks)
-        self._bar.update(self._overall, total=self._total_s, description=doing or "simulated")
+        self._bar.update(self._overall, total=self._total_s, description=self._doing)
+        if self._lines_every_s < math.inf:
+            self._say(self._done_s)
         if self._processes == 1 or (len(tasks) == 1 and self._pool is None):
             yield from self._play_here(tasks, doing)
         else:
@@ -92,7 +117,21 @@ class Workers:
             self._done_s += task.job.scenario.duration_s
 
     def _tell(self, now_s: float) -> None:
-        self._bar.update(self._overall, completed=self._done_s + now_s)
+        self._completed(self._done_s + now_s)
+
+    def _completed(self, virtual_s: float) -> None:
+        """So far. Raises ``TimeoutError``."""
+        self._bar.update(self._overall, completed=virtual_s)
+        now = self._clock()
+        if now >= self._line_at:
+            self._say(virtual_s)
+        if now >= self._until_s:
+            self._end()
+            raise TimeoutError(f"the time is up: {self._doing}")
+
+    def _say(self, virtual_s: float) -> None:
+        self._line_at = self._clock() + self._lines_every_s
+        say(f"{self._doing}: {virtual_s:.0f} of {self._total_s:.0f} virtual s")
 
     def _play_there(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
         pool, told = self._started()
@@ -100,6 +139,7 @@ class Workers:
         results = pool.imap_unordered(_work, list(enumerate(tasks)))
         left = len(tasks)
         while left:
+            self._completed(self._done_s + sum(done_s))
             try:
                 index, outcome = results.next(timeout=_POLL_S)
             except multiprocessing.TimeoutError:
@@ -109,7 +149,6 @@ class Workers:
                 done_s[index] = tasks[index].job.scenario.duration_s
                 yield index, outcome
             _drain(told, done_s)
-            self._bar.update(self._overall, completed=self._done_s + sum(done_s))
         _drain(told, done_s)
         self._done_s += sum(task.job.scenario.duration_s for task in tasks)
 

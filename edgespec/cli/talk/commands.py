@@ -24,13 +24,13 @@ _ABOUT: Final = {
     Name.SYSTEM: ("[TEXT|-]", "tell the model how to be; alone: show it; -: no more"),
     Name.SAVE: ("FILE", "write the conversation to a file"),
     Name.LOAD: ("FILE", "go on with a conversation from a file"),
-    Name.MODEL: ("", "which models talk, and where"),
+    Name.MODEL: ("[NAME]", "which models talk, and where; NAME: talk with this one"),
     Name.STATS: ("", "numbers of the last reply, and of this chat"),
     Name.RESET: ("", "forget the conversation and begin another"),
     Name.QUIT: ("", "leave, like Ctrl-D"),
 }
 _NEEDS_FILE: Final = (Name.SAVE, Name.LOAD)
-_TAKES_TEXT: Final = (Name.SYSTEM, *_NEEDS_FILE)
+_TAKES_TEXT: Final = (Name.SYSTEM, Name.MODEL, *_NEEDS_FILE)
 
 
 class CommandError(ValueError):

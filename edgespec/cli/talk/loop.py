@@ -56,6 +56,8 @@ class Conversation:
     record: records.Record
     editor: Editor = field(default_factory=PlainEditor)
     path: Path | None = None
+    name: str = ""
+    """Of the model that was asked for in the chat; empty: as the agent is configured."""
     color: bool = False
     markdown: bool = False
     last: Progress | None = None
@@ -114,7 +116,7 @@ class Conversation:
                 self._begin_anew(records.read(path))
                 say(described(self.record))
             case Name.MODEL:
-                say(self._model())
+                say(self._talk_with(command.argument) if command.argument else self._model())
             case Name.STATS:
                 say("nothing yet" if self.last is None else self._stats(self.last))
             case Name.RESET:
@@ -134,6 +136,23 @@ class Conversation:
         self.record.system = "" if text == "-" else text
         say("the system message counts from the next reply on")
         self._keep()
+
+    def _talk_with(self, name: str) -> str:
+        """From the next reply on. Raises ``CommandError`` for a name that is not served, or where
+        nobody tells."""
+        try:
+            served = {one.name: one for one in self.runner.run(self.agent.models())}
+        except GenerationError as error:
+            raise CommandError(str(error)) from error
+        found = served.get(name)
+        if found is None:
+            raise CommandError(f"unknown model {name!r}; there are {', '.join(map(repr, served))}")
+        if self.info is not None and found.vocabulary != self.info.vocabulary:
+            raise CommandError(f"{name!r} has another vocabulary; begin a chat with --model {name}")
+        self.info, self.name = found, name
+        self.record.model = name
+        self._keep()
+        return f"talking with {name} from the next reply on"
 
     def _model(self) -> str:
         drafter = self.agent.drafter
@@ -213,6 +232,7 @@ class Conversation:
                 shown,
                 progress,
                 conversation=self.path.stem if self.path else self._name,
+                model=self.name,
             )
         finally:
             ticking.cancel()

@@ -3,9 +3,11 @@
 Theory of operation. A verifier is out of the question while it is held (it asked for time) or for
 the generation at hand (``avoid``). Of the others those count that have the best rank: a closed
 breaker before an open one, and before both of them no verifier whose last answer told of another
-model. Among equals the one that was used last is preferred, since its cache may hold the text; else
-the association policy chooses, the very object that a planner or the simulator uses. Of a verifier
-that was not asked yet, or whose load was told long ago, it is told the average of the others.
+model, or of none by the name that is asked for; an answer may be old, so such a one is tried last
+and not left out. Among equals the one that was used last is preferred, since its cache may hold the
+text; else the association policy chooses, the very object that a planner or the simulator uses. Of
+a verifier that was not asked yet, or whose load was told long ago, it is told the average of the
+others.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from edgespec.core.association.circuit_breaker import CLOSED, BreakerPolicy, CircuitBreaker
-from edgespec.core.association.model_identity import ModelIdentity
 from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
 from edgespec.core.association.route import Route
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity
 
 _GUESSED_RTT_S = 0.05
 # Of a verifier that does not tell how many sessions it takes.
@@ -50,13 +52,15 @@ class Candidate:
             return None
         return self.info.sessions
 
-    def fits(self, model: ModelIdentity | None) -> bool:
-        """Whether nothing that it told speaks against this model."""
-        if model is None or self.info is None:
+    def fits(self, model: ModelIdentity | None, name: str = "") -> bool:
+        """Whether nothing that it told speaks against this model, asked for by this name; empty:
+        by none, None: any model will do."""
+        if self.info is None:
             return True
         return any(
-            ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
+            model is None or ModelIdentity(told.name, told.fingerprint, 0).is_model_of(model)
             for told in self.info.served
+            if name in ("", told.name)
         )
 
 
@@ -90,7 +94,7 @@ class Candidates:
                 continue
             if closed_only and one.breaker.state is not CLOSED:
                 continue
-            rank = (not one.fits(route.began), one.breaker.state is not CLOSED)
+            rank = (not self.fits(one.address, route), one.breaker.state is not CLOSED)
             ranked.setdefault(rank, []).append(one)
         if not ranked:
             return None
@@ -100,6 +104,10 @@ class Candidates:
         device = replace(self._device, conversation=route.conversation)
         (index,) = self._association.assign([device], *self._views(best, now))
         return best[index].address
+
+    def fits(self, address: str, route: Route) -> bool:
+        """Whether nothing that this one told speaks against the model of ``route``."""
+        return self.listed[address].fits(route.began, route.model)
 
     def free_in_s(self, now: float, avoid: Collection[str]) -> float | None:
         """How long all of them but ``avoid`` are held; None: at least one is not."""

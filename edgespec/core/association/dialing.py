@@ -40,6 +40,8 @@ class Dialing:
         address = self._candidates.choose(now, avoid, route)
         if address is None:
             return [] if route.dialing else [self.none_left(number, route, now)]
+        if route.dialing and not self._candidates.fits(address, route):
+            return []  # it would win a race only to say no
         route.dialing.append(address)
         rtt_s = self._candidates.listed[address].rtt_s or 0.0
         patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)

@@ -25,10 +25,10 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import Candidate, Candidates
 from edgespec.core.association.circuit_breaker import CLOSED
 from edgespec.core.association.dialing import Actions, Dialing, probe
-from edgespec.core.association.model_identity import ModelIdentity, why_not
 from edgespec.core.association.policies import AssociationPolicy, DeviceView
 from edgespec.core.association.route import FailoverPolicy, Route
 from edgespec.core.protocol.messages import FaultCode
+from edgespec.core.protocol.model_identity import ModelIdentity, why_not
 from edgespec.core.protocol.printable import one_line
 
 # A verifier that breaks so soon after it was tried at once is not tried at once again.
@@ -72,8 +72,8 @@ class Failover:
                 return tuple(self._on_probe(event, now))
             case ev.Tick():
                 return tuple(self._on_tick(now))
-            case ev.Wanted(number, needed_length, conversation):
-                route = self.routes.setdefault(number, Route(needed_length, conversation))
+            case ev.Wanted(number, needed_length, conversation, model):
+                route = self.routes.setdefault(number, Route(needed_length, conversation, model))
                 return tuple(self._dialing.wanted(number, route, now))
         route_or_none = self.routes.get(event.route)
         if route_or_none is None:
@@ -147,6 +147,10 @@ class Failover:
                 candidate.breaker.hold(now, retry_after_s or self.policy.full_s)
             case FaultCode.INTERNAL:
                 candidate.breaker.failed(now)
+            case FaultCode.UNKNOWN_MODEL:  # nothing is wrong with it; what it has now is asked
+                route.unfit[candidate.address] = candidate.error
+                asked = [] if candidate.probing else [probe(candidate)]
+                return [*asked, self._leave(number, route, candidate.error, now)]
             case _:
                 self._dialing.blame(route, candidate.address, why, False, now)
         route.tried.add(candidate.address)
@@ -235,7 +239,7 @@ class Failover:
         before counts again: finding out took longer than any pause."""
         avoid = {*route.unfit, str(route.using)}
         found = self.candidates.choose(now, avoid, route, closed_only=True)
-        return found is not None
+        return found is not None and self.candidates.fits(found, route)
 
     def _of(self, route: Route) -> Candidate | None:
         """The verifier of the stream in use."""

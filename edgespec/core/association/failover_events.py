@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from edgespec.core.association.model_identity import ModelIdentity
 from edgespec.core.protocol.messages import FaultCode, VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.core.statically_frozen import statically_frozen
 
 # --- events ---------------------------------------------------------------------------------
@@ -23,11 +23,13 @@ class Known:
 @statically_frozen
 class Wanted:
     """A generation wants a stream. ``needed_length`` is how much context its whole text takes, in
-    tokens; 0: not known. ``conversation`` is what it belongs to (``conversation.py``)."""
+    tokens; 0: not known. ``conversation`` is what it belongs to (``conversation.py``), ``model``
+    the name that it asks for; empty: the model that is served."""
 
     route: int
     needed_length: int = 0
     conversation: str = ""
+    model: str = ""
 
 
 @statically_frozen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.core.association.circuit_breaker import BreakerPolicy
-from edgespec.core.association.model_identity import ModelIdentity
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.core.protocol.ranges import bounded
 
 _LEAST_S = 1e-3
@@ -43,6 +43,8 @@ class Route:
 
     needed_length: int = 0
     conversation: str = ""
+    model: str = ""
+    """The name that it asks for; empty: the model that is served."""
     wanted: bool = False
     """A stream is asked for."""
     asking_until: float | None = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from edgespec.core.device.confidence import ConfidenceEstimator
 from edgespec.core.device.draft_lengths import LengthOutcomes
 from edgespec.core.device.row_times import RowTimes
+
+MOST_MODELS: Final = 64
+"""Models beside the usual one of which something is kept."""
 
 
 @dataclass(slots=True)
@@ -16,3 +20,23 @@ class Learned:
     rows: RowTimes = field(default_factory=RowTimes)
     lengths: LengthOutcomes = field(default_factory=LengthOutcomes)
     confidence: ConfidenceEstimator = field(default_factory=ConfidenceEstimator)
+
+
+class LearnedByModel:
+    """What was learned of each model that is asked for by name. How often a draft is right depends
+    on the model that judges it, what a row takes on this device does not. ``usual`` is of the model
+    called ``name``; what was learned of the one asked for longest ago is forgotten."""
+
+    def __init__(self, name: str, usual: Learned) -> None:
+        self._name, self._usual = name, usual
+        self._others: dict[str, Learned] = {}
+
+    def of(self, name: str) -> Learned:
+        """Hand it to the next session of this model."""
+        if name == self._name:
+            return self._usual
+        found = self._others.pop(name, None) or Learned(self._usual.rows)
+        self._others[name] = found
+        if len(self._others) > MOST_MODELS:
+            del self._others[next(iter(self._others))]
+        return found

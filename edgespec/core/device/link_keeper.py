@@ -8,7 +8,9 @@ many end without one (``max_streams_without_token``). The first three end in ano
 as there is patience, the last two in ``Fail``.
 
 Invariant: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
-for ever. What a stranger says passes ``one_line`` before it gets into a ``Fail``.
+for ever. What a stranger says passes ``one_line`` before it gets into a ``Fail``. And no text goes
+on with another model than it was begun with: a verifier that has become one of another is asked
+again for as long as one that brings no token.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from edgespec.core.device import events as ev
 from edgespec.core.device.reconnect import Reconnect, ReconnectPolicy
 from edgespec.core.device.transitions import DRAFT_MOVES
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open, Opened
+from edgespec.core.protocol.model_identity import ModelIdentity
 from edgespec.core.protocol.printable import one_line
 from edgespec.core.protocol.transitions import transition
 
@@ -38,6 +41,10 @@ class LinkKeeper:
         """Whether the verifier has answered on this stream."""
         self._brought_token = False
         """Whether a token has come on this stream."""
+        self._model: ModelIdentity | None = None
+        """What the verifier of this stream serves it with."""
+        self._began: ModelIdentity | None = None
+        """What the text was begun with."""
         self._answer_s = policy.answer_s
         """How long this stream may take to greet."""
         self._waiting_since = 0.0
@@ -63,14 +70,18 @@ class LinkKeeper:
         self._move(ev.STREAMING, deadline)
 
     def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
-        """The verifier greets. One that does not keep the constraint which was sent would answer
-        with another text: better none."""
+        """The verifier greets. One that does not keep the constraint which was sent, or serves
+        another model by now, would answer with another text: better none."""
         if (constraint := request.sampling.constraint) is not None and not opened.constrained:
             kind = constraint.kind.value
             why = f"the verifier is too old to hold a text to a {kind}: it did not say that it does"
             return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
         self.greeted(now)
-        return []
+        self._model = model = ModelIdentity.of(opened)
+        if self._began is None or model.is_model_of(self._began):
+            return []
+        why = f"the verifier serves {model} now, but the text was begun by {self._began}"
+        return [ev.Transmit(Cancel()), *self.abandon(one_line(why), now)]
 
     def greeted(self, now: float) -> None:
         self._greeted, self._waiting_since = True, now
@@ -84,6 +95,7 @@ class LinkKeeper:
 
     def progressed(self, now: float) -> None:
         """A token was delivered."""
+        self._began = self._model
         self._brought_token, self._waiting_since, self._waited_s = True, now, 0.0
         self._attempts.progressed()
         self.heard(now)

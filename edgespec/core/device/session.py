@@ -142,12 +142,14 @@ class DraftSession:
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
 
     def _on_opened(self, opened: Opened, now: float) -> list[ev.DraftAction]:
+        if refused := self.link.opened(self.request, opened, now):
+            return refused
         self.limits = opened.limits
         self._reader.max_unreceived = opened.limits.max_unreceived
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
         self._end = min(self._bounds.length - 1, self._draft_context_length)
-        return self.link.opened(self.request, opened, now)
+        return []
 
     def _on_commit(self, commit: Commit, now: float) -> list[ev.DraftAction]:
         if not self._reader.continues(commit):

@@ -59,15 +59,20 @@ def confirm(
     *,
     at_once: int = 1,
 ) -> CapacityPlan:
-    """``more`` is asked before each round of events, with the number of rounds played. ``at_once``:
-    worlds that can be played beside one another; a round has as many, so that no core waits."""
+    """``more`` is asked before each round of events, with the number of rounds played; ``play`` may
+    end one with a ``TimeoutError``, and what came of it is not used: the quick worlds would be
+    first. ``at_once``: worlds that can be played beside one another; a round has as many, so that
+    no core waits."""
     best = best_arm(arms)
     if best is None or best.verifiers is None:
         return CapacityPlan(arms, None, 0, (0, 0), {}, confirmed=False)
     search = Search(planner, question, best.arm, best.verifiers)
     rounds = 0
     while (wanted := search.wanted()) and rounds < _MOST_ROUNDS and more(rounds):
-        search.play(wanted, play, max(1, at_once // len(wanted)))
+        try:
+            search.play(wanted, play, max(1, at_once // len(wanted)))
+        except TimeoutError:
+            break
         rounds += 1
     return search.plan(arms)
 

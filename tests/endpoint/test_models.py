@@ -1,0 +1,196 @@
+"""A model and its adapters behind one endpoint, chosen by the name in each request.
+
+Oracle: an adapter is another toy model, so its text is that one's, by the scalar specification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, NotFoundError
+
+from edgespec.compose import TOY_MODEL
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.endpoint.counts import MOST_NAMES, OTHER, EndpointCounts
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.endpoint.live_endpoint import (
+    Live,
+    ScriptedAgent,
+    ask,
+    over_script,
+    over_verifiers,
+)
+from tests.shell.adapted_toy import AdaptedToy
+from tests.shell.fake_vllm import FakeVllm, fake_target
+from tests.shell.live_verifier import serving, toy_text
+
+TEXT = ToyTokenizer()
+SQL, POETRY = replace(TOY_MODEL, order=2), replace(TOY_MODEL, seed=5)
+PROMPT = "the quick brown fox"
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+PATH = "/v1/completions"
+ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+ADAPTERS = {"sql": SQL, "poetry": POETRY}
+
+
+def text_of(model: ToyModel, prompt: str = PROMPT) -> str:
+    return TEXT.decode(toy_text(TEXT.encode(prompt), PARAMS, model))
+
+
+OWN, IN_SQL = text_of(TOY_MODEL), text_of(SQL)
+assert len({OWN, IN_SQL, text_of(POETRY)}) == 3
+
+
+def vllm(**adapters: ToyModel) -> FakeVllm:
+    found = FakeVllm(0.1)
+    found.adapters.update(adapters)
+    return found
+
+
+async def completed(client: AsyncOpenAI, model: str, **more: Any) -> Any:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, **more}
+    return await client.completions.create(model=model, extra_body={"ignore_eos": True}, **asked)
+
+
+async def text(live: Live, model: str) -> str:
+    """The text of a request that has to be served."""
+    reply = await ask(live, PATH, {**ASKED, "model": model})
+    assert reply.status == 200, reply.body
+    answer = reply.json
+    assert answer["model"] == model
+    return str(answer["choices"][0]["text"])
+
+
+# --- one verifier -----------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def over_adapters(target: Any = None, **more: Any) -> AsyncIterator[Live]:
+    async with serving(target or AdaptedToy(ADAPTERS)) as (address, _):
+        async with over_verifiers(address, **more) as live:
+            yield live
+
+
+async def test_the_model_and_its_adapters_are_listed() -> None:
+    async with over_adapters() as live, live.client() as client:
+        listed = [one async for one in client.models.list()]
+        assert [(one.id, one.model_extra and one.model_extra["parent"]) for one in listed] == [
+            ("toy", None),
+            ("sql", "toy"),
+            ("poetry", "toy"),
+        ]
+        assert [one.model_extra and one.model_extra["max_model_len"] for one in listed] == [
+            4096
+        ] * 3
+        assert (await client.models.retrieve("sql")).id == "sql"
+        assert (await client.models.retrieve("edgespec")).id == "toy"
+        with pytest.raises(NotFoundError) as caught:
+            await client.models.retrieve("sequel")
+        assert caught.value.code == "model_not_found"
+        health = (await ask(live, "/health")).json
+    assert (health["model"], health["verifiers"][0]["adapters"]) == ("toy", ["sql", "poetry"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "native"])
+async def test_requests_beside_each_other_take_the_models_they_name(engine: str) -> None:
+    target = fake_target(vllm(**ADAPTERS)) if engine == "vllm" else AdaptedToy(ADAPTERS)
+    wanted = {"toy": OWN, "sql": IN_SQL, "poetry": text_of(POETRY), "edgespec": OWN}
+    names = [name for name in wanted for _ in range(2)]
+    async with over_adapters(target) as live, live.client() as client:
+        answers = await asyncio.gather(*(completed(client, name) for name in names))
+        for name, answer in zip(names, answers, strict=True):
+            assert answer.choices[0].text == wanted[name], name
+            assert answer.model == ("toy" if name == "edgespec" else name)
+        marks = {answer.model: answer.system_fingerprint for answer in answers}
+        assert marks["sql"] == "fp_sql-on-toy"
+        assert len(set(marks.values())) == 3
+
+
+async def test_chats_streams_and_scores_are_the_adapters() -> None:
+    async with over_adapters() as live, live.client() as client:
+        stream = await completed(client, "sql", stream=True, logprobs=2)
+        chunks = [chunk async for chunk in stream]
+        assert {chunk.model for chunk in chunks} == {"sql"}
+        assert "".join(chunk.choices[0].text for chunk in chunks) == IN_SQL
+        scored = await completed(client, "sql", logprobs=2)
+        tokens = [one for chunk in chunks if (one := chunk.choices[0].logprobs) is not None]
+        streamed = [score for one in tokens for score in one.token_logprobs]
+        assert streamed == scored.choices[0].logprobs.token_logprobs
+        plain = await completed(client, "toy", logprobs=2)
+        assert plain.choices[0].logprobs.token_logprobs != streamed
+        chats = [
+            await client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=30
+            )
+            for name in ("toy", "sql")
+        ]
+    assert [chat.model for chat in chats] == ["toy", "sql"]
+    said = [chat.choices[0].message.content for chat in chats]
+    assert said[0] != said[1]
+
+
+async def test_an_adapter_keeps_a_constraint() -> None:
+    async with over_adapters() as live:
+        asked = {"prompt": PROMPT, "regex": "[a-e]{6,9}", "max_tokens": 20, "model": "sql"}
+        found = [(await ask(live, PATH, {**asked, "model": name})).json for name in ("sql", "toy")]
+    texts = [one["choices"][0]["text"] for one in found]
+    assert all(re.fullmatch("[a-e]{6,9}", one) for one in texts), texts
+    assert texts[0] != texts[1]
+    assert [one["choices"][0]["finish_reason"] for one in found] == ["stop", "stop"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_unknown_name_is_the_error_that_clients_know(path: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else ASKED
+    async with over_adapters() as live:
+        for name in ("sequel", "sql ", "x" * 300, "\u00e9" * 200):
+            reply = await ask(live, path, {**asked, "model": name})
+            assert reply.status == 404
+            error = reply.error
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+            assert error["type"] == "not_found_error"
+            assert error["message"].endswith("here; there are 'toy', 'sql', 'poetry'")
+
+
+async def test_metrics_tell_models_apart_and_clients_make_no_labels() -> None:
+    async with over_adapters() as live:
+        await text(live, "sql")
+        await ask(live, PATH, {**ASKED, "model": "sequel"})
+        await ask(live, PATH, {**ASKED, "max_tokens": 7})
+        lines = (await ask(live, "/metrics")).body.decode().splitlines()
+    found = {line for line in lines if "{model=" in line}
+    prefix = "edgespec_endpoint_"
+    for name, answers, tokens in (("toy", 1, 7), ("sql", 1, 40), ("poetry", 0, 0)):
+        assert f'{prefix}answers_total{{model="{name}"}} {answers:.1f}' in found
+        assert f'{prefix}completion_tokens_total{{model="{name}"}} {tokens:.1f}' in found
+    assert not [line for line in lines if "sequel" in line]
+
+
+def test_names_in_metrics_are_bounded() -> None:
+    counts = EndpointCounts()
+    for number in range(2 * MOST_NAMES):
+        counts.add_answer(f"adapter-{number}", 3, ())
+    assert len(counts.models) == MOST_NAMES + 1
+    assert counts.models[OTHER].prompt == 3 * MOST_NAMES
+
+
+async def test_a_name_reaches_the_verifier_where_none_has_told_yet() -> None:
+    """It knows; what it says is for the client, and no label."""
+    agent = ScriptedAgent(["a"])
+    async with over_script(agent) as live:
+        for name in ("gpt-7", "edgespec", ""):
+            assert (await ask(live, PATH, {"prompt": "abc", "model": name})).status == 200
+        assert (await ask(live, PATH, {"prompt": "abc", "model": "x" * 300})).status == 404
+        lines = (await ask(live, "/metrics")).body.decode()
+        assert [one["id"] for one in (await ask(live, "/v1/models")).json["data"]] == ["edgespec"]
+        assert (await ask(live, "/v1/models/gpt-7")).status == 404
+    assert agent.models == ["gpt-7", "", ""]
+    assert 'edgespec_endpoint_answers_total{model="other"} 1.0' in lines
+    assert 'edgespec_endpoint_answers_total{model="edgespec"} 2.0' in lines

@@ -1,0 +1,167 @@
+"""Each text names its model: the Python API, the draft alone meanwhile, `edgespec chat`.
+
+Oracle: an adapter is another toy model, so its text is that one's, by the scalar specification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+import edgespec
+from edgespec.agent.agent import Agent
+from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
+from edgespec.compose import TOY_MODEL, build_agent
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.device.offline import Correction, Offline
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.protocol.messages import FaultCode
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.shell.adapted_toy import AdaptedToy
+from tests.shell.gate import Gate
+from tests.shell.live_verifier import environment, nobody, serving, toy_text
+from tests.sources import ROOT
+
+TEXT = ToyTokenizer()
+SQL = replace(TOY_MODEL, order=2)
+PROMPT = "once upon a time"
+PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
+IDS = TEXT.encode(PROMPT)
+OWN, IN_SQL = TEXT.decode(toy_text(IDS, PARAMS)), TEXT.decode(toy_text(IDS, PARAMS, SQL))
+QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0, give_up_s=60.0)
+WITHIN_S = 120.0
+
+
+async def text(agent: Agent, model: str = "") -> str:
+    return "".join([chunk.text async for chunk in agent.generate(PROMPT, PARAMS, model=model)])
+
+
+async def test_one_agent_takes_a_model_for_each_text() -> None:
+    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+        async with edgespec.connect(address, draft="toy") as agent:
+            assert [one.name for one in await agent.models()] == ["toy", "sql"]
+            names = ["", "sql", "toy", "sql", ""]
+            found = await asyncio.gather(*(text(agent, name) for name in names))
+            assert found == [IN_SQL if name == "sql" else OWN for name in names]
+            with pytest.raises(edgespec.GenerationError, match="serves 'toy', 'sql'") as caught:
+                await text(agent, "sequel")
+            assert caught.value.code is FaultCode.UNKNOWN_MODEL
+            with pytest.raises(ValueError, match=r"model is 'xxxx.*at most 256 bytes"):
+                await text(agent, "x" * 257)
+            with pytest.raises(TypeError, match="model is int, but must be text"):
+                await text(agent, 7)  # type: ignore[arg-type] # the test
+        async with edgespec.connect(address, draft="none", model="sql") as agent:
+            assert [await text(agent), await text(agent, "toy")] == [IN_SQL, OWN]
+
+
+async def test_without_asyncio() -> None:
+    def use(address: str) -> None:
+        with edgespec.SyncAgent(address, draft="toy") as agent:
+            assert [one.name for one in agent.models()] == ["toy", "sql"]
+            for name, wanted in (("sql", IN_SQL), ("", OWN)):
+                chunks = agent.generate(PROMPT, PARAMS, model=name)
+                assert "".join(chunk.text for chunk in chunks) == wanted
+
+    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+        await asyncio.to_thread(use, address)
+
+
+async def test_who_serves_what_is_told_by_those_that_answer() -> None:
+    with nobody() as away:
+        async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+            async with edgespec.connect([away, address], draft="toy") as agent:
+                assert [one.name for one in await agent.models()] == ["toy", "sql"]
+        for addresses in (away, [away, away.replace("127.0.0.1", "localhost")]):
+            async with edgespec.connect(addresses, draft="toy") as agent:
+                with pytest.raises(edgespec.GenerationError, match="no verifier answers: "):
+                    await agent.models()
+
+
+# --- without a verifier -----------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def offline(*adapters: str) -> AsyncIterator[tuple[Agent, Gate, int]]:
+    """An agent whose verifier, with these adapters, is not there yet; and its port."""
+    async with serving(AdaptedToy(dict.fromkeys(adapters, SQL))) as (address, _):
+        async with Gate(None) as gate:
+            config = AgentConfig(
+                verifier=gate.address,
+                tokenizer="toy",
+                draft=DraftSection(model="toy"),
+                reconnect=QUICK,
+                offline=Offline.DRAFT,
+                offline_grace_s=0.0,
+            )
+            async with build_agent(config) as agent:
+                yield agent, gate, int(address.rpartition(":")[2])
+
+
+async def test_what_the_draft_wrote_is_judged_by_the_adapter() -> None:
+    async with offline("sql") as (agent, gate, port):
+        found, unverified = ReplyText(), 0
+        async with asyncio.timeout(WITHIN_S):
+            async for event in agent.follow(PROMPT, PARAMS, model="sql"):
+                found.add(event)
+                unverified += isinstance(event, UnverifiedChunk)
+                gate.port = port
+    assert unverified
+    assert (found.verified, found.unverified) == (IN_SQL, "")
+
+
+async def test_what_was_written_for_an_adapter_that_is_gone_is_taken_back() -> None:
+    async with offline() as (agent, gate, port):
+        found, events = ReplyText(), list[ReplyEvent]()
+
+        async def read() -> None:
+            async for event in agent.follow(PROMPT, PARAMS, model="sql"):
+                found.add(event)
+                events.append(event)
+                gate.port = port
+
+        with pytest.raises(edgespec.GenerationError, match="unknown model 'sql'") as caught:
+            async with asyncio.timeout(WITHIN_S):
+                await read()
+    assert caught.value.code is FaultCode.UNKNOWN_MODEL
+    assert isinstance(events[0], UnverifiedChunk)
+    assert isinstance(events[-1], Correction)
+    assert (found.verified, found.unverified) == ("", "")
+
+
+# --- on a terminal ----------------------------------------------------------------------------
+
+
+async def test_a_chat_goes_on_with_another_model() -> None:
+    lines = "hello\n/model sequel\n/model sql\nagain\n/model\n/model toy\nonce more\n"
+    options = ("--draft", "toy", "-n", "12", "--ignore-eos")
+    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+        command = (sys.executable, "-m", "edgespec", "chat", "--verifier", address, *options)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, env=environment()
+        )
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                out, errors = await process.communicate(lines.encode())
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    said, told = [], ""
+    for message, model in (("hello", TOY_MODEL), ("again", SQL), ("once more", TOY_MODEL)):
+        told += f"{message} "
+        params = replace(PARAMS, max_tokens=12)
+        reply = TEXT.decode(toy_text(TEXT.encode(told), params, model))
+        said.append(reply)
+        told += f"{reply} "
+    assert out.decode().replace("> ", "") == "".join(f"{one}\n" for one in said)
+    heard = errors.decode()
+    assert "error: unknown model 'sequel'; there are 'toy', 'sql'" in heard
+    assert "talking with sql from the next reply on" in heard
+    assert "target  sql, context 4096 tokens" in heard
