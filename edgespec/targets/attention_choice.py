@@ -24,7 +24,7 @@ def choose_backend(loaded: LoadedModel) -> AttentionBackend:
     try:
         paged = PagedAttention(shape.heads, shape.kv_heads, loaded.device)
         why_not = disagreement(
-            paged, shape, _tried(shape, loaded.device), loaded.dtype, loaded.device
+            paged, shape, tried_layers(shape, loaded.device), loaded.dtype, loaded.device
         )
     except Exception as error:  # a kernel that does not compile may raise anything
         why_not = f"{type(error).__name__}: {error}"
@@ -35,8 +35,8 @@ def choose_backend(loaded: LoadedModel) -> AttentionBackend:
     return GroupedAttention()
 
 
-def _tried(shape: HeadShape, device: torch.device) -> tuple[LayerAttention, LayerAttention]:
-    """What the start-up test asks: a plain layer, and one with everything a layer may have."""
+def tried_layers(shape: HeadShape, device: torch.device) -> tuple[LayerAttention, LayerAttention]:
+    """What the start-up tests ask: a plain layer, and one with everything a layer may have."""
     sinks = random_sinks(shape, device)
     return LayerAttention(0.125), LayerAttention(0.125, 24, 20.0, sinks)
 

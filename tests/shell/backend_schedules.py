@@ -57,9 +57,10 @@ class Serving:
         backend: AttentionBackend | None = None,
         *,
         packed: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.rng = random.Random(seed)
-        self.targets = [_target(folder, packed), _target(folder, False)]
+        self.targets = [_target(folder, packed, device), _target(folder, False, device)]
         if backend is not None:
             self.targets[0]._attention = backend
         self.targets[1]._attention = ReferenceAttention()
@@ -152,12 +153,12 @@ class Serving:
         session.blocks, session.shared = [], 0
 
 
-def _target(folder: Path, packed: bool) -> TorchTarget:
+def _target(folder: Path, packed: bool, device: str) -> TorchTarget:
     return TorchTarget(
         str(folder),
         name="tiny",
         vocabulary="v",
-        device="cpu",
+        device=device,
         max_cached_tokens=_BLOCKS * BLOCK_SIZE,
         canonical=False,
         packed=packed,
