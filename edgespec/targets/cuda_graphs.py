@@ -11,6 +11,7 @@ that nothing repairs; whatever is left of such a one is kept, never freed, and n
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,13 +77,16 @@ class CudaRecorder:
         current.wait_stream(self._beside)
 
     def _capture(self, work: Callable[[], None]) -> Any:
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         collecting = gc.isenabled()
         gc.disable()  # freeing what uses the device is not allowed meanwhile
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"
+            ):
                 work()
         except BaseException:
+            torch.cuda.set_stream(current)  # a capture that fails to end leaves its own
             self.wrecked = True
             self._wreck.append(graph)
             raise
@@ -100,7 +104,9 @@ class CudaRecorder:
 @contextmanager
 def _no_waiting() -> Iterator[None]:
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from edgespec.targets.attention_backend import AttentionBackend
 from edgespec.targets.attention_choice import head_shape, tried_layers
 from edgespec.targets.backend_self_test import disagreement
 from edgespec.targets.cuda_graphs import MEMORY_MAX, CudaRecorder
+from edgespec.targets.device_copies import current_device
 from edgespec.targets.graph_self_test import StaticPaged, graphs_disagree
 from edgespec.targets.graphed_passes import MOST_RECORDINGS, Call, GraphedPasses, Recorder
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
@@ -60,14 +61,13 @@ class GraphChoice:
             return None
         passes = None
         try:
-            passes, self.why_not = self._tried(pool)
+            with current_device(self.loaded.device):
+                passes, why_not = self._tried(pool)
         except Exception as error:  # a kernel that does not compile may raise anything
-            self.why_not = f"{type(error).__name__}: {error}"
-        if not self.why_not:
+            why_not = f"{type(error).__name__}: {error}"
+        if not why_not:
             return passes
-        if self._last is not None and self._last.wrecked:
-            _KEPT.append((passes, self._last))
-        logger.warning("passes run without CUDA graphs, so slower: %s", self.why_not)
+        self._drop(passes, why_not)
         return None
 
     def measure(self, pool: KvPool, rows: int) -> int:
@@ -82,13 +82,22 @@ class GraphChoice:
         try:
             pool.reserve(batch)
             passes.eager_first = False
-            with torch.inference_mode():
+            with torch.inference_mode(), current_device(self.loaded.device):
                 passes.run_requests(batch)
         finally:
             for request in batch:
                 pool.close(request.key)
+        if passes.why_not:
+            self._drop(passes, passes.why_not)
+            return 0
         self.limit_bytes = int(_SLACK * self._last.used_bytes) + MOST_RECORDINGS * _GRAPH_BYTES
         return self.limit_bytes
+
+    def _drop(self, passes: GraphedPasses | None, why_not: str) -> None:
+        self.why_not = why_not
+        if self._last is not None and self._last.wrecked:
+            _KEPT.append((passes, self._last))
+        logger.warning("passes run without CUDA graphs, so slower: %s", why_not)
 
     def _tried(self, pool: KvPool) -> tuple[GraphedPasses | None, str]:
         loaded, attention = self.loaded, self.attention
@@ -100,7 +109,8 @@ class GraphChoice:
         if why_not:
             return None, why_not
         blocks = -(-loaded.context_length // BLOCK_SIZE) + _TREE_BLOCKS
-        pool.tables.expect(self.max_sessions + _TABLES_MORE, blocks)
+        # Whole vectors: Triton then knows where a row begins.
+        pool.tables.expect(self.max_sessions + _TABLES_MORE, -(-blocks // 16) * 16)
         self._last = self.recorder(loaded.device, self.limit_bytes)
         passes = GraphedPasses(self.call, pool, attention, self._last)
         why_not = graphs_disagree(passes, pool, self.run, loaded.vocabulary_size, loaded.dtype)

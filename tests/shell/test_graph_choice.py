@@ -65,6 +65,19 @@ def test_what_passes_its_self_test_is_chosen_and_measured(tmp_path: Path) -> Non
     assert target._pool.session_count == 0
 
 
+def test_a_largest_pass_that_cannot_be_recorded_leaves_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, counted = write_checkpoint(tmp_path / "tiny"), TapeRecorder()
+    target = plain_target(folder)
+    assert _choice(target, counted).choose(target._pool) is not None
+    choice = _choice(target, TapeRecorder(fail=counted.made + 1, wrecked=True))
+    assert choice.measure(target._pool, 64) == 0
+    assert choice.choose(target._pool) is None
+    assert target._pool.session_count == 0
+    assert caplog.text.count("without CUDA graphs, so slower: RuntimeError: operation not") == 1
+
+
 class _Stale(TapeRecorder):
     """What is repeated does nothing."""
 
