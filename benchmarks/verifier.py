@@ -179,12 +179,12 @@ class Bench:
             vocabulary="v",
             dtype=args.dtype,
             device=args.device,
+            cuda_graphs=not args.no_graphs,
             max_cached_tokens=(sessions + 1) * context,
             max_sessions=sessions,
             canonical=args.canonical,
             model_threads=args.threads,
             packed=args.packed or None,
-            cuda_graphs=not args.no_graphs,
         )
         self.graphs, self.target._graphs = self.target._graphs, None
         self.model = self.target._model
@@ -369,8 +369,7 @@ def main() -> int:
         room = args.context + 2 * (args.passes + 3) + max(args.rows) + 2 * BLOCK_SIZE
         bench = Bench(folder, args, max(args.sessions), room)
     roof = measure_roof(bench.pool.data.dtype, bench.clock)
-    for name, value in about.items():
-        print(f"{name}: {value}")
+    print("\n".join([f"{name}: {value}" for name, value in about.items()]))
     print(
         f"{args.model or args.shape}, {args.dtype}, {bench.target.mode}, {args.context} cached rows"
         f" a session; {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s"
@@ -388,8 +387,8 @@ def main() -> int:
                 share = least_s / statistics.median(samples["pass"])
                 print(f"{sessions:8d} {rows:4d} {1e3 * least_s:9.2f} {share:6.0%}", end=" ")
                 print(" ".join(f"{spread(samples[name]):>22}" for name in parts), flush=True)
-                row = {"sessions": sessions, "rows": rows, "roofline_s": least_s}
-                results.append({**row, "samples_s": samples})
+                cell = {"sessions": sessions, "rows": rows}
+                results.append({**cell, "roofline_s": least_s, "samples_s": samples})
     print(f"recorded passes: {bench.graphs or 'none, on ' + args.device}")
     if args.json is not None:
         args.json.write_text(json.dumps({**about, "results": results}, default=str, indent=1))

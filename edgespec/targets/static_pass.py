@@ -77,7 +77,7 @@ def bucket_of(rows: BatchRows, attention: PagedAttention) -> Bucket | None:
 
 
 class StaticPass:
-    """The tensors of one bucket. ``plan`` stands for every pass that was ``fill``ed and sent."""
+    """The tensors of one bucket. ``plan`` is that of the pass that was sent last."""
 
     def __init__(self, bucket: Bucket, pool: KvPool, attention: PagedAttention) -> None:
         rows, tiles = bucket.rows, bucket.tiles

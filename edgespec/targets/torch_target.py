@@ -66,9 +66,9 @@ class TorchTarget:
     ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
     large float32 ones are packed on a CPU (``packed_linear.py``); None means in canonical mode, for
     in plain mode a pass of one row is slower with them.
-    ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
+    ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
@@ -96,9 +96,9 @@ class TorchTarget:
         model_threads: int | None = None,
         quantize: str = "",
         packed: bool | None = None,
-        cuda_graphs: bool = True,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
