@@ -38,7 +38,7 @@ step 45 attention python benchmarks/attention.py --device "$device" --dtype bflo
 step 200 verifier python benchmarks/verifier.py --device "$device" "${shape[@]}" \
     --json "$out/verifier.json"
 if [ "$device" != cuda ]; then
-    step 60 layout python benchmarks/static_layout.py --sessions 1,8 --passes 20
+    step 100 layout python benchmarks/static_layout.py --sessions 1,8 --passes 10
 fi
 step 160 tests python -m pytest -m gpu
 step 100 bench edgespec bench --quick --device "$device" --pass-ms 0
