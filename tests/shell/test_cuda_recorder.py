@@ -89,8 +89,7 @@ def test_work_is_done_once_beside_and_then_captured(monkeypatch: pytest.MonkeyPa
         modes.append(cuda.mode)
         cuda.calls.append("work")
 
-    for _ in range(3):
-        recording = recorder.record(work)
+    recordings = [recorder.record(work) for _ in range(3)]
     assert cuda.calls[:5] == [
         "another waits for the current one",
         "work",
@@ -100,7 +99,7 @@ def test_work_is_done_once_beside_and_then_captured(monkeypatch: pytest.MonkeyPa
     ]
     assert modes == [2, 0] * 3  # what waits raises before there is a capture to spoil
     assert (recorder.used_bytes, recorder.largest_bytes) == (9 * MIB, 3 * MIB)
-    recording.replay()
+    recordings[0].replay()
     assert cuda.calls[-1] == "replay"
     with pytest.raises(RecorderFull, match="CUDA graphs take 9 MiB, limit 8 MiB"):
         recorder.record(work)
