@@ -25,6 +25,7 @@ KEYS = {
     "device": "device",
     "quantize": "quantize",
     "canonical": "canonical",
+    "cuda_graphs": "cuda_graphs",
     "tensor_parallel_size": "tensor_parallel.size",
     "front_processes": "front_processes",
     "pipeline_stages": "pipeline.stages",
@@ -103,6 +104,13 @@ Canonical = Annotated[
     typer.Option(
         "--canonical/--no-canonical",
         help="Same bits under every schedule (default: on CPUs)",
+    ),
+]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="Record small passes on a GPU and repeat them (default: on)",
     ),
 ]
 TensorParallelSize = Annotated[
@@ -200,6 +208,7 @@ def verifier(
     device: Device = None,
     quantize: Quantize = None,
     canonical: Canonical = None,
+    cuda_graphs: CudaGraphs = None,
     front_processes: FrontProcesses = None,
     max_sessions: MaxSessions = None,
     max_model_len: MaxModelLen = None,

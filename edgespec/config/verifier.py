@@ -154,6 +154,8 @@ class VerifierConfig:
     """Round the weights when they are loaded, on a CPU: ``int8``, ``int4``; empty: as they are."""
     canonical: bool | None = None
     """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
+    cuda_graphs: bool = True
+    """Record small passes on a GPU in plain mode and repeat them, where a self-test agrees."""
     threads: int | None = None
     """Of the model, in plain mode; null: torch's choice."""
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
@@ -227,6 +229,10 @@ class VerifierConfig:
             return
         if self.canonical:
             raise ValueError("canonical is true, but only the native engine can be canonical")
+        if not self.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs is false, but vLLM records its own: give --enforce-eager behind --"
+            )
         if self.threads is not None:
             raise ValueError(f"threads is {self.threads}, but vLLM chooses its own")
         for name in ("kv_budget", "gpu_memory_utilization"):

@@ -8,6 +8,7 @@ import torch
 
 from edgespec.targets.attention_backend import AttentionBackend, LayerAttention
 from edgespec.targets.backend_self_test import HeadShape, disagreement, random_sinks
+from edgespec.targets.device_copies import current_device
 from edgespec.targets.grouped_attention import GroupedAttention
 from edgespec.targets.loading import LoadedModel
 from edgespec.targets.paged_attention import PagedAttention
@@ -23,9 +24,10 @@ def choose_backend(loaded: LoadedModel) -> AttentionBackend:
     shape = head_shape(loaded)
     try:
         paged = PagedAttention(shape.heads, shape.kv_heads, loaded.device)
-        why_not = disagreement(
-            paged, shape, _tried(shape, loaded.device), loaded.dtype, loaded.device
-        )
+        with current_device(loaded.device):
+            why_not = disagreement(
+                paged, shape, tried_layers(shape, loaded.device), loaded.dtype, loaded.device
+            )
     except Exception as error:  # a kernel that does not compile may raise anything
         why_not = f"{type(error).__name__}: {error}"
     else:
@@ -35,8 +37,8 @@ def choose_backend(loaded: LoadedModel) -> AttentionBackend:
     return GroupedAttention()
 
 
-def _tried(shape: HeadShape, device: torch.device) -> tuple[LayerAttention, LayerAttention]:
-    """What the start-up test asks: a plain layer, and one with everything a layer may have."""
+def tried_layers(shape: HeadShape, device: torch.device) -> tuple[LayerAttention, LayerAttention]:
+    """What the start-up tests ask: a plain layer, and one with everything a layer may have."""
     sinks = random_sinks(shape, device)
     return LayerAttention(0.125), LayerAttention(0.125, 24, 20.0, sinks)
 

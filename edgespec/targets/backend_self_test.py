@@ -123,6 +123,7 @@ def _random_states(
         torch.full((slot_count, width), torch.nan, dtype=dtype, device=device) for _ in range(2)
     )
     keys[NULL_SLOT:BLOCK_SIZE] = values[NULL_SLOT:BLOCK_SIZE] = 0
+    keys[-BLOCK_SIZE:] = values[-BLOCK_SIZE:] = 0  # the block of padding
     for index in range(len(rows.requests)):
         slots = torch.from_numpy(rows.session(index).slots).to(device)
         keys[slots], values[slots] = random_rows(len(slots), width), random_rows(len(slots), width)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from edgespec.targets.device_copies import to_device
+
 
 def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
     """``logits`` [rows, vocabulary] with -inf for each token that its row's mask forbids; None
@@ -20,9 +22,10 @@ def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
         mask = np.frombuffer(masks[row] or b"", dtype=np.uint8)[: bits.shape[1]]
         bits[place, : mask.size] = mask
     allowed = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
-    forbidden = torch.from_numpy(allowed).logical_not_().to(logits.device)
+    forbidden = to_device(~allowed, logits.device)
     if len(rows) == len(masks):
         return logits.masked_fill(forbidden, -torch.inf)
     changed = logits.clone()
-    changed[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
+    places = to_device(np.array(rows, dtype=np.int64), logits.device)
+    changed[places] = logits[places].masked_fill(forbidden, -torch.inf)
     return changed

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
 from edgespec.targets.batch_rows import BatchRows
+from edgespec.targets.device_copies import to_device
 from edgespec.targets.pass_batch import Indices
 
 _GROUP_BYTES = 1 << 20
@@ -124,7 +125,7 @@ class AttentionGroup:
         seen = self.seen(window)
         if seen is None:
             return None
-        hidden = torch.from_numpy(~seen).to(like.device)
+        hidden = to_device(~seen, like.device)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
         mask.masked_fill_(hidden, -torch.inf)
         return mask.repeat(1, share, 1)[:, None]
@@ -304,15 +305,15 @@ def _picked(packed: Indices, sessions: list[int], device: torch.device) -> _Pick
     first = sessions[0]
     if sessions == list(range(first, first + len(sessions))):
         return slice(int(packed[0, 0]), int(packed[-1, -1]) + 1), None, None
-    rows = torch.from_numpy(packed.ravel()).to(device)
+    rows = to_device(packed.ravel(), device)
     return rows, None, rows
 
 
 def _picked_of(packed: Indices, real: npt.NDArray[np.bool_], device: torch.device) -> _Picked:
     """Where the rows that are not ``real`` are padding."""
-    places = torch.from_numpy(np.flatnonzero(real)).to(device)
-    goal = torch.from_numpy(packed[real]).to(device)
-    return torch.from_numpy(packed.ravel()).to(device), places, goal
+    places = to_device(np.flatnonzero(real), device)
+    goal = to_device(packed[real], device)
+    return to_device(packed.ravel(), device), places, goal
 
 
 def _key_slots(
@@ -324,7 +325,7 @@ def _key_slots(
         first = int(slots[0, 0])
         if bool((slots[0] == np.arange(first, first + key_limit)).all()):
             return None, first
-    return torch.from_numpy(slots.ravel()).to(rows.pool.device), 0
+    return to_device(slots.ravel(), rows.pool.device), 0
 
 
 def _key_positions(rows: BatchRows, sessions: list[int], key_limit: int) -> Indices:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from edgespec.core.protocol.noise import GOLDEN, MASK_32, MIX_A, MIX_B, position_keys
+from edgespec.targets.device_copies import to_device
 
 
 def noise_bits(
@@ -23,7 +25,7 @@ def noise_bits(
     Row r belongs to ``seeds[r]`` and ``positions[r]``.
     """
     keys = [position_keys(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    first, second = torch.tensor(keys, dtype=torch.int64).to(device).view(-1, 2, 1).unbind(1)
+    first, second = to_device(np.array(keys, dtype=np.int64), device).view(-1, 2, 1).unbind(1)
     bits = _token_base(vocabulary_size, device) + first
     _mix_in_place(bits)
     bits ^= second

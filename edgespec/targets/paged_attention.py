@@ -5,6 +5,7 @@ the pool goes to the device in one copy a pass: tiles, sessions, and for each ro
 position and which nodes of its tree it sees. Of the text no mask is made, since a row sees all of
 it that lies before its own. No key or value is copied. Where tiles and heads are too few to fill
 the device, the keys are cut into shares that are added up afterwards (``paged_kernel.py``).
+``static_pass.py`` lays the same things out at fixed places, for recorded passes.
 
 Without Triton, or where ``backend_self_test.py`` finds that the kernel disagrees with the
 reference, ``attention_choice.py`` takes ``grouped_attention.py`` instead.
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgespec.targets.attention_backend import LayerAttention, LayerStates
 from edgespec.targets.batch_rows import BatchRows
+from edgespec.targets.device_copies import to_device
 from edgespec.targets.kv_pool import BLOCK_SIZE
 from edgespec.targets.pass_batch import Indices
 
@@ -33,13 +36,18 @@ _MULTIPROCESSORS_ASSUMED = 16
 
 
 class PagedAttention:
-    """``AttentionBackend`` on Triton. Raises ``ImportError`` where that is not installed."""
+    """``AttentionBackend`` on Triton. Raises ``ImportError`` where that is not installed, unless a
+    test brings a ``kernel`` of its own."""
 
-    def __init__(self, head_count: int, kv_head_count: int, device: torch.device) -> None:
-        from edgespec.targets import paged_kernel
-
-        self._kernel: Any = paged_kernel
-        self._head_count, self._kv_head_count = head_count, kv_head_count
+    def __init__(
+        self, head_count: int, kv_head_count: int, device: torch.device, kernel: Any = None
+    ) -> None:
+        if kernel is None:
+            from edgespec.targets import paged_kernel as kernel
+        self.kernel = kernel
+        self.share = head_count // kv_head_count
+        """Query heads of a key head."""
+        self._kv_head_count = kv_head_count
         self._multiprocessors = _MULTIPROCESSORS_ASSUMED
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -50,22 +58,16 @@ class PagedAttention:
         return "paged (Triton)"
 
     def lay_out(self, rows: BatchRows) -> PagedLayout:
-        share = self._head_count // self._kv_head_count
-        most = int(rows.counts.max()) * share
-        lanes = max(_TILE_ROWS_MIN, min(_TILE_ROWS_MAX, 1 << (most - 1).bit_length()))
-        lanes = max(lanes, 1 << (share - 1).bit_length())
-        tiles = _tiles(rows, lanes // share)
+        lanes = self.lanes(rows)
+        tiles = make_tiles(rows, lanes // self.share)
         sessions = np.stack([rows.tables, rows.first_rows, rows.bases, rows.lengths], axis=1)
-        lines = _lines(rows)
+        lines = np.zeros((rows.row_count, largest_tree(rows)), dtype=np.int32)
+        put_lines(rows, lines)
         parts = (tiles, sessions, rows.own_keys, rows.positions, lines)
-        packed = np.concatenate([part.ravel() for part in parts]).astype(np.int32)
-        moved = torch.from_numpy(packed).to(rows.pool.device).split([p.size for p in parts])
-        programs = len(tiles) * self._kv_head_count
-        chunks = -(-int(rows.lengths.max()) // _KEYS)
-        wanted = -(-_WAVES * self._multiprocessors // programs)
-        splits = 1 << (max(1, min(wanted, chunks, _SPLITS_MAX)).bit_length() - 1)
+        packed = np.concatenate([part.ravel() for part in parts], dtype=np.int32, casting="unsafe")
+        moved = to_device(packed, rows.pool.device).split([p.size for p in parts])
         return PagedLayout(
-            kernel=self._kernel,
+            kernel=self.kernel,
             tables=rows.pool.tables.on_device(),
             tiles=moved[0],
             sessions=moved[1],
@@ -75,8 +77,22 @@ class PagedAttention:
             line_width=lines.shape[1],
             tile_count=len(tiles),
             lanes=lanes,
-            splits=splits,
+            splits=self.splits(len(tiles), int(rows.lengths.max())),
         )
+
+    def lanes(self, rows: BatchRows) -> int:
+        """Of a tile: as many as the session with the most rows can use."""
+        most = int(rows.counts.max()) * self.share
+        lanes = max(_TILE_ROWS_MIN, min(_TILE_ROWS_MAX, 1 << (most - 1).bit_length()))
+        return max(lanes, 1 << (self.share - 1).bit_length())
+
+    def splits(self, tile_count: int, key_count: int) -> int:
+        """Into how many shares the keys are cut, a power of two; the longest session has
+        ``key_count``."""
+        programs = tile_count * self._kv_head_count
+        wanted = -(-_WAVES * self._multiprocessors // programs)
+        chunks = -(-key_count // _KEYS)
+        return 1 << (max(1, min(wanted, chunks, _SPLITS_MAX)).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +181,11 @@ class PagedLayout:
         return out
 
 
-def _tiles(rows: BatchRows, row_limit: int) -> Indices:
+def make_tiles(rows: BatchRows, row_limit: int) -> Indices:
     """[tiles, 3]: session, first packed row, rows; each session in pieces of ``row_limit``."""
+    if rows.single:
+        place = np.arange(rows.row_count)
+        return np.stack([place, place, np.ones_like(place)], axis=1)
     per_session = -(-rows.counts // row_limit)
     session = np.repeat(np.arange(len(per_session)), per_session)
     piece = np.arange(len(session)) - np.repeat(np.cumsum(per_session) - per_session, per_session)
@@ -175,13 +194,16 @@ def _tiles(rows: BatchRows, row_limit: int) -> Indices:
     return np.stack([session, first, np.minimum(end - first, row_limit)], axis=1)
 
 
-def _lines(rows: BatchRows) -> Indices:
-    """[rows, nodes of the largest tree]: which nodes of its tree a row sees."""
-    width = max((len(tree.depths) for tree in rows.trees if tree is not None), default=0)
-    lines = np.zeros((rows.row_count, width), dtype=np.int64)
+def largest_tree(rows: BatchRows) -> int:
+    """Nodes of it."""
+    return max([len(tree.depths) for tree in rows.trees if tree is not None], default=0)
+
+
+def put_lines(rows: BatchRows, lines: npt.NDArray[np.int32]) -> None:
+    """Write to ``lines``, zeros [rows, nodes of the largest tree or more], which nodes of its tree
+    a row sees."""
     for session, tree in enumerate(rows.trees):
         if tree is not None:
             count = len(tree.depths)
             end = int(rows.first_rows[session] + rows.counts[session])
             lines[end - count : end, :count] = tree.line
-    return lines

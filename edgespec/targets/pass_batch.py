@@ -19,7 +19,8 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from edgespec.ports import ModelInfo, PassRequest
+from edgespec.core.protocol.scores import TokenScore
+from edgespec.ports import ModelInfo, PassRequest, PassResult
 from edgespec.targets.tree_shape import TreeShape, tree_shape
 
 Indices = npt.NDArray[np.int64]
@@ -131,3 +132,15 @@ class PassBatch(Sequence[PassRequest]):
 
     def __iter__(self) -> Iterator[PassRequest]:
         return iter(self.requests)
+
+
+def share_out(
+    batch: PassBatch, tokens: list[int], scores: dict[str, tuple[TokenScore, ...]]
+) -> list[PassResult]:
+    """Each session's share of the sampled rows' ``tokens``."""
+    results, first = [], 0
+    for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
+        last = first + 1 + len(nodes) if sample else first
+        results.append(PassResult(key, tuple(tokens[first:last]), scores.get(key, ())))
+        first = last
+    return results

@@ -16,6 +16,7 @@ import torch
 from edgespec.ports import PassRequest
 from edgespec.targets.attention_backend import AttentionBackend, AttentionLayout
 from edgespec.targets.batch_rows import BatchRows, lay_out, write_slots
+from edgespec.targets.device_copies import to_device
 from edgespec.targets.kv_pool import KvPool
 from edgespec.targets.pass_batch import Indices
 from edgespec.targets.row_tiles import RowTiles
@@ -45,10 +46,16 @@ def plan_pass(
     *,
     tiles: RowTiles | None = None,
 ) -> PassPlan:
-    """Lay out a pass over ``batch``, whose blocks are reserved; with ``tiles`` in canonical mode,
-    whose padding and way of attending they prescribe."""
-    rows = lay_out(pool, batch)
-    count, sampled = rows.row_count, _sampled(rows)
+    """Lay out a pass over ``batch``, whose blocks are reserved, as ``plan_rows`` does."""
+    return plan_rows(lay_out(pool, batch), backend, tiles=tiles)
+
+
+def plan_rows(
+    rows: BatchRows, backend: AttentionBackend, *, tiles: RowTiles | None = None
+) -> PassPlan:
+    """The plan of a pass over ``rows``; with ``tiles`` in canonical mode, whose padding and way of
+    attending they prescribe."""
+    count, sampled = rows.row_count, sampled_rows(rows)
     padded, sampled_padded = count, len(sampled)
     if tiles is not None:
         padded += -count % tiles.row_multiple
@@ -62,22 +69,22 @@ def plan_pass(
         first = 2 * padded + count
         buffer[first : first + len(sampled)] = sampled
         buffer[first + len(sampled) :] = sampled[-1]
-    moved = torch.from_numpy(buffer).to(pool.device)
-    tokens, positions, slots, sampled_rows = moved.split([padded, padded, count, sampled_padded])
+    moved = to_device(buffer, rows.pool.device)
+    tokens, positions, slots, wanted = moved.split([padded, padded, count, sampled_padded])
     return PassPlan(
-        pool=pool,
+        pool=rows.pool,
         row_count=count,
         tokens=tokens[None],
         positions=positions[None],
         write_slots=slots,
-        sampled_rows=sampled_rows,
+        sampled_rows=wanted,
         sampled_count=len(sampled),
         attention=backend.lay_out(rows),
     )
 
 
-def _sampled(rows: BatchRows) -> Indices:
-    """Of every request that samples the last fed row and its nodes."""
+def sampled_rows(rows: BatchRows) -> Indices:
+    """Those whose logits are wanted: of a request that samples its last fed row and its nodes."""
     if rows.single:
         return np.flatnonzero(rows.requests.samples)
     first = np.where(rows.requests.samples, rows.bases - 1, rows.lengths)

@@ -22,6 +22,7 @@ import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelOutputError
+from edgespec.targets.device_copies import to_device
 from edgespec.targets.forbid import forbid
 from edgespec.targets.large_rows import choose_in_row
 from edgespec.targets.noise import gumbel_noise
@@ -59,6 +60,7 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
         return []
     logits = forbid(logits, [mask for block in blocks for mask in _masks(block)])
     largest, best = _largest(logits)
+    largest = largest.cpu()
     if not torch.isfinite(largest).all():
         row = int(torch.isfinite(largest).logical_not().nonzero()[0])
         raise ModelOutputError(
@@ -82,7 +84,7 @@ def best_tokens(logits: torch.Tensor) -> list[int] | None:
     if not logits.shape[0]:
         return []
     largest, best = _largest(logits)
-    if not math.isfinite(float(largest.abs().max())):
+    if not math.isfinite(float(largest.cpu().abs().max())):
         return None
     chosen: list[int] = best.tolist()
     return chosen
@@ -117,7 +119,12 @@ def _plain(params: SamplingParams) -> bool:
 
 def _only(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     """``rows[indices]`` without a copy when that is all of them; ``indices`` ascend."""
-    return rows if len(indices) == rows.shape[0] else rows[list(indices)]
+    return rows if len(indices) == rows.shape[0] else rows[_at(indices, rows.device)]
+
+
+def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on ``device``. A list as an index would make the host wait for a GPU."""
+    return to_device(np.array(indices, dtype=np.int64), device)
 
 
 def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
@@ -165,7 +172,7 @@ def _draw(
         if len(noisy) == len(params):
             scores += noise
         else:
-            scores[noisy] += noise
+            scores[_at(noisy, scores.device)] += noise
     chosen: list[int] = scores.argmax(dim=-1).tolist()
     return chosen
 
@@ -201,7 +208,7 @@ def _truncated(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     truncated = _truncate(_only(scores, noisy), [params[row] for row in noisy])
     if len(noisy) == len(params):
         return truncated
-    scores[noisy] = truncated
+    scores[_at(noisy, scores.device)] = truncated
     return scores
 
 
@@ -224,8 +231,8 @@ def _add_bias(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_si
             tokens += inside
             biases += inside.values()
     if rows:
-        where = tuple(torch.tensor([rows, tokens], device=scores.device))
-        scores[where] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        where = tuple(_at(places, scores.device) for places in (rows, tokens))
+        scores[where] += to_device(np.array(biases), scores.device).to(scores.dtype)
 
 
 def _penalise(scores: torch.Tensor, blocks: Sequence[SampleBlock]) -> None:
@@ -238,8 +245,7 @@ def _penalise(scores: torch.Tensor, blocks: Sequence[SampleBlock]) -> None:
     if not entries:
         return
     rows, tokens, factors, amounts = (
-        torch.from_numpy(np.concatenate(column)).to(scores.device)
-        for column in zip(*entries, strict=True)
+        to_device(np.concatenate(column), scores.device) for column in zip(*entries, strict=True)
     )
     values = scores[rows, tokens]
     values = torch.where(values > 0, values / factors, values * factors)
@@ -262,9 +268,11 @@ def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
 def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p and min-p of every row, none of them greedy."""
 
-    def column(value: Callable[[SamplingParams], float]) -> torch.Tensor:
-        values = [value(one) for one in params]
-        return torch.tensor(values, dtype=torch.float64).to(scores.device)[:, None]
+    def column(
+        value: Callable[[SamplingParams], float], of: Sequence[SamplingParams] = params
+    ) -> torch.Tensor:
+        values = np.array([value(one) for one in of], dtype=np.float64)
+        return to_device(values, scores.device)[:, None]
 
     scores = scores / column(lambda p: p.temperature).float()
     limited = [row for row, p in enumerate(params) if p.top_k or p.top_p < 1.0]
@@ -272,12 +280,12 @@ def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
         kept = _top_k_top_p(
             _only(scores, limited),
             [params[row].top_k for row in limited],
-            column(lambda p: p.top_p)[limited],
+            column(lambda p: p.top_p, [params[row] for row in limited]),
         )
         if len(limited) == len(params):
             scores = kept
         else:
-            scores[limited] = kept
+            scores[_at(limited, scores.device)] = kept
     if any(p.min_p > 0.0 for p in params):
         limits = column(lambda p: math.log(p.min_p) if p.min_p else -math.inf).float()
         least = scores.amax(dim=-1, keepdim=True) + limits
@@ -293,7 +301,7 @@ def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> tor
     """
     size = scores.shape[-1]
     ordered = _descending(scores)
-    places = torch.tensor([min(one or size, size) - 1 for one in k], device=scores.device)
+    places = _at([min(one or size, size) - 1 for one in k], scores.device)
     out = ordered < ordered.gather(-1, places[:, None])
     ordered = ordered.masked_fill(out, -torch.inf)
     mass = (ordered - ordered[:, :1]).exp_().cumsum(dim=-1, dtype=torch.float64)
@@ -305,7 +313,8 @@ def _top_k_top_p(scores: torch.Tensor, k: Sequence[int], p: torch.Tensor) -> tor
     last = ordered.gather(-1, count - 1)
     equal = scores == last
     room = count - (ordered > last).sum(dim=-1, keepdim=True)
-    if bool((equal.sum(dim=-1, keepdim=True) > room).any()):
+    # Elsewhere than on a CPU asking would take longer than doing it.
+    if scores.device.type != "cpu" or bool((equal.sum(dim=-1, keepdim=True) > room).any()):
         equal &= equal.cumsum(dim=-1) <= room
     return scores.masked_fill(~(equal | (scores > last)), -torch.inf)
 

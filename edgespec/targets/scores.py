@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from edgespec.core.protocol.scores import LEAST_LOGPROB, TokenScore
 from edgespec.ports import PassRequest
+from edgespec.targets.device_copies import to_device
 
 
 def score_passes(
@@ -38,7 +40,7 @@ def _score_rows(logits: torch.Tensor, tokens: Sequence[int], count: int) -> tupl
     norms = logits.logsumexp(dim=-1, keepdim=True)
     best, ids = logits.topk(min(max(count, 2), logits.shape[-1]), dim=-1)
     best = (best - norms).clamp_(min=LEAST_LOGPROB)
-    index = torch.tensor(tokens, device=logits.device)[:, None]
+    index = to_device(np.array(tokens, dtype=np.int64), logits.device)[:, None]
     own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
     return tuple(
         [

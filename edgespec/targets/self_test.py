@@ -6,7 +6,7 @@ with another session, and as many equal siblings; the logits must be the same to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from edgespec.targets.kv_pool import KvPool
 
 RunPass = Callable[[Sequence[PassRequest]], torch.Tensor]
 """A pass over reserved requests: logits [sampled rows, vocabulary]."""
+Step = tuple[list[PassRequest], list[int], list[int]]
+"""Requests (the first is the tested one), its sampled rows that count, its nodes to keep."""
 _PROMPT = 19
 _LENGTH = 27
 _KEY = "\0self-test"
@@ -47,7 +49,7 @@ def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
         )
     text = _text(vocabulary_size)
     wrong = [(token + 1) % vocabulary_size for token in text]
-    reference = _logits(pool, run, _single_steps(text))
+    reference = schedule_logits(pool, run, _single_steps(text))
     worst, failed = 0.0, []
     schedules = {
         "chunked": _chunks(text, [7, 16, 20, 21]),
@@ -56,13 +58,13 @@ def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
         "packed": _packed(text, wrong),
     }
     for name, schedule in schedules.items():
-        logits = _logits(pool, run, schedule)
+        logits = schedule_logits(pool, run, schedule)
         difference = float((logits - reference).abs().max())
         worst = max(worst, difference)
         if not torch.equal(logits, reference):
             failed.append(f"{name} differs by {difference:.1e}")
     for count in _SIBLINGS:
-        logits = _logits(pool, run, _siblings(text, count))
+        logits = schedule_logits(pool, run, _siblings(text, count))
         difference = float((logits - reference[1]).abs().max())
         worst = max(worst, difference)
         if not torch.equal(logits, reference[1].expand_as(logits)):
@@ -79,21 +81,30 @@ def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
     if pool.free_tokens < TOKENS_NEEDED:
         return True
     text = _text(vocabulary_size)
-    logits = _logits(pool, run, iter([([_feed(text, 0, _LENGTH)], [0], [])]))
+    logits = schedule_logits(pool, run, iter([([_feed(text, 0, _LENGTH)], [0], [])]))
     return bool(torch.isfinite(logits.amax(dim=-1)).all())
+
+
+def few_passes(vocabulary_size: int) -> dict[str, list[Step]]:
+    """Schedules of the text, by name, that between them feed, draft trees and keep, for one session
+    and for two."""
+    text = _text(vocabulary_size)
+    wrong = [(token + 1) % vocabulary_size for token in text]
+    return {
+        "single steps": list(_single_steps(text)),
+        "chunked": list(_chunks(text, [7, 16, 20, 21])),
+        "tree": list(_tree(text, wrong)),
+        "packed": list(_packed(text, wrong)),
+    }
 
 
 def _text(vocabulary_size: int) -> list[int]:
     return [noise_bits(1, position, 0) % vocabulary_size for position in range(_LENGTH)]
 
 
-Step = tuple[list[PassRequest], list[int], list[int]]
-"""Requests (the first is the tested one), its sampled rows that count, its nodes to keep."""
-
-
-def _logits(pool: KvPool, run: RunPass, steps: Iterator[Step]) -> torch.Tensor:
-    """Logits [wanted rows of all steps, vocabulary]; most schedules want those behind
-    text[_PROMPT - 1] .. text[-1]."""
+def schedule_logits(pool: KvPool, run: RunPass, steps: Iterable[Step]) -> torch.Tensor:
+    """Logits [wanted rows of all steps, vocabulary], float32 on the CPU; most schedules want those
+    behind text[_PROMPT - 1] .. text[-1]."""
     rows = []
     for key in (_KEY, _OTHER):
         pool.open(key, 1, SamplingParams())

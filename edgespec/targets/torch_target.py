@@ -19,20 +19,23 @@ from typing import Any
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
 from edgespec.core.protocol.work import CacheShape
 from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.targets.attention_backend import AttentionBackend
 from edgespec.targets.attention_choice import choose_backend
+from edgespec.targets.batch_rows import lay_out
 from edgespec.targets.canonical_attention import CanonicalAttention
 from edgespec.targets.canonical_mode import CanonicalModeError, find_canonical_mode
 from edgespec.targets.constrained_rows import ConstrainedRows
+from edgespec.targets.device_copies import current_device
 from edgespec.targets.families import UnsupportedModelError
+from edgespec.targets.graph_choice import GraphChoice
+from edgespec.targets.graphed_passes import GraphedPasses
 from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.targets.loading import LoadedModel, load_model
 from edgespec.targets.packed_linear import is_packed, pack_model
-from edgespec.targets.pass_batch import PassBatch
-from edgespec.targets.pass_plan import PassPlan, plan_pass
+from edgespec.targets.pass_batch import PassBatch, share_out
+from edgespec.targets.pass_plan import PassPlan, plan_rows
 from edgespec.targets.pipeline_stage import StageShare
 from edgespec.targets.pool_size import (
     PoolBudget,
@@ -65,6 +68,7 @@ class TorchTarget:
     in plain mode a pass of one row is slower with them.
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
+    ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
@@ -94,6 +98,7 @@ class TorchTarget:
         packed: bool | None = None,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -131,6 +136,7 @@ class TorchTarget:
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = choose_backend(loaded)
+        self._graphs: GraphedPasses | None = None
         if to_be_canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
@@ -143,8 +149,12 @@ class TorchTarget:
         self._notes = [f"{quantize} weights"] if quantize else []
         if is_packed(loaded.model):
             self._notes.append("packed weights")
+        graphs = self._graph_choice(loaded, cuda_graphs and share is None and not self.canonical)
         if pool_budget is not None:
-            self._size_pool(loaded, pool_budget)
+            self._size_pool(loaded, pool_budget, graphs)
+        self._graphs = graphs.choose(self._pool)
+        if self._graphs is not None:
+            self._notes.append("CUDA graphs")
 
     @property
     def info(self) -> ModelInfo:
@@ -216,11 +226,11 @@ class TorchTarget:
             tokens = self._choose(logits, batch)
             scores = score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
-            return _results(batch, tokens, scores)
+            return share_out(batch, tokens, scores)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
 
     def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
-        """``forward`` before it samples: logits [sampled rows, vocabulary]."""
+        """``forward`` before it samples: logits [sampled rows, vocabulary], until the next pass."""
         batch = self._checked(batch)
         self._pool.reserve(batch)
         logits = self._run(batch)
@@ -238,9 +248,16 @@ class TorchTarget:
         """Check that logits do not depend on the schedule. A few small passes; between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
-    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
+    def _graph_choice(self, loaded: LoadedModel, wanted: bool) -> GraphChoice:
+        def call(plan: PassPlan) -> torch.Tensor:
+            return _call_model(loaded.model, plan, loaded.vocabulary_size)
+
+        return GraphChoice(loaded, self._attention, call, self._run, self._max_sessions, wanted)
+
+    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget, graphs: GraphChoice) -> None:
         """Measure the largest pass on the pool there is, then make the one to serve with."""
         rows = measured_rows(budget.rows, loaded.device)
+        graph_bytes = graphs.measure(self._pool, rows)
         batch = largest_pass(rows, self._info.vocabulary_size)
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         for request in batch:
@@ -252,6 +269,7 @@ class TorchTarget:
                 token_bytes=self._pool.token_bytes,
                 layer_count=loaded.layer_count,
                 device=loaded.device,
+                graph_bytes=graph_bytes,
             )
         finally:
             for request in batch:
@@ -297,8 +315,12 @@ class TorchTarget:
         # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
         # it would have as many threads as there are cores, whatever canonical mode has set.
         torch.get_num_threads()
-        with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
+        with torch.inference_mode(), current_device(self._pool.device):
+            rows = lay_out(self._pool, batch)
+            logits = None if self._graphs is None else self._graphs.run(rows)
+            if logits is not None:
+                return logits
+            plan = plan_rows(rows, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
@@ -349,18 +371,6 @@ def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:
     return KvPool(
         loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
     )
-
-
-def _results(
-    batch: PassBatch, tokens: list[int], scores: dict[str, tuple[TokenScore, ...]]
-) -> list[PassResult]:
-    """Each session's share of the sampled rows' ``tokens``."""
-    results, first = [], 0
-    for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
-        last = first + 1 + len(nodes) if sample else first
-        results.append(PassResult(key, tuple(tokens[first:last]), scores.get(key, ())))
-        first = last
-    return results
 
 
 def _call_model(model: Any, plan: PassPlan, vocabulary_size: int) -> torch.Tensor:

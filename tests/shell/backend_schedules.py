@@ -5,7 +5,7 @@ sessions (prefix hits), and lose their blocks and are computed again (evictions)
 as the engine makes them. After each pass the logits of both targets are compared.
 
 As a program, ``python -m tests.shell.backend_schedules --rows 10000`` does so with a tiny random
-checkpoint until so many rows were sampled.
+checkpoint until so many rows were sampled; with ``--graphs`` one target repeats recorded passes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from edgespec.targets.kv_pool import BLOCK_SIZE
 from edgespec.targets.reference_attention import ReferenceAttention
 from edgespec.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import random_tree
+from tests.shell.taped_passes import taped
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 LIMIT = 1e-5
@@ -57,9 +58,10 @@ class Serving:
         backend: AttentionBackend | None = None,
         *,
         packed: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.rng = random.Random(seed)
-        self.targets = [_target(folder, packed), _target(folder, False)]
+        self.targets = [_target(folder, packed, device), _target(folder, False, device)]
         if backend is not None:
             self.targets[0]._attention = backend
         self.targets[1]._attention = ReferenceAttention()
@@ -152,12 +154,12 @@ class Serving:
         session.blocks, session.shared = [], 0
 
 
-def _target(folder: Path, packed: bool) -> TorchTarget:
+def _target(folder: Path, packed: bool, device: str) -> TorchTarget:
     return TorchTarget(
         str(folder),
         name="tiny",
         vocabulary="v",
-        device="cpu",
+        device=device,
         max_cached_tokens=_BLOCKS * BLOCK_SIZE,
         canonical=False,
         packed=packed,
@@ -177,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="repeat passes of one from tapes")
     parser.add_argument("--packed", action="store_true", help="pack the weights of one of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -186,6 +189,7 @@ def main() -> None:
             packed_linear.LEAST_WEIGHTS = 1
         folder = write_checkpoint(Path(scratch) / "tiny", config)
         serving = Serving(folder, args.seed, packed=args.packed)
+        graphs = taped(serving.targets[0]) if args.graphs else None
         while serving.rows < args.rows:
             serving.step()
     sys.stdout.write(
@@ -193,6 +197,8 @@ def main() -> None:
         f"logits within {serving.worst:.1e}, and within {serving.worst_share:.1e} of the row's"
         f" largest, limit {LIMIT:.0e}\n"
     )
+    if graphs is not None:
+        sys.stdout.write(f"recorded passes: {graphs}\n")
 
 
 if __name__ == "__main__":
