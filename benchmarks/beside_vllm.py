@@ -7,7 +7,7 @@ Each way of computing (an *arm*) loads the model in a process of its own, all of
 and one of them works at a time:
 
 * ``plain``, ``packed``, ``canonical``: the native engine (``TorchTarget.forward`` and ``keep``) in
-  plain mode, with packed weights, and in canonical mode with what that chooses by itself;
+  plain mode with plain weights and with packed ones (the default), and in canonical mode;
 * ``vllm``: steps of vLLM as it is used by ``--engine vllm``, for passes with drafts;
 * in a pass of one row a session ``vllm`` has its own sampler and no speculation, which is what
   vLLM does by itself.
@@ -38,7 +38,7 @@ from typing import Any, Final
 NATIVE: Final = {
     "plain": {"canonical": False, "packed": False},
     "packed": {"canonical": False, "packed": True},
-    "canonical": {"canonical": True, "packed": None},
+    "canonical": {"canonical": True, "packed": True},
 }
 VLLM: Final = "vllm"
 WARM_UP: Final = 2
@@ -63,6 +63,11 @@ def chain(rows: int) -> tuple[int, ...]:
 
 
 def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
+    from edgespec.target_loading import prefer_huge_pages, prefer_reproducible_products
+
+    prefer_huge_pages()  # as `edgespec verifier` does
+    if NATIVE[arm]["canonical"]:
+        prefer_reproducible_products()
     import torch
     from verifier import Bench
 
@@ -249,7 +254,7 @@ def measure_all(asks: dict[str, Callable[[object], Any]], options: argparse.Name
     return found
 
 
-def spread(numbers: Sequence[float], form: str = ".1f") -> str:
+def spread(numbers: Sequence[float], form: str = ".2f") -> str:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return f"{middle:{form}} ({low:{form}}-{high:{form}})"
@@ -266,8 +271,8 @@ def report(found: Found) -> None:
                 beside = ""
                 if arm != VLLM and VLLM in medians:
                     pairs = zip(times, medians[VLLM], strict=True)
-                    beside = f"  x vLLM {spread([a / b for a, b in pairs], '.2f')}"
-                print(f"{name}  {sessions} x {rows}  {arm:<10} ms {spread(times)}{beside}")
+                    beside = f"  x vLLM {spread([a / b for a, b in pairs])}"
+                print(f"{name}  {sessions} x {rows}  {arm:<10} ms {spread(times, '.1f')}{beside}")
 
 
 def parse() -> argparse.Namespace:

@@ -25,7 +25,7 @@ import torch
 from edgespec.benchmark.report import machine
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import PassRequest
-from edgespec.target_loading import prefer_reproducible_products
+from edgespec.target_loading import prefer_huge_pages, prefer_reproducible_products
 
 if TYPE_CHECKING:
     from edgespec.targets.torch_target import TorchTarget
@@ -131,6 +131,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     args.sessions_max = max(sessions for sessions, _ in args.cells)
+    prefer_huge_pages()
     if not args.plain:
         prefer_reproducible_products()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -184,7 +184,7 @@ class Bench:
             max_sessions=sessions,
             canonical=args.canonical,
             model_threads=args.threads,
-            packed=args.packed or None,
+            packed=args.packed,
         )
         self.graphs, self.target._graphs = self.target._graphs, None
         self.model = self.target._model
@@ -203,9 +203,8 @@ class Bench:
         inner = sum(p.numel() for n, p in self.model.named_parameters() if "embed_tokens" not in n)
         packed = [part for part in self.model.modules() if isinstance(part, PackedLinear)]
         inner += sum(part.in_features * part.out_features for part in packed)
-        weights = inner + (
-            config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-        )
+        shared = config.tie_word_embeddings and not any(part.tied_to for part in packed)
+        weights = inner + (config.vocab_size * config.hidden_size if shared else 0)
         keys = 2 * config.num_hidden_layers * self.pool.data.shape[-1] * sessions * context
         scores = sessions * rows * context * config.num_attention_heads * self.head_dim
         flops = 2 * weights * sessions * rows + 4 * config.num_hidden_layers * scores
@@ -347,7 +346,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--canonical", action="store_true", help="canonical mode, else plain")
-    parser.add_argument("--packed", action="store_true", help="pack weights in plain mode too")
+    parser.add_argument(
+        "--packed", action=argparse.BooleanOptionalAction, default=True, help="packed weights"
+    )
     parser.add_argument("--no-library", action="store_true", help="without transformers' forward")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--json", type=Path, help="leave all samples there")

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from beside_vllm import spread
 
 from edgespec.benchmark.report import machine, versions
 from edgespec.compose import build_agent
@@ -291,12 +292,6 @@ async def measure(servers: dict[str, Server], options: argparse.Namespace) -> Fo
                         by_arm[arm].append(Round(tuple(texts), found_s))
             print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
     return found
-
-
-def spread(numbers: Sequence[float], form: str = ".2f") -> str:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
-    return f"{middle:{form}} ({low:{form}}-{high:{form}})"
 
 
 def report(found: Found) -> None:

@@ -2,9 +2,10 @@
 
 Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: 8, 16 and 32
 rows, and row by row only where canonical mode was asked for by name, because it is dear. With
-packed weights (``packed_linear.py``) 2 rows are tried before these, for with oneDNN's kernels a
-row's bits depend on no row count; layers that are not packed, and attention, then take the smallest
-base with which most row counts agree, of their own. A base holds when
+packed weights (``packed_linear.py``) 2 rows, or 4 where they are quicker, are tried before these,
+for with oneDNN's kernels a row's bits depend on no row count; layers that are not packed, and
+attention, then take the smallest base with which most row counts agree, of their own. A base holds
+when
 
 1. every matrix product of a shape that the loaded model has gives a row the same bits at every
    place of the base (``row_tiles.agreeing_sizes``), and so does attention, and
@@ -29,7 +30,13 @@ from edgespec.targets.attention_choice import head_shape
 from edgespec.targets.backend_self_test import HeadShape
 from edgespec.targets.canonical_attention import KEY_TILE, CanonicalGroup, canonical_attention
 from edgespec.targets.loading import LoadedModel
-from edgespec.targets.packed_linear import PackedLinear, is_packed, unpack_model
+from edgespec.targets.packed_linear import (
+    NarrowEmbedding,
+    PackedLinear,
+    is_packed,
+    quick_rows,
+    unpack_model,
+)
 from edgespec.targets.quantized import QuantizedLinear
 from edgespec.targets.row_tiles import (
     LARGEST_SIZE,
@@ -45,7 +52,8 @@ from edgespec.targets.row_tiles import (
 from edgespec.targets.self_test import SelfTest
 
 TILE_BASES = (8, 16, 32)
-PACKED_BASE = 2
+# Of attention and plain layers beside packed ones.
+SMALL_BASES = (2, 4, *TILE_BASES)
 ROW_BY_ROW = 1
 # Keys of the attention that is tried: one tile and a part of the next.
 _TRIED_KEYS = KEY_TILE + 40
@@ -88,7 +96,7 @@ def find_canonical_mode(
     found = None
     # Asked of all ranks, for some may have packed nothing.
     if not agreed(not is_packed(loaded.model)):
-        bases = (PACKED_BASE, *TILE_BASES)
+        bases = (packed_base(), *TILE_BASES)
         found = _first_that_holds(loaded, self_test, bases, agreed, failures)
         if found is None:
             unpack_model(loaded.model)
@@ -97,6 +105,11 @@ def find_canonical_mode(
     if found is None and row_by_row:
         found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), agreed, failures)
     return CanonicalMode(found, tuple(failures))
+
+
+def packed_base() -> int:
+    """The smallest row count with packed weights: 2, for 1 takes no less time, or what is quick."""
+    return max(2, quick_rows())
 
 
 def _first_that_holds(
@@ -126,7 +139,8 @@ def _first_that_holds(
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
     heads = head_shape(loaded)
-    bases = (base, 4, *TILE_BASES) if base == PACKED_BASE else (base,)
+    packed = base not in (*TILE_BASES, ROW_BY_ROW)
+    bases = SMALL_BASES if packed else (base,)
     attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
     inner_width = loaded.model.config.intermediate_size // loaded.ranks
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
@@ -167,7 +181,7 @@ def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) ->
 def _kind(layer: TiledLayer) -> tuple[object, ...]:
     """Equal for layers whose products are computed alike."""
     if isinstance(layer, PackedLinear):
-        return ("packed", layer.in_features, layer.out_features, layer.bias is None)
+        return (layer.dtype, layer.in_features, layer.out_features, layer.bias is None)
     if isinstance(layer, QuantizedLinear):
         places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
         return (layer.number_format, layer.packed.shape, places, layer.bias is None)
@@ -200,7 +214,7 @@ def _other_products(loaded: LoadedModel) -> str:
     for name, part in loaded.model.named_modules():
         if isinstance(part, QuantizedLinear):
             continue
-        known = isinstance(part, (torch.nn.Linear, torch.nn.Embedding))
+        known = isinstance(part, (torch.nn.Linear, torch.nn.Embedding, NarrowEmbedding))
         own = chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
         for tensor, values in own:
             plain = type(values) in (torch.Tensor, torch.nn.Parameter)

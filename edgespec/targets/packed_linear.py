@@ -5,10 +5,14 @@ library that finds the weights in rows, as checkpoints have them, first copies t
 of its kernel, in every pass. oneDNN can be given them in that order once and for all. The packed
 form takes the place of the other, so a model is no larger; the other can be got back to the bit.
 
+A head whose weights are the embedding's as well is packed too, though they then lie in memory
+twice, for it is the largest product and gains most. Where all of the embedding's float32 numbers
+are bfloat16 numbers, as those of most checkpoints are, the table keeps them as such, at half the
+memory, and what is looked up has the same bits.
+
 Only large matrices are packed: a call costs some microseconds more, which small ones do not win
-back. Nothing is timed, so a verifier that starts again computes the same bits. Weights that
-another layer reads as well, such as an embedding that is also the head, stay as they are, for they
-would lie in memory twice.
+back. bfloat16 is packed where the CPU computes with it. Nothing is timed, so a verifier that starts
+again computes the same bits.
 
 The products are not part of torch's public interface, so the first layer of each shape is compared
 with the plain product before any is trusted.
@@ -17,7 +21,8 @@ with the plain product before any is trusted.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,18 +33,24 @@ logger = logging.getLogger(__name__)
 LEAST_WEIGHTS = 1 << 17
 """Of a layer; smaller ones are not packed."""
 _TRIED_ROWS = 5
-# Of the largest result, what two orders of float32 sums may differ by.
-_TOLERANCE = 1e-5
+_COMPARED_ROWS = 4096
+# Of the largest result, what two orders of float32 sums may differ by, or two rounded results.
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
 class PackedLinear(torch.nn.Module):
-    """``torch.nn.Linear`` with packed float32 weights, on a CPU."""
+    """``torch.nn.Linear`` with packed weights, on a CPU. ``tied_to`` is the name of the embedding
+    whose weights these are."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, tied_to: str = ""
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.dtype, self.tied_to = weight.dtype, tied_to
         # No buffer: torch's own ways of moving and storing tensors do not know this layout.
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._quick_rows = quick_rows()
         self.bias = bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
@@ -50,7 +61,12 @@ class PackedLinear(torch.nn.Module):
         return out
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.product(rows)
+        """``product`` of [.., count, in_features]; fewer rows than are quickest are padded."""
+        count = rows.shape[-2]
+        if count >= self._quick_rows:
+            return self.product(rows)
+        padded = functional.pad(rows, (0, 0, 0, self._quick_rows - count))
+        return self.product(padded)[..., :count, :]
 
     def unpacked(self) -> torch.Tensor:
         """The weights [out_features, in_features] that were packed, bit for bit."""
@@ -58,32 +74,55 @@ class PackedLinear(torch.nn.Module):
         return weights
 
 
+class NarrowEmbedding(torch.nn.Module):
+    """``torch.nn.Embedding`` of float32 numbers, kept in bfloat16, which holds all of them."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        # No parameter: a model says that its number format is that of its first one.
+        self.register_buffer("table", table)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(tokens, self.table).float()
+
+
+def quick_rows() -> int:
+    """The row count below which a packed product takes no less time: with AVX512 oneDNN computes 4
+    rows sooner than 1 or 2 (measurements.md)."""
+    return 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
+
+
 def pack_model(model: Any) -> int:
-    """Replace large linear layers of ``model``, on a CPU and in float32, by packed ones; how many.
+    """Replace large linear layers of ``model``, on a CPU and in float32 or bfloat16, by packed
+    ones; how many.
 
     0 where torch lacks oneDNN or its products are wrong on this machine, which is logged.
     """
-    names = _packable(model)
-    if not names:
+    found = _packable(model)
+    if not found:
         return 0
     why_not = "" if _available() else "torch computes without oneDNN here"
     shapes: set[torch.Size] = set()
-    for name in names:
+    for one in found:
         if why_not:
             break
-        layer = model.get_submodule(name)  # one by one: the plain weights go before the next
+        layer = model.get_submodule(one.name)  # one by one: the plain weights go before the next
         try:
             with torch.inference_mode():
-                packed = PackedLinear(layer.weight, layer.bias)
+                packed = PackedLinear(layer.weight, layer.bias, tied_to=one.tied_to)
                 if layer.weight.shape not in shapes:
-                    why_not = _difference(name, layer, packed)
+                    why_not = _difference(one.name, layer, packed)
         except (AttributeError, RuntimeError) as error:  # an operator that is missing or refuses
             why_not = str(error).partition("\n")[0]
         else:
             shapes.add(layer.weight.shape)
-            model.set_submodule(name, packed)
+            model.set_submodule(one.name, packed)
     if not why_not:
-        return len(names)
+        for one in found:
+            if one.tied_to:
+                _narrow(model, one.tied_to)
+        return len(found)
     logger.info("weights are not packed: %s", why_not)
     unpack_model(model)
     return 0
@@ -96,46 +135,93 @@ def is_packed(model: Any) -> bool:
 
 def unpack_model(model: Any) -> int:
     """Undo ``pack_model``; how many layers were packed."""
-    names = [name for name, part in model.named_modules() if isinstance(part, PackedLinear)]
+    parts = list(model.named_modules())
+    for name, part in parts:
+        if isinstance(part, NarrowEmbedding):
+            table = part.table.float()
+            model.set_submodule(name, torch.nn.Embedding.from_pretrained(table).eval())
+    names = [name for name, part in parts if isinstance(part, PackedLinear)]
     for name in names:
         packed = model.get_submodule(name)
         plain = torch.nn.Linear(
             packed.in_features, packed.out_features, packed.bias is not None, device="meta"
         )
-        plain.weight = torch.nn.Parameter(packed.unpacked(), requires_grad=False)
+        if packed.tied_to:
+            plain.weight = model.get_submodule(packed.tied_to).weight
+        else:
+            plain.weight = torch.nn.Parameter(packed.unpacked(), requires_grad=False)
         plain.bias = packed.bias
         model.set_submodule(name, plain.eval())
     return len(names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packable:
+    name: str
+    tied_to: str
+    """The name of the embedding that reads these weights too, or nothing."""
 
 
 def _available() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def _packable(model: Any) -> list[str]:
-    """Plain layers with enough weights of their own, and nothing hooked on."""
-    readers = Counter(
-        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False)
-    )
-    return [
-        name
-        for name, part in model.named_modules()
-        if type(part) is torch.nn.Linear
-        and part.weight.dtype == torch.float32
-        and part.weight.device.type == "cpu"
-        and part.weight.numel() >= LEAST_WEIGHTS
-        and readers[id(part.weight)] == 1
-        and not (part._forward_hooks or part._forward_pre_hooks)
-    ]
+def _packable(model: Any) -> list[_Packable]:
+    """Plain layers with enough weights, of their own or an embedding's, and nothing hooked on."""
+    readers: dict[int, list[tuple[str, torch.nn.Module]]] = defaultdict(list)
+    for name, part in model.named_modules():
+        for parameter in part.parameters(recurse=False):
+            readers[id(parameter)].append((name, part))
+    found = []
+    for name, part in model.named_modules():
+        if (
+            type(part) is torch.nn.Linear
+            and part.weight.device.type == "cpu"
+            and part.weight.dtype in _number_formats()
+            and part.weight.numel() >= LEAST_WEIGHTS
+            and not _hooked(part)
+        ):
+            others = [reader for reader in readers[id(part.weight)] if reader[1] is not part]
+            if not others:
+                found.append(_Packable(name, ""))
+            elif len(others) == 1 and isinstance(others[0][1], torch.nn.Embedding):
+                found.append(_Packable(name, others[0][0]))
+    return found
+
+
+def _number_formats() -> set[torch.dtype]:
+    """Those that are worth packing: a CPU without bfloat16 products spends its time elsewhere."""
+    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return {torch.float32, torch.bfloat16} if computes else {torch.float32}
+
+
+def _hooked(part: torch.nn.Module) -> bool:
+    return bool(part._forward_hooks or part._forward_pre_hooks)
+
+
+def _narrow(model: Any, name: str) -> None:
+    """Keep the embedding ``name`` in bfloat16 where that changes no number of it."""
+    part = model.get_submodule(name)
+    # Others, such as Gemma's, do more than to look up.
+    if type(part) is not torch.nn.Embedding or part.max_norm is not None or _hooked(part):
+        return
+    weight = part.weight.detach()
+    if weight.dtype != torch.float32:
+        return
+    table = weight.bfloat16()
+    # In parts: a float32 copy of a large table would be memory for nothing.
+    parts = zip(table.split(_COMPARED_ROWS), weight.split(_COMPARED_ROWS), strict=True)
+    if all(torch.equal(few.float(), whole) for few, whole in parts):
+        model.set_submodule(name, NarrowEmbedding(table))
 
 
 def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
     """What the products of some rows differ by, in words; empty where they agree."""
     generator = torch.Generator().manual_seed(layer.in_features)
-    rows = torch.randn((_TRIED_ROWS, layer.in_features), generator=generator)
-    expected = functional.linear(rows, layer.weight, layer.bias)
-    error = float((packed.product(rows) - expected).abs().max())
+    rows = torch.randn((_TRIED_ROWS, layer.in_features), generator=generator).to(packed.dtype)
+    expected = functional.linear(rows, layer.weight, layer.bias).float()
+    error = float((packed.product(rows).float() - expected).abs().max())
     size = float(expected.abs().max())
-    if error <= _TOLERANCE * size and torch.equal(packed.unpacked(), layer.weight):
+    if error <= _TOLERANCES[packed.dtype] * size and torch.equal(packed.unpacked(), layer.weight):
         return ""
     return f"the packed product of {name} differs by {error:.2g} of {size:.2g}"

@@ -62,7 +62,7 @@ class RowTiles:
     row_multiple: int = 8
     """The rows of a pass are padded to a multiple of this."""
     attention_sizes: tuple[int, ...] = _SIZES[8]
-    """Row counts of an attention group, ascending, the first of them at least ``base``."""
+    """Row counts of an attention group, ascending."""
     largest: int = 8
     """The largest row count that agrees with ``base`` in every matrix product."""
 
@@ -151,9 +151,12 @@ def agreeing_linear_sizes(
 
 def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
     """``agreeing_linear_sizes`` of a packed layer."""
-    tried = _cancelling_like(torch.empty((layer.out_features, layer.in_features)))
+    shape = (layer.out_features, layer.in_features)
     zero_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
-    return agreeing_sizes(PackedLinear(tried, zero_bias).product, _equal_numbers(tried), base)
+    # Only the packed copy of what is tried lives on: that of a large head takes much memory.
+    tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
+    rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
+    return agreeing_sizes(tried.product, rows, base)
 
 
 def linear(

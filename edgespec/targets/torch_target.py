@@ -64,8 +64,7 @@ class TorchTarget:
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
     ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
-    large float32 ones are packed on a CPU (``packed_linear.py``); None means in canonical mode, for
-    in plain mode a pass of one row is slower with them.
+    large ones are packed on a CPU (``packed_linear.py``).
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
     ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
@@ -95,7 +94,7 @@ class TorchTarget:
         canonical: bool | None = None,
         model_threads: int | None = None,
         quantize: str = "",
-        packed: bool | None = None,
+        packed: bool = True,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
         cuda_graphs: bool = True,
@@ -113,7 +112,7 @@ class TorchTarget:
         if share is not None:
             share.wait_for_all()
         to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
-        if to_be_canonical if packed is None else packed:
+        if packed:
             pack_model(loaded.model)
         self._model = loaded.model
         self._max_sessions = max_sessions

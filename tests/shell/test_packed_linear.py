@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import weakref
 from collections.abc import Iterator
@@ -22,8 +23,14 @@ pytest.importorskip("transformers")
 
 import torch
 
+from edgespec.target_loading import prefer_huge_pages
 from edgespec.targets import canonical_mode, packed_linear
-from edgespec.targets.packed_linear import PackedLinear, pack_model, unpack_model
+from edgespec.targets.packed_linear import (
+    NarrowEmbedding,
+    PackedLinear,
+    pack_model,
+    unpack_model,
+)
 from edgespec.targets.row_tiles import agreeing_packed_sizes
 from edgespec.targets.torch_target import TorchTarget
 from tests.shell.backend_schedules import Serving
@@ -104,7 +111,7 @@ def test_unpacked_weights_are_the_weights_and_none_lie_twice(small: None) -> Non
     assert unpack_model(model) == 0
 
 
-def test_what_is_small_shared_hooked_or_not_float32_stays_as_it_is(
+def test_what_is_small_shared_hooked_or_of_another_format_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = _layers()
@@ -113,15 +120,122 @@ def test_what_is_small_shared_hooked_or_not_float32_stays_as_it_is(
     assert pack_model(model) == 1
     assert isinstance(model[0], PackedLinear)
     monkeypatch.setattr(packed_linear, "LEAST_WEIGHTS", 1)
-    assert pack_model(_layers().bfloat16()) == 0
-    tied = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(40, 96), "head": torch.nn.Linear(96, 40)}
-    )
-    tied["head"].weight = tied["embed"].weight
-    assert pack_model(tied) == 0
+    assert pack_model(_layers().double()) == 0
+    shared = _layers()
+    shared.append(torch.nn.Linear(96, 192))
+    shared[3].weight = shared[0].weight
+    assert pack_model(shared) == 1
     hooked = _layers()
     hooked[2].register_forward_hook(lambda _module, _rows, out: out + 1)
     assert pack_model(hooked) == 1
+
+
+@pytest.mark.parametrize("has", ["_is_avx512_bf16_supported", "_is_amx_tile_supported", ""])
+def test_bfloat16_is_packed_where_the_cpu_computes_with_it(
+    has: str, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda yes=name == has: yes)
+    model = _layers().bfloat16()
+    # oneDNN has bfloat16 products from AVX512 on, and says so.
+    known = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert pack_model(model) == (2 if has and known else 0)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 product here"
+)
+def test_a_bfloat16_product_is_that_of_the_plain_layer_up_to_rounding() -> None:
+    torch.manual_seed(3)
+    for outputs, inputs in SHAPES:
+        layer = torch.nn.Linear(inputs, outputs).requires_grad_(False).bfloat16()
+        packed = PackedLinear(layer.weight, layer.bias)
+        assert torch.equal(packed.unpacked(), layer.weight)
+        for count in (1, 2, 5, 16):
+            tried = torch.randn((count, inputs)).bfloat16()
+            exact = torch.nn.functional.linear(
+                tried.double(), layer.weight.double(), layer.bias.double()
+            )
+            found = packed(tried)
+            assert found.dtype == torch.bfloat16
+            assert float((found - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("least", [1, 2, 4])
+def test_few_rows_are_padded_to_as_many_as_are_quick(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, computed = PackedLinear.product, []
+
+    def product(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        computed.append(rows.shape[-2])
+        return true(layer, rows)
+
+    monkeypatch.setattr(packed_linear, "quick_rows", lambda: least)
+    monkeypatch.setattr(PackedLinear, "product", product)
+    layer = torch.nn.Linear(96, 40).requires_grad_(False)
+    packed = PackedLinear(layer.weight, layer.bias)
+    rows = torch.randn((1, 6, 96))
+    expected = layer(rows)
+    for count in range(1, 7):
+        found = packed(rows[:, :count])
+        torch.testing.assert_close(found, expected[:, :count], rtol=0, atol=1e-5)
+    assert computed == [max(least, count) for count in range(1, 7)]
+
+
+class _Scaled(torch.nn.Embedding):
+    """More than a table, as Gemma's."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * 3.0
+
+
+def _tied(embed: torch.nn.Embedding) -> torch.nn.ModuleDict:
+    head = torch.nn.Linear(96, 40)
+    head.weight = embed.weight
+    return torch.nn.ModuleDict({"embed": embed, "head": head}).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, _Scaled])
+def test_a_head_that_is_the_embedding_is_packed_beside_a_table_with_the_same_numbers(
+    kind: type[torch.nn.Embedding], exact: bool, small: None
+) -> None:
+    torch.manual_seed(4)
+    embed = kind(40, 96)
+    if exact:  # as of a checkpoint in bfloat16
+        embed.weight.data = embed.weight.data.bfloat16().float()
+    model = _tied(embed)
+    weight, tokens, rows = embed.weight.clone(), torch.arange(40), torch.randn((5, 96))
+    looked_up, logits = model["embed"](tokens), model["head"](rows)
+    assert pack_model(model) == 1
+    assert isinstance(model["head"], PackedLinear)
+    assert isinstance(model["embed"], NarrowEmbedding) == (exact and kind is torch.nn.Embedding)
+    assert torch.equal(model["embed"](tokens), looked_up)
+    torch.testing.assert_close(model["head"](rows), logits, rtol=0, atol=1e-5)
+    assert unpack_model(model) == 1
+    assert model["head"].weight is model["embed"].weight
+    assert torch.equal(model.get_parameter("embed.weight"), weight)
+    assert torch.equal(model["embed"](tokens), looked_up)
+    assert torch.equal(model["head"](rows), logits)
+
+
+def test_an_embedding_that_something_hooks_on_keeps_its_numbers_as_they_are(small: None) -> None:
+    embed = torch.nn.Embedding(40, 96)
+    embed.weight.data.zero_()
+    embed.register_forward_hook(lambda _module, _tokens, rows: rows + 1)
+    model = _tied(embed)
+    assert pack_model(model) == 1
+    assert model["embed"] is embed
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
+def test_huge_pages_are_asked_for_where_nobody_has_said_otherwise(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"THP_MEM_ALLOC_ENABLE": given})
+    prefer_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == expected
 
 
 def test_without_onednn_weights_stay_as_they_are(
@@ -177,6 +291,7 @@ def test_random_serving_has_the_logits_of_plain_weights(tmp_path: Path, small: N
     config = tiny_config(tie_word_embeddings=False)
     serving = Serving(write_checkpoint(tmp_path, config), seed=2, packed=True)
     assert [_packed(target) for target in serving.targets] == [15, 0]
+    assert serving.targets[0].mode.endswith(", packed weights")
     while serving.rows < 300:
         serving.step()
 
@@ -201,9 +316,9 @@ def test_canonical_mode_has_the_same_bits_under_every_schedule(tmp_path: Path, s
     # Which base holds, and whether with packed weights, is for this processor to say.
     assert recorder.target.mode.startswith("canonical (row tiles of ")
     packed = recorder.target.mode.endswith(", packed weights")
-    assert _packed(recorder.target) == (14 if packed else 0)
+    assert _packed(recorder.target) == (15 if packed else 0)
     plain = TorchTarget(str(tmp_path), name="t", vocabulary="v", device="cpu", canonical=False)
-    assert _packed(plain) == 0
+    assert _packed(plain) == 15
     rng = random.Random(5)
     for length in (5, 130):
         check_random_schedule(rng, recorder, length)
@@ -224,7 +339,7 @@ def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plai
     expected = plain.reference(text, 20)
     monkeypatch.setattr(canonical_mode, "agreeing_packed_sizes", fails)
     recorder = Recorder(folder, "float32")
-    assert sorted(set(tried)) == [2, 8, 16, 32]
+    assert sorted(set(tried)) == [canonical_mode.packed_base(), 8, 16, 32]
     assert _packed(recorder.target) == 0
     assert recorder.target.mode == plain.target.mode
     assert torch.equal(recorder.reference(text, 20), expected)
