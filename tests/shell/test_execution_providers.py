@@ -11,7 +11,12 @@ from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters import providers
 from edgespec.drafters.manifest import DraftModelError
-from edgespec.drafters.providers import EXECUTION, execution_providers, why_not_loadable
+from edgespec.drafters.providers import (
+    EXECUTION,
+    candidates,
+    execution_providers,
+    why_not_loadable,
+)
 from edgespec.setup_error import SetupError
 
 THERE = [name for name, one in EXECUTION.items() if one in ort.get_available_providers()]
@@ -26,13 +31,15 @@ def test_the_probe_is_a_graph_that_onnx_accepts() -> None:
 
 def test_the_cpu_runs_one_node() -> None:
     assert why_not_loadable("cpu") is None
+    assert candidates("cpu") == ("cpu",)
     assert execution_providers("cpu") == ("CPUExecutionProvider",)
+    assert execution_providers("dml") == ("DmlExecutionProvider", "CPUExecutionProvider")
 
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_what_was_not_built_in_is_refused_with_what_is(name: str) -> None:
     with pytest.raises(DraftModelError) as refused:
-        execution_providers(name)
+        candidates(name)
     said = str(refused.value)
     assert said.startswith(f"provider {name} cannot be used: this onnxruntime {ort.__version__}")
     assert f"without {EXECUTION[name]}" in said
@@ -49,15 +56,18 @@ def test_what_is_built_in_and_does_not_run_is_no_choice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(providers, "_run_one_node", fallen_back)
     with pytest.raises(DraftModelError, match=r"cuda cannot be used: CUDA.* fell back .* are: cpu"):
-        execution_providers("cuda")
-    assert execution_providers("auto") == ("CPUExecutionProvider",)
+        candidates("cuda")
+    assert candidates("auto") == ("cpu",)
 
 
-def test_auto_takes_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_all_that_run_but_what_compiles_for_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = {"cuda"}
     why = {name: "no driver" if name in broken else None for name in EXECUTION}
     monkeypatch.setattr(providers, "why_not_loadable", why.__getitem__)
-    assert execution_providers("auto") == ("DmlExecutionProvider", "CPUExecutionProvider")
+    assert candidates("auto") == ("cpu", "dml", "coreml", "openvino")
+    assert candidates("tensorrt") == ("cpu", "tensorrt")
 
 
 @pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
