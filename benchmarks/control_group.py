@@ -36,11 +36,21 @@ class ControlGroup:
         return int((self.path / name).read_text())
 
     @property
+    def at_the_limit(self) -> int:
+        """How often the kernel had to reclaim memory of the group, as it was at its limit."""
+        if self.version == 1:
+            return int((self.path / "memory.failcnt").read_text())
+        return self._event("max")
+
+    @property
     def kills(self) -> int:
         """Processes that the kernel killed for want of memory."""
+        return self._event("oom_kill")
+
+    def _event(self, kind: str) -> int:
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         for line in (self.path / name).read_text().splitlines():
-            if line.startswith("oom_kill "):
+            if line.startswith(f"{kind} "):
                 return int(line.split()[1])
         return 0
 

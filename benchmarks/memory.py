@@ -260,9 +260,9 @@ async def cgroup(large: bool, root: Path, first: int = 1) -> None:
     within one."""
     print(
         "| shape | bits | KV | budget | limit | predicted | peak of process | predicted over peak |"
-        " of group | killed | wrong |"
+        " of group | at the limit | killed | wrong | steps | ms a step, longest | major faults |"
     )
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| --- | ---: | --- |" + " ---: |" * 12)
     for shape, bits, kv_type in [("0.6B", 4, "int8")] if large else LIMITED[first - 1 :]:
         free = await measured(case(shape, bits, kv_type, _TRIED_WINDOW), root)
         taken = sum(free["terms"].values())
@@ -276,8 +276,10 @@ async def cgroup(large: bool, root: Path, first: int = 1) -> None:
             print(
                 f"| {shape} | {bits} | {kv_type} | {most} | {found['limit'] / MIB:.0f} |"
                 f" {expected:.1f} | {found['peak'] / MIB:.1f} |"
-                f" {expected * MIB / found['peak']:.3f} | {group.peak / MIB:.1f} | {group.kills} |"
-                f" {found['wrong']} of {found['tokens']} |",
+                f" {expected * MIB / found['peak']:.3f} | {group.peak / MIB:.1f} |"
+                f" {group.at_the_limit} | {group.kills} | {found['wrong']} of {found['tokens']} |"
+                f" {found['steps']} | {found['step_ms']:.0f}, {found['longest_step_ms']:.0f} |"
+                f" {found['major_faults']} |",
                 flush=True,
             )
 

@@ -229,6 +229,8 @@ def main() -> None:
         "seconds": time.perf_counter() - started_at,
         "steps": len(timed.step_s),
         "step_ms": statistics.median(steps) * 1e3,
+        "longest_step_ms": max(steps) * 1e3,
+        "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         "told": told,
     }
     if not job.get("budget"):

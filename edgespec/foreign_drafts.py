@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import ForeignGraph
 
-_CPU = ("CPUExecutionProvider",)
+CPU = "cpu"
 _WARM_UP, _STEPS = 2, 9
 _PROMPT = 16
 
@@ -49,39 +49,61 @@ class Inspection:
     step_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignOptions:
+    """``tokenizer`` is a folder whose tokenizer goes with a graph that has none; ``threads`` 0
+    chooses by size, ``context_length`` 0 is the model's own."""
+
+    tokenizer: Path | None = None
+    threads: int = 0
+    context_length: int = 0
+
+
+_DEFAULT = ForeignOptions()
+
+
+def quickest_variant(
+    source: DraftSource,
+    say: Callable[[str], None],
+    options: ForeignOptions = _DEFAULT,
+    provider: str = CPU,
+) -> DraftSource:
+    """``source`` with one graph, the quickest on ``provider`` of those it has. Raises
+    ``ValueError`` naming the file."""
+    if len(source.graphs) == 1:
+        return source
+    best = _fastest(source.graphs, _loader(source, options, provider), say, provider)
+    return replace(source, graphs={best: source.graphs[best]})
+
+
 def foreign_drafter(
     source: DraftSource,
     say: Callable[[str], None],
+    options: ForeignOptions = _DEFAULT,
+    provider: str = CPU,
     *,
-    tokenizer: Path | None = None,
-    threads: int = 0,
-    context_length: int = 0,
-    providers: Sequence[str] = _CPU,
     try_threads: bool = False,
 ) -> ForeignDrafter:
-    """A drafter on the one graph of ``source``, or on the fastest of several. ``tokenizer`` is a
-    folder whose tokenizer goes with it where it has none. ``try_threads``: where ``threads`` is 0
-    they are measured and kept, else chosen by size. Raises ``ValueError`` naming the file."""
+    """A drafter on the one graph of ``source``, or on the fastest of several. ``try_threads``:
+    where ``options.threads`` is 0 they are measured and kept, else chosen by size. Raises
+    ``ValueError`` naming the file."""
     from edgespec.drafters.runtime_session import is_small
 
-    load = _loader(source, tokenizer, threads, context_length, providers)
-    path = next(iter(source.graphs.values()))
-    if len(source.graphs) > 1:
-        path = source.graphs[_fastest(source.graphs, load, say)]
-    if threads or not try_threads:
-        return load(path)
+    source = quickest_variant(source, say, options, provider)
+    (path,) = source.graphs.values()
+    if options.threads or not try_threads or provider != CPU:
+        return _loader(source, options, provider)(path)
 
     def load_with(count: int) -> ForeignDrafter:
-        return _loader(source, tokenizer, count, context_length, providers)(path)
+        return _loader(source, replace(options, threads=count), provider)(path)
 
-    tried = tuple(providers) == _CPU and not is_small(path)
-    return load_with_best_threads(load_with, path, say, tried=tried)
+    return load_with_best_threads(load_with, path, say, tried=not is_small(path))
 
 
 def inspect_graph(source: DraftSource, variant: str) -> Inspection:
     """Load, try and time one graph of ``source``. Raises ``ValueError`` naming the file."""
     path = source.graphs[variant]
-    drafter = _loader(source, None, 0, 0)(path)
+    drafter = _loader(source, _DEFAULT, CPU)(path)
     try:
         return Inspection(
             variant,
@@ -98,26 +120,23 @@ def inspect_graph(source: DraftSource, variant: str) -> Inspection:
 
 
 def _loader(
-    source: DraftSource,
-    tokenizer: Path | None,
-    threads: int,
-    context_length: int,
-    providers: Sequence[str] = _CPU,
+    source: DraftSource, options: ForeignOptions, provider: str
 ) -> Callable[[Path], ForeignDrafter]:
     from edgespec.drafters.foreign_drafter import ForeignDrafter
     from edgespec.drafters.foreign_graph import HeadHint
+    from edgespec.drafters.providers import execution_providers
 
-    found = read_foreign_info(source.folder, source.name, tokenizer)
+    found = read_foreign_info(source.folder, source.name, options.tokenizer)
 
     def load(path: Path) -> ForeignDrafter:
         return ForeignDrafter(
             path,
             found.model,
             hint=HeadHint(found.kv_heads, found.head_size),
-            threads=threads,
-            context_length=context_length,
+            threads=options.threads,
+            context_length=options.context_length,
             token_count=found.token_count,
-            providers=providers,
+            providers=execution_providers(provider),
         )
 
     return load
@@ -127,10 +146,11 @@ def _fastest(
     graphs: Mapping[str, Path],
     load: Callable[[Path], ForeignDrafter],
     say: Callable[[str], None],
+    provider: str,
 ) -> str:
     """The variant with the shortest step. One that cannot be loaded is left out, and its reason is
     said; if none can, the first one's error is raised."""
-    path = cache_folder() / "variants" / f"{_key(graphs)}.json"
+    path = cache_folder() / "variants" / f"{_key(graphs, provider)}.json"
     if (known := _read(path, graphs)) is not None:
         return known
     say(f"timing {len(graphs)} variants, once: {', '.join(graphs)}")
@@ -167,9 +187,9 @@ def step_s(drafter: ForeignDrafter) -> float:
     return statistics.median(times[_WARM_UP:] or times or [0.0])
 
 
-def _key(graphs: Mapping[str, Path]) -> str:
+def _key(graphs: Mapping[str, Path], provider: str) -> str:
     places = (f"{variant} {path.resolve()}" for variant, path in graphs.items())
-    return measured_key(graphs.values(), *places)
+    return measured_key(graphs.values(), *places, *([provider] if provider != CPU else []))
 
 
 def _read(path: Path, graphs: Mapping[str, Path]) -> str | None:

@@ -16,6 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _CPU_INFO = Path("/proc/cpuinfo")
+RUNTIMES = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-openvino",
+    "onnxruntime-directml",
+)
+"""Distributions of onnxruntime, which write the same files: one of them is installed."""
 
 
 def measured_key(files: Iterable[Path], *settings: str) -> str:
@@ -37,10 +44,11 @@ def usable_cores() -> int:
 
 
 def _runtime() -> str:
-    try:
-        return version("onnxruntime")
-    except PackageNotFoundError:
-        return ""
+    found = []
+    for name in RUNTIMES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def _processor() -> str:

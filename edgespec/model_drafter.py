@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.core.device.kv_type import KvType
 from edgespec.drafters.manifest import MODEL_FILE
-from edgespec.models.draft_sources import find_draft, resolve_texts
+from edgespec.models.draft_sources import DraftSource, find_draft, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
 from edgespec.ports import Drafter
+from edgespec.provider_choice import PlacedDrafter, load_where_asked, load_where_quickest
 from edgespec.setup_error import SetupError, needs
+from edgespec.telemetry.process_memory import machine_memory
 from edgespec.thread_choice import load_with_best_threads
 
 Say = Callable[[str], None]
-_CPU = ("CPUExecutionProvider",)
+AUTO, CPU = "auto", "cpu"
+_OPENVINO = "openvino"
+# It takes 4-bit weights apart: 375 MB of a draft of 0.6B became 5.5 GB while it was loaded.
+_OPENVINO_PER_STORED = 16
 
 
 def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
@@ -24,23 +30,13 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
     are wanted, which a memory budget may cut down, and behind how many leaves. ``say`` hears what
     takes long, and why a step has one leaf. Raises ``SetupError``, or ``ValueError`` naming the
     file."""
+    say = _once(say)
     source = find_draft(draft.model, draft.variant)
     leaves = _leaves(draft, policy.leaves, graph=bool(source.graphs), say=say)
     if source.graphs:
         _refuse_for_graphs(draft)
-        from edgespec.foreign_drafts import foreign_drafter
-
-        texts = resolve_texts(tokenizer) if tokenizer else None
         with needs("onnxruntime", "edgespec[cpu]"):
-            return foreign_drafter(
-                source,
-                say,
-                tokenizer=texts,
-                threads=draft.threads,
-                context_length=draft.context_length,
-                providers=_providers(draft, say),
-                try_threads=True,
-            )
+            return _foreign(source, draft, resolve_texts(tokenizer) if tokenizer else None, say)
     if draft.memory_budget:
         if draft.provider != "cpu":
             raise SetupError(
@@ -53,22 +49,72 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.drafters.onnx_drafter import is_small
 
-        providers = _providers(draft, say)
-    load = _loader(folder, draft, leaves, providers, say)
-    if draft.threads:
-        return load(draft.threads)
-    tried = providers == _CPU and not is_small(folder)
-    return load_with_best_threads(load, folder / MODEL_FILE, say, tried=tried)
+        names = _candidates(draft)
+        small = is_small(folder)
+
+    def load(name: str) -> PlacedDrafter:
+        loaded = _loader(folder, draft, leaves, name, say)
+        if draft.threads or name != CPU:
+            return loaded(draft.threads)
+        return load_with_best_threads(loaded, folder / MODEL_FILE, say, tried=not small)
+
+    return _placed(load, names, draft, folder / MODEL_FILE, say)
+
+
+def _foreign(source: DraftSource, draft: DraftSection, texts: Path | None, say: Say) -> Drafter:
+    from edgespec.foreign_drafts import ForeignOptions, foreign_drafter, quickest_variant
+
+    names = _candidates(draft)
+    options = ForeignOptions(texts, draft.threads, draft.context_length)
+    # Variants differ by more than providers may: one is chosen first, where it is likely to run.
+    source = quickest_variant(source, say, options, names[-1] if draft.provider != AUTO else CPU)
+
+    def load(name: str) -> PlacedDrafter:
+        return foreign_drafter(source, say, options, name, try_threads=True)
+
+    (graph,) = source.graphs.values()
+    return _placed(load, names, draft, graph, say)
+
+
+def _placed(
+    load: Callable[[str], PlacedDrafter],
+    names: tuple[str, ...],
+    draft: DraftSection,
+    graph: Path,
+    say: Say,
+) -> Drafter:
+    """``load`` called with that of ``names`` on which the draft is to run."""
+    loads = {name: partial(load, name) for name in names}
+    if draft.provider == AUTO:
+        if _OPENVINO in loads and (why := _no_room(graph)):
+            say(f"{_OPENVINO} is not tried: {why}")
+            del loads[_OPENVINO]
+        return load_where_quickest(loads, graph, say)
+    return load(CPU) if draft.provider == CPU else load_where_asked(names[-1], loads, graph, say)
+
+
+def _no_room(graph: Path) -> str:
+    """Why the draft at ``graph`` is too large to be tried where it may take many times its size;
+    empty: it is not. Whoever asks for that by name is not stopped."""
+    from edgespec.drafters.runtime_session import weights_bytes
+
+    needed, free = _OPENVINO_PER_STORED * weights_bytes(graph), machine_memory().available
+    if needed <= free:
+        return ""
+    return f"it may take {needed >> 20} MiB to load this draft, and {free >> 20} MiB are free"
 
 
 def _loader(
-    folder: Path, draft: DraftSection, leaves: int, providers: tuple[str, ...], say: Say
-) -> Callable[[int], Drafter]:
+    folder: Path, draft: DraftSection, leaves: int, provider: str, say: Say
+) -> Callable[[int], PlacedDrafter]:
     """Loads the draft folder of ours with so many threads, 0 by its size; with one leaf a step,
     and ``say`` hears why, where the graph takes no more."""
     from edgespec.drafters.onnx_drafter import OnnxDrafter
+    from edgespec.drafters.providers import execution_providers
 
-    def plain(threads: int) -> Drafter:
+    providers = execution_providers(provider)
+
+    def plain(threads: int) -> PlacedDrafter:
         return OnnxDrafter(
             folder,
             threads=threads,
@@ -77,7 +123,7 @@ def _loader(
             providers=providers,
         )
 
-    def with_leaves(threads: int) -> Drafter:
+    def with_leaves(threads: int) -> PlacedDrafter:
         from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
         from edgespec.drafters.tree_graph import TreeGraphError
 
@@ -96,18 +142,27 @@ def _loader(
     return plain if leaves == 1 else with_leaves
 
 
-def _providers(draft: DraftSection, say: Say) -> tuple[str, ...]:
-    """What the draft's session may run on. Raises ``SetupError`` naming what there is."""
+def _candidates(draft: DraftSection) -> tuple[str, ...]:
+    """What the draft is to be tried on. Raises ``SetupError`` naming what there is."""
     from edgespec.drafters.manifest import DraftModelError
-    from edgespec.drafters.providers import execution_providers, told
+    from edgespec.drafters.providers import candidates
 
     try:
-        found = execution_providers(draft.provider)
+        return candidates(draft.provider)
     except DraftModelError as error:
         raise SetupError(str(error)) from error
-    if draft.provider == "auto":
-        say(f"the draft runs on {told(found)}")
-    return found
+
+
+def _once(say: Say) -> Say:
+    """``say``, which hears a line once: a draft is loaded several times to be tried."""
+    said = set[str]()
+
+    def first(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return first
 
 
 def _leaves(draft: DraftSection, wanted: int, *, graph: bool, say: Say) -> int:

@@ -73,10 +73,10 @@ def best_count(step_s: dict[int, float]) -> int:
     return min(count for count, time_s in step_s.items() if time_s * (1 - _LEAST_SAVED) <= quickest)
 
 
-def least_step_s(drafter: Drafter) -> float | None:
+def least_step_s(drafter: Drafter, *, waits: bool = False) -> float | None:
     """The shortest of some steps of one token behind a short prompt: what the machine can do, not
-    what it does beside other programs at this moment; None: these held it up most of the time.
-    Stops after about a second."""
+    what it does beside other programs at this moment; None: these held it up most of the time,
+    which cannot be told of one that ``waits`` for an accelerator. Stops after about a second."""
     size, context = drafter.info.vocabulary_size, drafter.info.context_length
     length = max(1, min(_PROMPT, context - _WARM_UP - _STEPS))
     drafter.begin(length, SamplingParams())
@@ -90,7 +90,7 @@ def least_step_s(drafter: Drafter) -> float | None:
         drafter.step(position, [1 % size], 1)
         times.append(time.perf_counter() - before_s)
     cpu_s, took_s = time.process_time() - before_cpu_s, time.perf_counter() - begun_s
-    if cpu_s < _LEAST_SHARE * took_s:
+    if not waits and cpu_s < _LEAST_SHARE * took_s:
         return None
     return min(times[_WARM_UP:] or times, default=math.inf)
 

@@ -78,7 +78,8 @@ def named(names: str) -> tuple[str, ...]:
 COMPOSED = named(
     "core ports telemetry config drafters targets engines transport models agent verifier "
     "export_cache draft_memory target_loading target_memory foreign_drafts model_drafter access "
-    "setup_error many_verifiers constraint_readers row_cost_file thread_choice machine_key"
+    "setup_error many_verifiers constraint_readers row_cost_file thread_choice machine_key "
+    "provider_choice"
 )
 # The rooms of the core: what both ends share, and what each has for itself.
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -187,9 +188,9 @@ FLOORS = (
     Floor(
         "edgespec.model_drafter",
         (
-            *(CORE, CONFIG, PORTS),
+            *(CORE, CONFIG, PORTS, TELEMETRY),
             *named("draft_memory drafters export_cache foreign_drafts models setup_error"),
-            "edgespec.thread_choice",
+            *named("provider_choice thread_choice"),
         ),
         HEAVY,
     ),
@@ -214,6 +215,15 @@ FLOORS = (
         (CORE, PORTS, WHOLE_FILE, *named("export_cache machine_key")),
         HEAVY,
         stdlib_only=True,
+    ),
+    # On which provider of onnxruntime a draft runs.
+    Floor(
+        "edgespec.provider_choice",
+        (
+            *(CORE, PORTS, WHOLE_FILE),
+            *named("drafters export_cache machine_key setup_error thread_choice"),
+        ),
+        HEAVY,
     ),
     # The composition root, and the Python API on top of it.
     # A target from settings; its libraries are loaded late.

@@ -15,7 +15,7 @@ from edgespec.agent.status import StatusSource
 from edgespec.borrowed_tokenizer import borrows_tokenizer
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, greet, greet_if_there
-from edgespec.cli.running import reported, say, trace_to
+from edgespec.cli.running import reported, say, stoppable, trace_to
 from edgespec.cli.streaming import use_color
 from edgespec.cli.talk import record
 from edgespec.cli.talk.editor import is_drawable, make_editor
@@ -165,7 +165,8 @@ def _talk(
 ) -> None:
     found, path = kept
     colored, drawn = shown
-    agent = build_agent(settings, tracer=tracer, say=say)
+    with stoppable():
+        agent = build_agent(settings, tracer=tracer, say=say)
     try:
         addresses = tuple(with_port(one) for one in settings.verifiers)
         source = StatusSource(agent, addresses, __version__)

@@ -16,12 +16,12 @@ from enum import Enum
 
 from edgespec.config import AgentConfig
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.machine_key import RUNTIMES
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
 from edgespec.ports import LinkError, UntrustedPeerError
 
 MIN_PYTHON = (3, 11)
 NEEDED = ("grpcio", "numpy", "protobuf", "tokenizers", "typer", "pyyaml")
-RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 
 
 class State(Enum):
@@ -60,14 +60,14 @@ def packages() -> list[Check]:
 
 
 def one_onnxruntime() -> Check:
-    """Both distributions write the same files, so with both installed neither is whole."""
+    """All its distributions write the same files, so with two installed neither is whole."""
     found = [name for name in RUNTIMES if version(name) is not None]
     if len(found) > 1:
         return Check(
             "onnxruntime",
             State.BAD,
-            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
-            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'edgespec[cpu]'",
+            f"{' and '.join(found)} are installed together and overwrite each other",
+            f"pip uninstall -y {' '.join(found)} && pip install 'edgespec[cpu]'",
         )
     if not found:
         advice = "pip install 'edgespec[cpu]'"

@@ -220,7 +220,7 @@ Provider = Annotated[
         "--provider",
         metavar="NAME",
         help="What the draft runs on: cpu (default), cuda, tensorrt, dml, coreml, openvino, or "
-        "auto: an accelerator that loads, else the CPU",
+        "auto: the quickest, never one slower than the CPU",
         rich_help_panel=_DRAFTING,
     ),
 ]

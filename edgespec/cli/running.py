@@ -10,9 +10,11 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ from edgespec.agent.agent import GenerationError
 from edgespec.compose import SetupError
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN
+from edgespec.drafters import deaf_calls
 from edgespec.telemetry.hidden_tokens import HiddenTokens
 from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
@@ -31,6 +34,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTE
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEAF_S = 2.0
 
 _T = TypeVar("_T")
 
@@ -130,20 +134,58 @@ def on_stopping_signals(
 @contextmanager
 def stoppable() -> Iterator[None]:
     """What loads or fetches for long holds up the event loop, which then hears no signal: in this
-    block, in which nothing is awaited, a stopping signal raises ``Interrupted`` at once."""
+    block, in which nothing is awaited, a stopping signal raises ``Interrupted`` at once. A library
+    that does not come back to Python would keep that waiting for minutes: then the process ends
+    ``_DEAF_S`` after the signal, and at once where it holds the interpreter too."""
+    heard = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
+        heard.set()
         raise Interrupted(number)
+
+    @contextmanager
+    def deadly() -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        _answer(dict.fromkeys(heeded, signal.SIG_DFL))
+        try:
+            yield
+        finally:
+            _answer(dict.fromkeys(heeded, stop))
 
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
-    try:
-        for number in heeded:
-            signal.signal(number, stop)
-        yield
-    finally:
-        for number, one in heeded.items():
-            signal.signal(number, one)
+    came, told = socket.socketpair()
+    told.setblocking(False)
+    watched = (came, heeded, heard)
+    threading.Thread(
+        target=_end_if_deaf, args=watched, name="edgespec-signals", daemon=True
+    ).start()
+    with told:
+        woken = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        try:
+            _answer(dict.fromkeys(heeded, stop))
+            deaf_calls.around = deadly
+            yield
+        finally:
+            deaf_calls.around = nullcontext
+            signal.set_wakeup_fd(woken)  # first, or a signal in between would wake nobody
+            _answer(heeded)
+
+
+def _answer(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, one in handlers.items():
+        signal.signal(number, one)
+
+
+def _end_if_deaf(came: socket.socket, heeded: Collection[int], heard: threading.Event) -> None:
+    """Until the other end is closed: end the process where a signal is not heard of in time."""
+    with came:
+        while number := came.recv(1):
+            if number[0] in heeded and not heard.wait(_DEAF_S):
+                os._exit(128 + number[0])
+            heard.clear()
 
 
 def set_up_logging(level: str, log_format: str = TEXT) -> None:

@@ -73,8 +73,8 @@ class DraftSection:
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
     provider: str = "cpu"
-    """What of onnxruntime the draft runs on: one of ``PROVIDERS``. ``auto``: an accelerator that
-    loads, else the CPU."""
+    """What of onnxruntime the draft runs on: one of ``PROVIDERS``. ``auto``: the quickest
+    that gives the CPU's numbers, as tried once (``provider_choice.py``)."""
     ladder: bool = False
     """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
     other programs need the cores (``core/device/draft_ladder.py``)."""

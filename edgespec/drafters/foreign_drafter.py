@@ -29,7 +29,14 @@ from edgespec.drafters.foreign_graph import ForeignGraph, HeadHint, Role, read_g
 from edgespec.drafters.manifest import DraftModelError
 from edgespec.drafters.masked_guesses import guesses
 from edgespec.drafters.onnx_nodes import read_nodes
-from edgespec.drafters.runtime_session import CPU, open_session, ports, weights_bytes
+from edgespec.drafters.runtime_session import (
+    CPU,
+    Placement,
+    open_session,
+    placement,
+    ports,
+    weights_bytes,
+)
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
 from edgespec.ports import (
@@ -100,6 +107,11 @@ class ForeignDrafter:
     def behaviour(self) -> Behaviour:
         """How it is used, after trying."""
         return self._behaviour
+
+    @property
+    def placement(self) -> Placement | None:
+        """What of the graph runs where, if that is known and not the CPU alone."""
+        return None if self._session is None else placement(self._session)
 
     @property
     def gives_all_rows(self) -> bool:

@@ -36,7 +36,7 @@ from edgespec.drafters.manifest import (
     read_manifest,
 )
 from edgespec.drafters.masked_guesses import guesses
-from edgespec.drafters.runtime_session import CPU, load_session
+from edgespec.drafters.runtime_session import CPU, Placement, load_session, placement
 from edgespec.drafters.sampler import MAX_WIDTH
 from edgespec.drafters.token_cache import TokenCache
 from edgespec.drafters.workspace import Workspace
@@ -101,6 +101,11 @@ class OnnxDrafter:
     @property
     def manifest(self) -> DraftManifest:
         return self._manifest
+
+    @property
+    def placement(self) -> Placement | None:
+        """What of the graph runs where, if that is known and not the CPU alone."""
+        return None if self._session is None else placement(self._session)
 
     def twin(self) -> OnnxDrafter:
         """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""

@@ -3,14 +3,13 @@
 Theory of operation. What an onnxruntime was built with says little about a machine: its libraries
 may be missing, its driver too old, and onnxruntime then falls back to the CPU without an error. So
 a provider counts as loadable when a graph of one node, given to it alone, runs on it and its sum is
-right. A draft's session has the CPU behind the provider that was chosen, for the nodes that this
-one does not know.
+right. Whether it is of any use to a draft is another question (``provider_choice.py``). A draft's
+session has the CPU behind the provider that was chosen, for the nodes that this one does not know.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -41,25 +40,30 @@ _SIZE: Final = 4
 _LONGEST_WHY: Final = 300
 
 
-def execution_providers(name: str) -> tuple[str, ...]:
-    """The providers of a session that runs on ``name`` (a key of ``EXECUTION``, or ``auto``: the
-    first that is loadable, else the CPU).
+def candidates(name: str) -> tuple[str, ...]:
+    """On what a draft is to be tried that shall run on ``name``, a key of ``EXECUTION`` or
+    ``auto``: the CPU, with which an accelerator is compared, and behind it the one asked for, or
+    all that load.
 
     Raises ``DraftModelError`` saying why it does not load and which others do, ``ValueError`` for a
     name that is none.
     """
     if name == AUTO:
-        found = next((one for one in _TRIED_BY_AUTO if why_not_loadable(one) is None), "cpu")
-        return execution_providers(found) if found != "cpu" else CPU
+        return "cpu", *(one for one in _TRIED_BY_AUTO if why_not_loadable(one) is None)
     if name not in EXECUTION:
         raise ValueError(f"provider is {name!r}, but must be one of {', '.join(EXECUTION)}, {AUTO}")
     if name == "cpu":
-        return CPU
+        return ("cpu",)
     why = why_not_loadable(name)
     if why is not None:
         others = ", ".join(one for one in EXECUTION if why_not_loadable(one) is None)
         raise DraftModelError(f"provider {name} cannot be used: {why}; here there are: {others}")
-    return EXECUTION[name], *CPU
+    return "cpu", name
+
+
+def execution_providers(name: str) -> tuple[str, ...]:
+    """The providers of a session that runs on ``name``, a key of ``EXECUTION``."""
+    return CPU if name == "cpu" else (EXECUTION[name], *CPU)
 
 
 def why_not_loadable(name: str) -> str | None:
@@ -86,7 +90,7 @@ def _run_one_node(provider: str) -> str | None:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     if provider not in CPU:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    session = ort.InferenceSession(_one_node(), options, providers=[provider])
+    session = ort.InferenceSession(_one_node(), options, providers=[provider], enable_fallback=0)
     if session.get_providers()[0] != provider:
         return f"{provider} fell back to {session.get_providers()[0]}"
     numbers = np.arange(_SIZE, dtype=np.float32)
@@ -115,8 +119,3 @@ def _field(number: int, value: bytes) -> bytes:
 def _number(number: int, value: int) -> bytes:
     assert 0 <= value < 128
     return bytes((number << 3, value))
-
-
-def told(providers: Sequence[str]) -> str:
-    """The short name of the provider that comes first."""
-    return next(name for name, one in EXECUTION.items() if one == providers[0])

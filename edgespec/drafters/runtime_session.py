@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
 
+from edgespec.drafters import deaf_calls
 from edgespec.drafters.foreign_graph import Port
 from edgespec.drafters.manifest import DraftModelError
 
 MAX_THREADS = 64
 CPU = ("CPUExecutionProvider",)
+_OPENVINO = "OpenVINOExecutionProvider"
+_PLACES = "session.record_ep_graph_assignment_info"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _TYPES = {
     "tensor(float)": "float32",
@@ -38,7 +43,8 @@ def load_session(
     path: Path, threads: int, providers: Sequence[str], model: bytes | None = None
 ) -> ort.InferenceSession:
     """A session for one drafter: few threads, which sleep when they wait. ``model`` is what is
-    loaded in place of the file's own graph; the file's weights are beside it.
+    loaded in place of the file's own graph; the file's weights are beside it. The session runs on
+    the first of ``providers``, and on those behind it what that one does not know.
 
     Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
     for threads outside 1..64."""
@@ -61,8 +67,17 @@ def load_session(
     options.log_severity_level = 3
     if model is not None:
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent))
+    if providers[0] not in CPU:
+        options.add_session_config_entry(_PLACES, "1")
     try:
-        return ort.InferenceSession(model or str(path), options, providers=list(providers))
+        with deaf_calls.around():
+            session = ort.InferenceSession(
+                model or str(path),
+                options,
+                providers=list(providers),
+                provider_options=[_options_of(name, threads) for name in providers],
+                enable_fallback=0,  # or one that fails is replaced, which is told on stdout
+            )
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         hint = (
             "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
@@ -70,6 +85,44 @@ def load_session(
             else ""
         )
         raise DraftModelError(f"{path}: onnxruntime cannot load it: {error}{hint}") from error
+    if (first := session.get_providers()[0]) != providers[0]:
+        raise DraftModelError(f"{path}: onnxruntime took {first} in place of {providers[0]}")
+    return session
+
+
+def _options_of(provider: str, threads: int) -> dict[str, str]:
+    """OpenVINO has threads of its own, by default one a core that all spin: beside other work a
+    step then took ten times as long."""
+    return {"num_of_threads": str(threads)} if provider == _OPENVINO else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many nodes of a graph the first provider of its session took, and the others by kind."""
+
+    taken: int
+    others: Mapping[str, int]
+
+    def __str__(self) -> str:
+        total = self.taken + sum(self.others.values())
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in self.others.items())
+        return f"{self.taken} of {total} nodes" + (f", on the CPU {kinds}" if kinds else "")
+
+
+def placement(session: ort.InferenceSession) -> Placement | None:
+    """Of a session that has an accelerator; None: it has none, or an onnxruntime before 1.24, which
+    does not tell."""
+    first, look = session.get_providers()[0], "get_provider_graph_assignment_info"
+    if first in CPU or not hasattr(session, look):
+        return None
+    taken, others = 0, Counter[str]()
+    for part in getattr(session, look)():
+        nodes = part.get_nodes()
+        if part.ep_name == first:
+            taken += len(nodes)
+        else:
+            others.update(node.op_type for node in nodes)
+    return Placement(taken, dict(others))
 
 
 def ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:

@@ -298,8 +298,13 @@ def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
     [
         ({"onnxruntime": "1.23"}, State.GOOD, ""),
         ({"onnxruntime-gpu": "1.23"}, State.GOOD, ""),
+        ({"onnxruntime-openvino": "1.24.1"}, State.GOOD, ""),
         ({}, State.BAD, "pip install 'edgespec[cpu]'"),
-        ({"onnxruntime": "1", "onnxruntime-gpu": "1"}, State.BAD, "pip uninstall -y"),
+        (
+            {"onnxruntime": "1", "onnxruntime-openvino": "1"},
+            State.BAD,
+            "pip uninstall -y onnxruntime onnxruntime-openvino",
+        ),
     ],
 )
 def test_the_doctor_sees_two_onnxruntimes(

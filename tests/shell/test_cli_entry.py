@@ -13,13 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
-from edgespec.cli.running import on_stopping_signals
+from edgespec.cli.running import on_stopping_signals, stoppable
 from edgespec.cli.serving import Stopping
+from edgespec.drafters import deaf_calls
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -111,6 +114,89 @@ def test_a_ctrl_c_during_the_imports_says_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+LOADING = """
+import ctypes, threading
+from edgespec.cli import running
+from edgespec.drafters import deaf_calls
+
+def listening():
+    print("loading", flush=True)
+    threading.Event().wait()
+
+def deaf():
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    try:
+        print("loading", flush=True)
+        lock(mutex)  # in the C library, where no signal is heard of
+    except running.Interrupted:
+        lock(mutex)
+
+def held():
+    with deaf_calls.around():
+        print("loading", flush=True)
+        while True:  # a handler in Python would be heard here, unlike in a call that holds it
+            pass
+
+async def load():
+    with running.stoppable():
+        try:
+            {kind}()
+        finally:
+            print("tidied up", flush=True)
+
+running._DEAF_S = {deaf_s}
+try:
+    running.run(load())
+except running.Interrupted as stopped:
+    raise SystemExit(128 + stopped.number)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("kind", "deaf_s", "left"),
+    [("listening", WITHIN_S, "tidied up\n"), ("deaf", 0.01, ""), ("held", WITHIN_S, "")],
+)
+def test_loading_can_be_stopped_in_order_and_if_need_be_without(
+    kind: str, deaf_s: float, left: str, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING.format(kind=kind, deaf_s=deaf_s)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        while process.returncode is None:  # the first one may come before it is deaf
+            process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1 if kind == "deaf" else WITHIN_S)
+        output, errors = process.communicate(timeout=WITHIN_S)
+    code = -number if kind == "held" else 128 + number  # a shell makes the same of both
+    assert (process.returncode, output, errors) == (code, left, "")
+
+
+def test_what_a_block_of_loading_changed_is_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before[1])
+    threads = threading.active_count()
+    for _ in range(3):
+        with stoppable():
+            assert signal.getsignal(signal.SIGTERM) is not before[0]
+    now = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(now[1])
+    assert now == before
+    assert deaf_calls.around is nullcontext
+    for one in threading.enumerate():
+        if one.name == "edgespec-signals":
+            one.join(WITHIN_S)
+    assert threading.active_count() == threads
 
 
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
+from edgespec import model_drafter
 from edgespec.compose import load_drafter
-from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
+from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
+from edgespec.core.device.memory_size import MachineMemory
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.drafters import providers
 from edgespec.drafters.manifest import DraftModelError
-from edgespec.drafters.providers import EXECUTION, execution_providers, why_not_loadable
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.providers import (
+    EXECUTION,
+    candidates,
+    execution_providers,
+    why_not_loadable,
+)
 from edgespec.setup_error import SetupError
 
 THERE = [name for name, one in EXECUTION.items() if one in ort.get_available_providers()]
@@ -26,13 +35,15 @@ def test_the_probe_is_a_graph_that_onnx_accepts() -> None:
 
 def test_the_cpu_runs_one_node() -> None:
     assert why_not_loadable("cpu") is None
+    assert candidates("cpu") == ("cpu",)
     assert execution_providers("cpu") == ("CPUExecutionProvider",)
+    assert execution_providers("dml") == ("DmlExecutionProvider", "CPUExecutionProvider")
 
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_what_was_not_built_in_is_refused_with_what_is(name: str) -> None:
     with pytest.raises(DraftModelError) as refused:
-        execution_providers(name)
+        candidates(name)
     said = str(refused.value)
     assert said.startswith(f"provider {name} cannot be used: this onnxruntime {ort.__version__}")
     assert f"without {EXECUTION[name]}" in said
@@ -49,15 +60,18 @@ def test_what_is_built_in_and_does_not_run_is_no_choice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(providers, "_run_one_node", fallen_back)
     with pytest.raises(DraftModelError, match=r"cuda cannot be used: CUDA.* fell back .* are: cpu"):
-        execution_providers("cuda")
-    assert execution_providers("auto") == ("CPUExecutionProvider",)
+        candidates("cuda")
+    assert candidates("auto") == ("cpu",)
 
 
-def test_auto_takes_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_all_that_run_but_what_compiles_for_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = {"cuda"}
     why = {name: "no driver" if name in broken else None for name in EXECUTION}
     monkeypatch.setattr(providers, "why_not_loadable", why.__getitem__)
-    assert execution_providers("auto") == ("DmlExecutionProvider", "CPUExecutionProvider")
+    assert candidates("auto") == ("cpu", "dml", "coreml", "openvino")
+    assert candidates("tensorrt") == ("cpu", "tensorrt")
 
 
 @pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
@@ -97,6 +111,64 @@ def test_auto_drafts_what_the_cpu_drafts() -> None:
 def test_a_draft_on_what_is_not_there_says_so() -> None:
     with pytest.raises(SetupError, match=r"provider cuda cannot be used: .* here there are: .*cpu"):
         _tokens("cuda")
+
+
+def test_auto_tries_nothing_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "candidates", lambda name: ("cpu", "openvino"))
+    monkeypatch.setattr(model_drafter, "machine_memory", lambda: MachineMemory(1 << 30, 1 << 20, 0))
+    said: list[str] = []
+    config = AgentConfig(draft=DraftSection(provider="auto"))
+    drafter = load_drafter(config, say=said.append)
+    assert drafter is not None
+    drafter.close()
+    assert said[0].startswith("openvino is not tried: it may take ")
+    assert said[0].endswith(" MiB to load this draft, and 1 MiB are free")
+    assert said[1:] == ["the draft runs on cpu"]
+
+
+class Failing:
+    """A session of which the run after ``good`` ones fails, once, as on an accelerator without
+    memory."""
+
+    def __init__(self, session: ort.InferenceSession, good: int) -> None:
+        self._session, self.left = session, good
+
+    def run_with_iobinding(self, binding: object) -> None:
+        self.left -= 1
+        if self.left == -1:
+            raise RuntimeError("out of memory on the device")
+        self._session.run_with_iobinding(binding)
+
+
+def fed(drafter: OnnxDrafter, *steps: tuple[int, int]) -> None:
+    """Each of ``steps``: how many tokens are kept, and up to which the text is fed."""
+    tokens = [(7 * position) % 400 for position in range(150)]
+    for keep, stop in steps:
+        drafter.step(keep, tokens[keep:stop], 2)
+
+
+@pytest.mark.parametrize("leaves", [1, 4])
+@pytest.mark.parametrize("good", [0, 1, 2, 5])
+def test_a_run_that_fails_in_the_middle_leaves_a_draft_that_is_right(
+    good: int, leaves: int
+) -> None:
+    """Oracle: a draft of which nothing failed, and that was fed alike afterwards."""
+    config = AgentConfig(policy=PolicySection(leaves=leaves))
+    found = []
+    for fails in (True, False):
+        drafter = load_drafter(config)
+        assert isinstance(drafter, OnnxDrafter)
+        assert drafter._session is not None
+        drafter.begin(1, SamplingParams())
+        if fails:
+            drafter._session = Failing(drafter._session, good)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                fed(drafter, (0, 100), (100, 101), (60, 130), (130, 131), (131, 132))
+            drafter.begin(1, SamplingParams())
+        fed(drafter, (0, 100), (70, 140), (140, 141))
+        found.append(drafter.logits.copy())
+        drafter.close()
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_a_budget_is_planned_for_the_cpu() -> None:

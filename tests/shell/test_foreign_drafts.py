@@ -23,7 +23,7 @@ from edgespec.drafters.foreign_cache import ReslicedCache
 from edgespec.drafters.foreign_drafter import ForeignDrafter
 from edgespec.drafters.foreign_graph import CacheTensor
 from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.foreign_drafts import foreign_drafter
+from edgespec.foreign_drafts import ForeignOptions, foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
 from edgespec.ports import Drafter, StepCancelledError
@@ -106,7 +106,8 @@ def half_cache(model: onnx.ModelProto) -> None:
 
 def load(folder: Path, context_length: int = 0) -> ForeignDrafter:
     source = find_draft(str(folder))
-    return foreign_drafter(source, lambda text: None, context_length=context_length)
+    options = ForeignOptions(context_length=context_length)
+    return foreign_drafter(source, lambda text: None, options)
 
 
 def greedy(drafter: Drafter, count: int = 80) -> list[int]:

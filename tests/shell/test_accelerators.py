@@ -1,0 +1,171 @@
+"""Drafts on the accelerators that are installed here, where there are any. Oracle: the same draft
+on the CPU, token for token with whole numbers as weights hold them, else within rounding.
+
+OpenVINO's provider (``pip install onnxruntime-openvino`` in an environment of its own) runs on any
+x86 processor, so it can be tried without an accelerator.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.compose import load_drafter
+from edgespec.config import AgentConfig, DraftSection, PolicySection
+from edgespec.core.device.kv_type import KvType
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.drafters.export import export_draft
+from edgespec.drafters.foreign_check import relative_difference
+from edgespec.drafters.foreign_drafter import ForeignDrafter
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.drafters.providers import candidates, why_not_loadable
+from edgespec.models.folders import model_info
+from edgespec.ports import Drafter, TreeRows
+from edgespec.provider_choice import LARGEST_DIFFERENCE
+from tests.shell.foreign_graphs import Style, concatenating_graph, write_folder
+from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, write_checkpoint
+
+THERE = [name for name in candidates("auto") if name != "cpu"]
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, VOCABULARY_SIZE, 64)]
+
+pytestmark = pytest.mark.skipif(
+    not THERE, reason=f"no accelerator, e.g. {why_not_loadable('openvino')}"
+)
+each = pytest.mark.parametrize("provider", THERE or ["none"])
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "tiny")
+
+
+def load(
+    folder: Path | str, provider: str, *, said: list[str] | None = None, leaves: int = 1
+) -> Drafter:
+    config = AgentConfig(
+        draft=DraftSection(model=str(folder), provider=provider),
+        policy=PolicySection(leaves=leaves),
+    )
+    lines: list[str] = [] if said is None else said
+    drafter = load_drafter(config, say=lines.append)
+    assert drafter is not None
+    return drafter
+
+
+def greedy(drafter: Drafter, count: int = 40) -> list[int]:
+    """With a rollback of three tokens at every fifth step."""
+    drafter.begin(5, SamplingParams())
+    text, keep, drafted = TOKENS[:20], 0, list[int]()
+    for at in range(count):
+        token = drafter.step(keep, text[keep:], 2)[0].token
+        drafted.append(token)
+        keep = len(text)
+        text.append(token)
+        if at % 5 == 4:
+            keep = len(text) - 4
+            text[keep:] = TOKENS[at % 30 : at % 30 + 2]
+    drafter.close()
+    return drafted
+
+
+@each
+@pytest.mark.parametrize("kv_type", [KvType.FLOAT32, KvType.FLOAT16])
+def test_an_export_drafts_what_it_drafts_on_the_cpu(
+    provider: str, kv_type: KvType, source: Path, tmp_path: Path
+) -> None:
+    export_draft(source, tmp_path / "draft", model_info(source), bits=32, kv_type=kv_type)
+    said: list[str] = []
+    drafter = load(tmp_path / "draft", provider, said=said)
+    assert isinstance(drafter, OnnxDrafter)
+    assert drafter.placement is None or drafter.placement.taken
+    assert f"the draft runs on {provider}" in said[1]
+    assert greedy(drafter) == greedy(load(tmp_path / "draft", "cpu"))
+
+
+@each
+def test_the_bundled_draft_is_within_rounding_there(provider: str) -> None:
+    rows: list[list[NDArray[np.float32]]] = []
+    for name in (provider, "cpu"):
+        drafter = load("bundled", name)
+        assert isinstance(drafter, OnnxDrafter)
+        drafter.begin(1, SamplingParams())
+        found = []
+        for keep, stop in ((0, 30), (30, 31), (12, 40), (40, 41), (41, 64), (3, 4)):
+            drafter.step(keep, TOKENS[keep:stop], 1)
+            found.append(drafter.logits[: drafter.manifest.proposable].copy())
+        twin = drafter.twin()  # another text beside it
+        twin.begin(1, SamplingParams())
+        twin.step(0, TOKENS[30:50], 1)
+        found.append(twin.logits[: drafter.manifest.proposable].copy())
+        drafter.close()
+        rows.append(found)
+    for there, here in zip(*rows, strict=True):
+        assert relative_difference(there, here) < LARGEST_DIFFERENCE
+
+
+@each
+def test_leaves_of_a_tree_are_what_they_are_on_the_cpu(
+    provider: str, source: Path, tmp_path: Path
+) -> None:
+    export_draft(source, tmp_path / "draft", model_info(source), bits=32)
+    found = []
+    for name in (provider, "cpu"):
+        drafter = load(tmp_path / "draft", name, leaves=4)
+        assert isinstance(drafter, OnnxTreeDrafter)
+        drafter.begin(5, SamplingParams())
+        first = drafter.step(0, TOKENS[:20], 2)
+        tokens = [guess.token for guess in first]
+        rows = TreeRows((), tuple(tokens), (19, 19), (20, 21))
+        found.append(drafter.step_tree(20, (), rows, 2))
+        drafter.close()
+    there, here = found
+    assert [[one.token for one in leaf] for leaf in there] == [
+        [one.token for one in leaf] for leaf in here
+    ]
+
+
+@each
+@pytest.mark.parametrize("half", [False, True])
+def test_a_graph_of_others_drafts_what_it_drafts_on_the_cpu(
+    provider: str, half: bool, tmp_path: Path
+) -> None:
+    graph = concatenating_graph(style=Style(half=half))
+    write_folder(tmp_path / "foreign", {"onnx/model.onnx": graph})
+    drafter = load(tmp_path / "foreign", provider)
+    assert isinstance(drafter, ForeignDrafter)
+    assert drafter.placement is None or drafter.placement.taken
+    assert greedy(drafter) == greedy(load(tmp_path / "foreign", "cpu"))
+
+
+@each
+def test_variants_are_timed_where_they_are_to_run(provider: str, tmp_path: Path) -> None:
+    graphs = {
+        "onnx/model.onnx": concatenating_graph(),
+        "onnx/model_fp16.onnx": concatenating_graph(style=Style(half=True)),
+    }
+    folder = write_folder(tmp_path / "foreign", dict[str, onnx.ModelProto](graphs))
+    for name in (provider, "cpu", "auto"):
+        said: list[str] = []
+        load(folder, name, said=said).close()
+        assert any("timing 2 variants" in line for line in said) == (name != "auto")
+
+
+def test_auto_is_never_slower_than_the_cpu(tmp_path: Path) -> None:
+    said: list[str] = []
+    load("bundled", "auto", said=said).close()
+    assert said[0].startswith("trying the draft on cpu and ")
+    chosen = said[1].split()[4]
+    assert chosen in ("cpu", *THERE)
+    again: list[str] = []
+    load("bundled", "auto", said=again).close()
+    assert again[0].split()[4] == chosen or again[0].startswith("trying")
