@@ -91,6 +91,16 @@ def stopping() -> ApiError:
     )
 
 
+def too_many_connections() -> ApiError:
+    """All places are taken by requests that are being answered."""
+    return ApiError(
+        503,
+        "too many connections are open, and requests are being answered on all of them",
+        code="too_many_connections",
+        retry_after_s=1,
+    )
+
+
 def no_tokenizer() -> ApiError:
     """Nobody was there in time who lends this device a tokenizer."""
     return ApiError(
