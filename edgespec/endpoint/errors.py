@@ -59,9 +59,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         error = {
-            "message": self.message,
+            "message": _encodable(self.message),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
         return {"error": error}
@@ -74,6 +74,11 @@ class ApiError(Exception):
         if self.status == 401:
             found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
         return found
+
+
+def _encodable(text: str) -> str:
+    """``text``, with half of a surrogate pair, which a request may hold, written out."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:

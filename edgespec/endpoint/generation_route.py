@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -22,6 +21,7 @@ from edgespec.agent.reply import Chunk, ReplyEvent
 from edgespec.endpoint import events
 from edgespec.endpoint.errors import ApiError, stopping
 from edgespec.endpoint.guard import error_response, too_large
+from edgespec.endpoint.request_json import nested_too_deep, read_object
 from edgespec.endpoint.run import Run
 from edgespec.endpoint.service import Answer, Endpoint
 
@@ -70,7 +70,7 @@ class GenerationRoute:
         try:
             if self._endpoint.stopping:
                 raise stopping()
-            answer = await self._prepare(read_object(body))
+            answer = await self._prepare(await asyncio.to_thread(read_object, body))
             async with self._endpoint.running(answer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)
@@ -84,6 +84,8 @@ class GenerationRoute:
         except _ClientGoneError:
             return _GONE
         except Exception as error:
+            if isinstance(error, RecursionError):
+                error = nested_too_deep()
             if not isinstance(error, ApiError):
                 _log.exception("answering a request failed")
                 error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
@@ -199,23 +201,3 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-def read_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object in a body. Raises ``ApiError`` saying where it is none."""
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the request is not UTF-8", code="invalid_json") from None
-    except ValueError as error:
-        raise ApiError(400, f"the request is no JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise ApiError(400, "the request is nested too deep", code="invalid_json") from None
-    if not isinstance(value, dict):
-        found = type(value).__name__
-        raise ApiError(400, f"the request is a JSON {found}, not an object", code="invalid_json")
-    return value
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
