@@ -337,6 +337,11 @@ GOOD = json.loads(TALK.as_json())
         ),
         ({**GOOD, "messages": [{"role": "user"}]}, r"messages\[0\] must have a content"),
         ({**GOOD, "system": 3}, "system is 3, but must be text"),
+        ({**GOOD, "system": "\ud800"}, "system is .* but must be text"),
+        (
+            {**GOOD, "messages": [{"role": "user", "content": "\ud800"}]},
+            r"messages\[0\] must have a content, which is text",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(data: object, said: str, tmp_path: Path) -> None:
@@ -356,8 +361,26 @@ def test_a_file_that_is_too_large_or_missing_is_not_read(
     with pytest.raises(ConversationError):
         record.read(tmp_path / "y.json")
     monkeypatch.setattr(record, "MAX_BYTES", 10)
-    with pytest.raises(ConversationError, match="100 bytes, but at most 10"):
-        record.read(tmp_path / "y.json")
+    for endless in (tmp_path / "y.json", Path("/dev/zero")):
+        with pytest.raises(ConversationError, match="more than 10 bytes"):
+            record.read(endless)
+
+
+def test_two_chats_that_go_on_with_one_conversation_lose_nothing(home: Path) -> None:
+    path = record.new_path()
+    record.write(path, TALK)
+    one, other = record.KeptFile(path), record.KeptFile(path)
+    assert not one.write(replace(TALK, system="one"))
+    assert not one.write(replace(TALK, system="one again"))
+    assert other.write(replace(TALK, system="other"))
+    assert other.path != path
+    assert not one.write(replace(TALK, system="one at last"))
+    assert not other.write(replace(TALK, system="other at last"))
+    assert record.read(one.path).system == "one at last"
+    assert record.read(other.path).system == "other at last"
+    one.path.unlink()  # by hand, or as one of the oldest
+    assert not one.write(TALK)
+    assert record.read(path) == TALK
 
 
 # --- the line of numbers ----------------------------------------------------------------------

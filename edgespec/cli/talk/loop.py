@@ -35,7 +35,7 @@ from edgespec.cli.talk.status_line import status_line
 from edgespec.compose import PromptTokenizer, SetupError
 from edgespec.config import AgentConfig
 from edgespec.core.device.offline import Offline
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.printable import one_line, printable
 from edgespec.ports import ModelInfo
 
 _SHOWN = 60
@@ -44,7 +44,7 @@ _SHOWN = 60
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and the loop that adds to them. ``path`` None: they are not kept."""
+    """The turns so far, and the loop that adds to them. ``kept`` None: they are not kept."""
 
     agent: Agent
     tokenizer: PromptTokenizer
@@ -55,7 +55,7 @@ class Conversation:
     status: StatusSource
     record: records.Record
     editor: Editor = field(default_factory=PlainEditor)
-    path: Path | None = None
+    kept: records.KeptFile | None = None
     color: bool = False
     markdown: bool = False
     last: Progress | None = None
@@ -80,7 +80,9 @@ class Conversation:
             except KeyboardInterrupt:
                 say("\n(Ctrl-D or /quit leaves)")
                 continue
-            if is_command(line):
+            if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
+                say("error: your message is not UTF-8, which it must be; it was not kept")
+            elif is_command(line):
                 if not self.command(line):
                     return
             elif line:
@@ -124,12 +126,13 @@ class Conversation:
     def _begin_anew(self, found: records.Record) -> None:
         """Go on with ``found``; the conversation before stays in its own file."""
         self.record, self._name = found, secrets.token_hex(8)
-        if self.path is not None:
-            self.path = records.new_path()
+        if self.kept is not None:
+            self.kept = records.KeptFile(records.new_path())
 
     def _system(self, text: str) -> None:
         if not text:
-            say(f"system: {self.record.system}" if self.record.system else "no system message")
+            text = printable(self.record.system)
+            say(f"system: {text}" if text else "no system message")
             return
         self.record.system = "" if text == "-" else text
         say("the system message counts from the next reply on")
@@ -212,17 +215,18 @@ class Conversation:
                 self.config.sampling,
                 shown,
                 progress,
-                conversation=self.path.stem if self.path else self._name,
+                conversation=self.kept.path.stem if self.kept else self._name,
             )
         finally:
             ticking.cancel()
 
     def _keep(self) -> None:
         """Write the conversation down; a disk that is full costs no chat."""
-        if self.path is None or not self.record.messages:
+        if self.kept is None or not self.record.messages:
             return
         try:
-            records.write(self.path, self.record)
+            if self.kept.write(self.record):
+                say(f"(another chat goes on with that file; this one is in {self.kept.path})")
         except records.ConversationError as error:
             if not self._warned:
                 say(f"this conversation is not kept: {error}")
@@ -241,7 +245,7 @@ def described(found: records.Record) -> str:
     count = len(found.messages)
     about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
     if found.begun:
-        about += f", begun {found.begun}"
+        about += f", begun {one_line(found.begun)}"
     if found.messages:
         last = one_line(found.messages[-1]["content"])
         about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
