@@ -73,7 +73,7 @@ class TerminalEditor:
     def ask(self) -> str:
         try:
             message = self._runner.run(self._ask())
-        except SystemExit:  # SIGTERM: else the terminal would be set back behind whoever started us
+        except (SystemExit, KeyboardInterrupt):  # a signal: else it would be set back too late
             self._runner.run(self._ended())
             raise
         if self._kept is not None and (trouble := self._kept.trouble()):

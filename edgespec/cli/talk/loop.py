@@ -29,6 +29,7 @@ from edgespec.cli.talk.commands import (
     message_of,
     parse,
 )
+from edgespec.cli.talk.ctrl_c import CtrlC
 from edgespec.cli.talk.editor import Editor, PlainEditor, TerminalEditor, silent_keyboard
 from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
 from edgespec.cli.talk.status_line import status_line
@@ -61,44 +62,53 @@ class Conversation:
     last: Progress | None = None
     _name: str = field(default_factory=partial(secrets.token_hex, 8))
     """Of a conversation that is not kept; one that is has its file's name."""
+    _ctrl_c: CtrlC = field(default_factory=CtrlC)
     _legend_shown: bool = False
     _warned: bool = field(default=False)
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
         edited = isinstance(self.editor, TerminalEditor)
-        with silent_keyboard() if edited else contextlib.nullcontext():
-            self._run()
+        with self._ctrl_c.heeded(), silent_keyboard() if edited else contextlib.nullcontext():
+            while self._next():
+                pass
 
-    def _run(self) -> None:
-        while True:
-            try:
-                line = self.editor.ask().strip()
-            except EOFError:
-                say("")
-                return
-            except KeyboardInterrupt:
-                say("\n(Ctrl-D or /quit leaves)")
-                continue
-            if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
-                say("error: your message is not UTF-8, which it must be; it was not kept")
-            elif is_command(line):
-                if not self.command(line):
-                    return
-            elif line:
-                self.turn(message_of(line))
+    def _next(self) -> bool:
+        """One message or command; whether to go on."""
+        try:
+            self._ctrl_c.arm()
+            line = self.editor.ask().strip()
+            self._ctrl_c.disarm()
+        except EOFError:
+            self._ctrl_c.disarm()
+            say("")
+            return False
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D or /quit leaves)")
+            return True
+        if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
+            say("error: your message is not UTF-8, which it must be; it was not kept")
+        elif is_command(line):
+            return self.command(line)
+        elif line:
+            self.turn(message_of(line))
+        return True
 
     # --- commands --------------------------------------------------------------------------
 
     def command(self, line: str) -> bool:
         """Whether to go on."""
         try:
+            self._ctrl_c.arm()
             command = parse(line)
             if command.name is Name.QUIT:
                 return False
             self._do(command)
         except (CommandError, records.ConversationError) as error:
+            self._ctrl_c.disarm()
             say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("(stopped)")
         return True
 
     def _do(self, command: Command) -> None:
@@ -169,14 +179,18 @@ class Conversation:
         message = {"role": "user", "content": line}
         reply = _Reply(self._view())
         try:
+            self._ctrl_c.arm()
             prompt = self.tokenizer.encode_chat([*self.record.asked, message])
             if self.info is not None:
                 check_prompt(prompt, self.info)
             self.last = Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
-        except KeyboardInterrupt:
-            say("(stopped)")
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say("(stopped)" if reply.parts else "(stopped; your message was not kept)")
+            if not reply.parts:
+                return
         except (GenerationError, SetupError, ValueError) as error:
+            self._ctrl_c.disarm()
             say(f"error: {error}\n(your message was not kept; /reset makes room)")
             return
         if self.color and not self.markdown and not self._legend_shown:
@@ -206,6 +220,7 @@ class Conversation:
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
     async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
+        self._ctrl_c.task = asyncio.current_task()
         ticking = asyncio.create_task(_tick(view.view))
         shown = OfflineView(view) if self._goes_on_offline else view
         try:
