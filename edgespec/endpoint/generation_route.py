@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -71,7 +72,7 @@ class GenerationRoute:
             if self._endpoint.stopping:
                 raise stopping()
             answer = await self._prepare(await asyncio.to_thread(read_object, body))
-            async with self._endpoint.running(answer) as run:
+            async with self._turn(answer, writer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)
                 else:
@@ -94,6 +95,24 @@ class GenerationRoute:
             with contextlib.suppress(_ClientGoneError):
                 await writer.end(events.error_event(error))
             return _CUT
+
+    @asynccontextmanager
+    async def _turn(self, answer: Answer, writer: _Writer) -> AsyncIterator[Run]:
+        """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
+        alive."""
+        waits = [asyncio.create_task(self._keep_alive(answer, writer))] if answer.stream else []
+        try:
+            async with self._endpoint.running(answer) as run:
+                await _cancelled(waits)
+                yield run
+        finally:
+            await _cancelled(waits)
+
+    async def _keep_alive(self, answer: Answer, writer: _Writer) -> None:
+        while True:
+            await asyncio.sleep(self._endpoint.settings.keep_alive_s)
+            opening = b"" if writer.begun else _opening(answer)
+            await writer.write(opening + events.KEEP_ALIVE)
 
     async def _at_once(self, answer: Answer, run: Run) -> None:
         while not run.over:
@@ -176,9 +195,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, str]) -> s
             return task.result()
         return None
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await _cancelled((task, gone))
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Until all of them have ended."""
+    for one in tasks:
+        one.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

@@ -194,6 +194,28 @@ async def test_a_stream_with_nothing_to_say_is_kept_alive() -> None:
     assert events[-1] == "[DONE]"
 
 
+async def test_a_stream_that_waits_for_its_turn_is_kept_alive() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1, keep_alive_s=0.02)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live, asyncio.timeout(WITHIN_S):
+        first = asyncio.create_task(ask(live, PATH, HELLO))
+        await held.reached.wait()
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        raw = await reader.readuntil(b": keep-alive\n\n")
+        raw += await reader.readuntil(b": keep-alive\n\n")
+        assert live.endpoint.admission.waiting == 1
+        held.gate.set()
+        reply = parse_reply(raw + await reader.read())
+        writer.close()
+        assert (await first).status == 200
+    events = events_of(reply.body)
+    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
+    assert "".join(texts) == "ab"
+    assert events[-1] == "[DONE]"
+
+
 async def test_a_verifier_that_comes_later_is_waited_for() -> None:
     patient = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0)
     settings = EndpointSection(keep_alive_s=0.02)
