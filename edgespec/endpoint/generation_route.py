@@ -71,6 +71,7 @@ class GenerationRoute:
         try:
             if self._endpoint.stopping:
                 raise stopping()
+            self._endpoint.admission.check()
             answer = await self._prepare(await asyncio.to_thread(read_object, body))
             async with self._turn(answer, writer) as run:
                 if answer.stream:

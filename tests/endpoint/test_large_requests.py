@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint import generation_route, service
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.request_json import MAX_VALUES, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.chat_template import MAX_MESSAGES
+from edgespec.models.toy_tokenizer import ToyTokenizer
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, exchange, over_script, request_bytes
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -128,3 +130,29 @@ async def test_half_a_surrogate_pair_in_a_name_is_a_mistake_of_the_client() -> N
         async with asyncio.timeout(WITHIN_S):
             while not live.endpoint.counts.requests[TEXT, "400"]:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+
+async def test_a_full_queue_is_told_before_the_prompt_is_read() -> None:
+    read: list[str] = []
+    gate = asyncio.Event()
+
+    class Counting(ToyTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            read.append(text)
+            return super().encode(text)
+
+    async def between(place: int) -> None:
+        await gate.wait()
+
+    settings = EndpointSection(max_concurrent=1, max_queue=0)
+    agent = ScriptedAgent(["a"], between=between)
+    async with over_script(agent, Counting(), settings=settings) as live:
+        first = asyncio.create_task(ask(live, TEXT, {"prompt": "abc"}))
+        async with asyncio.timeout(WITHIN_S):
+            while not live.endpoint.active:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        late = await ask(live, TEXT, {"prompt": "def"})
+        assert (late.status, late.error["code"]) == (429, "queue_full")
+        gate.set()
+        assert (await first).status == 200
+    assert read == ["abc"]
