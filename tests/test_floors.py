@@ -66,7 +66,7 @@ class Floor:
 CORE, PORTS, TELEMETRY, CONFIG = (
     f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
 )
-WHOLE_FILE = "edgespec.whole_file"
+WHOLE_FILE, BOUNDED_FILE = "edgespec.whole_file", "edgespec.bounded_file"
 WORK_FOLDER = "edgespec.work_folder"
 VLLM = "edgespec.engines.vllm"
 
@@ -102,7 +102,8 @@ FLOORS = (
     Floor(TELEMETRY, (CORE,), HEAVY),
     Floor(WHOLE_FILE, (), HEAVY, stdlib_only=True),
     Floor(WORK_FOLDER, (), HEAVY, stdlib_only=True),
-    Floor(CONFIG, (CORE, WHOLE_FILE), HEAVY),
+    Floor(BOUNDED_FILE, (), HEAVY, stdlib_only=True),
+    Floor(CONFIG, (CORE, WHOLE_FILE, BOUNDED_FILE), HEAVY),
     Floor("edgespec.drafters.token_counts", (), HEAVY | IMPURE, stdlib_only=True),
     Floor(
         "edgespec.drafters.token_cache",
@@ -140,7 +141,7 @@ FLOORS = (
     Floor(f"{VLLM}.known_text", (CORE, f"{VLLM}.step"), HEAVY | IMPURE, stdlib_only=True),
     Floor(VLLM, (CORE, PORTS, *named("targets setup_error")), HEAVY - {"torch"}),
     Floor("edgespec.engines", (CORE, PORTS, CONFIG, VLLM, *named("models setup_error")), HEAVY),
-    Floor("edgespec.transport", (CORE, PORTS, WHOLE_FILE), HEAVY - {"grpc"}),
+    Floor("edgespec.transport", (CORE, PORTS, WHOLE_FILE, BOUNDED_FILE), HEAVY - {"grpc"}),
     Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
     Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
     Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,6 +29,7 @@ from edgespec.compose import (
 )
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.core.device.offline import Offline
+from edgespec.core.protocol.printable import one_line
 from edgespec.ports import ModelInfo
 from edgespec.telemetry.trace import Tracer
 
@@ -135,14 +135,14 @@ def _chat(
         hello = greet_if_there if settings.offline is Offline.DRAFT else greet
         settings, info = runner.run(hello(settings))
         text = _chat_tokenizer(settings)
-        found, path = _record(info, resume=resume, history=keeps)
+        found, kept = _record(info, resume=resume, history=keeps)
         partner = info.name if info is not None else "the draft until a verifier answers"
         say(f"talking with {partner}; /help lists the commands, /quit or Ctrl-D leaves")
         if found.messages:
             say(described(found))
             if info is not None and found.model and found.model != info.name:
-                say(f"(it was with {found.model})")
-        _talk(settings, info, text, runner, tracer, (found, path), (colored, drawn))
+                say(f"(it was with {one_line(found.model)})")
+        _talk(settings, info, text, runner, tracer, (found, kept), (colored, drawn))
 
 
 def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
@@ -160,10 +160,10 @@ def _talk(
     text: PromptTokenizer,
     runner: asyncio.Runner,
     tracer: Tracer,
-    kept: tuple[record.Record, Path | None],
+    going_on: tuple[record.Record, record.KeptFile | None],
     shown: tuple[bool, bool],
 ) -> None:
-    found, path = kept
+    found, kept = going_on
     colored, drawn = shown
     with stoppable():
         agent = build_agent(settings, tracer=tracer, say=say)
@@ -179,11 +179,11 @@ def _talk(
             info=info,
             status=source,
             record=found,
-            path=path,
+            kept=kept,
             color=colored,
             markdown=drawn,
         )
-        talk.editor = make_editor(runner, talk.line, remember=path is not None)
+        talk.editor = make_editor(runner, talk.line, remember=kept is not None)
         talk.run()
     finally:
         runner.run(agent.close())
@@ -191,7 +191,7 @@ def _talk(
 
 def _record(
     info: ModelInfo | None, *, resume: bool, history: bool
-) -> tuple[record.Record, Path | None]:
+) -> tuple[record.Record, record.KeptFile | None]:
     """The conversation to go on with and where it is kept; a new one if there is none."""
     fresh = record.Record("" if info is None else info.name, begun=record.now_text())
     if not history:
@@ -199,10 +199,11 @@ def _record(
     record.forget_oldest()
     path = record.newest() if resume else None
     if path is not None:
-        return record.read(path), path
+        kept = record.KeptFile(path)  # before it is read: what comes between is seen later
+        return record.read(path), kept
     if resume:
         say("there is no earlier conversation; this is a new one")
-    return fresh, record.new_path()
+    return fresh, record.KeptFile(record.new_path())
 
 
 def _leave(number: int, _frame: object) -> None:

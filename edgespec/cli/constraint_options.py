@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from edgespec.bounded_file import read_text
 from edgespec.config import ConfigError
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 
@@ -41,10 +42,7 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
 
 
 def _read(path: Path, kind: ConstraintKind) -> Constraint:
-    size = path.stat().st_size
-    if size > MAX_CONSTRAINT_BYTES:
-        raise ConfigError(f"{path}: {size} bytes, but at most {MAX_CONSTRAINT_BYTES} are read")
     try:
-        return Constraint(kind, path.read_text(encoding="utf-8"))
+        return Constraint(kind, read_text(path, MAX_CONSTRAINT_BYTES))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None

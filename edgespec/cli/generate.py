@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from edgespec.bounded_file import TooLargeError, read_text
 from edgespec.cli import constraint_options, options
 from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
@@ -151,11 +152,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ConfigError("give a PROMPT, or - to read stdin, or --file F; one of them")
     if file is not None:
-        size = file.stat().st_size
-        if size > MAX_PROMPT_BYTES:
-            raise ConfigError(f"{file}: {size} bytes, but at most {MAX_PROMPT_BYTES} are read")
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file, MAX_PROMPT_BYTES)
+        except TooLargeError as error:
+            raise ConfigError(f"{file}: {error}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: is not UTF-8: {error}") from None
     else:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +22,9 @@ from edgespec.config.key_file import (
     new_key,
     save_keys,
 )
+
+if sys.platform != "win32":
+    import fcntl
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
@@ -61,7 +68,7 @@ def add(
 
     [dim]edgespec keys add workshop --sessions 8 --file keys.yaml[/]
     """
-    with reported():
+    with reported(), _alone(file):
         known = _read(file)
         try:
             check_key_name(name)
@@ -101,7 +108,7 @@ def show(file: File) -> None:
 @keys.command(epilog=EXIT_CODES)
 def revoke(name: Name, file: File) -> None:
     """Take a key away. A running verifier ends its streams at SIGHUP."""
-    with reported():
+    with reported(), _alone(file):
         known = load_keys(file)
         if name not in known.keys:
             listed = ", ".join(sorted(known.keys)) or "none"
@@ -109,6 +116,23 @@ def revoke(name: Name, file: File) -> None:
         left = {other: entry for other, entry in known.keys.items() if other != name}
         save_keys(file, replace(known, keys=left))
         say(f"{name!r} was revoked. A running verifier learns of it by SIGHUP.")
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """One command at a time: what another has added since the file was read would be lost, and its
+    key is not shown again. A folder that cannot be opened is told of when the file is written."""
+    try:
+        folder = os.open(file.resolve().parent, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _read(file: Path) -> KeyFile:

@@ -98,7 +98,8 @@ class JsonView:
                 }
                 for score in chunk.logprobs
             ]
-        print(json.dumps(line, ensure_ascii=False), flush=True)
+        utf8 = (sys.stdout.encoding or "utf-8").lower() in ("utf-8", "utf8")
+        print(json.dumps(line, ensure_ascii=not utf8), flush=True)
 
     def end(self) -> None:
         return

@@ -229,9 +229,13 @@ class AgentConfig:
 
 
 def _check_port(address: str) -> None:
-    """Raises ``ValueError``: of a larger port gRPC would take the lower 16 bits."""
-    _, colon, port = address.strip().rpartition("]")[2].rpartition(":")
+    """Raises ``ValueError``: of a larger port gRPC would take the lower 16 bits, and of a bare IPv6
+    address none, whatever its last part looks like."""
+    last = address.strip().rpartition("]")[2]
+    _, colon, port = last.rpartition(":")
     if not colon or "/" in address or address.startswith("unix"):
         return
+    if last.count(":") > 1:
+        raise ValueError(f"verifier is {address!r}, but an IPv6 address must be like [::1]:7420")
     if not (port.isascii() and port.isdecimal() and 1 <= int(port[:9]) <= MAX_PORT):
         raise ValueError(f"verifier is {address!r}, but its port must be in [1, {MAX_PORT}]")

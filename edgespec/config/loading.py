@@ -19,6 +19,8 @@ from typing import Any, Final, TypeVar
 
 import yaml
 
+from edgespec.bounded_file import TooLargeError, read_text
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_DEPTH = 16
 """Of sections and lists in a file."""
@@ -68,16 +70,15 @@ def dump_config(config: object) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: {size} bytes, but at most {MAX_CONFIG_BYTES} are read")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_CONFIG_BYTES)
         _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), path, 1, set())
         data = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except RecursionError:
         raise _too_deep(path) from None
+    except TooLargeError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date or number that is none

@@ -41,6 +41,19 @@ class Admission:
             self.running -= texts
             self._let_in()
 
+    def check(self, texts: int = 1) -> None:
+        """Raises ``ApiError`` 429 where so many texts would have to wait and the queue is full. Ask
+        before the work that a request is: it is for nothing where this holds."""
+        has_room = not self._waiting and self.running + texts <= self.capacity
+        if not has_room and len(self._waiting) >= self._max_waiting:
+            raise ApiError(
+                429,
+                f"{self.running} texts run and {len(self._waiting)} requests wait, of at most"
+                f" {self.capacity} and {self._max_waiting}: try again",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
     def close(self, why: ApiError) -> None:
         """From now on nobody gets a turn, those who wait included; who has one keeps it."""
         self._closed = why
@@ -53,17 +66,10 @@ class Admission:
         assert 0 < texts <= self.capacity
         if self._closed is not None:
             raise self._closed
+        self.check(texts)
         if not self._waiting and self.running + texts <= self.capacity:
             self.running += texts
             return
-        if len(self._waiting) >= self._max_waiting:
-            raise ApiError(
-                429,
-                f"{self.running} texts run and {len(self._waiting)} requests wait, of at most"
-                f" {self.capacity} and {self._max_waiting}: try again",
-                code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
         entry = (texts, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         try:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from edgespec.endpoint.errors import invalid
 from edgespec.endpoint.fields import Fields, encodable, shown
+from edgespec.models.chat_template import MAX_MESSAGES
 
 MAX_TOOLS: Final = 128
 _ROLES: Final = {"developer": "system", "function": "tool"}
@@ -21,7 +22,7 @@ _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 def messages_of(fields: Fields) -> list[dict[str, Any]]:
     """Raises ``ApiError`` naming the message and what is wrong with it."""
-    given = fields.sections("messages")
+    given = fields.sections("messages", MAX_MESSAGES)
     if not given:
         raise invalid("messages", "messages must hold at least one message")
     return [_message(one) for one in given]
@@ -30,9 +31,7 @@ def messages_of(fields: Fields) -> list[dict[str, Any]]:
 def tools_of(fields: Fields) -> list[dict[str, Any]]:
     """The functions that the model may call, as templates read them; none: an empty list. Raises
     ``ApiError``."""
-    given = fields.sections("tools") or ()
-    if len(given) > MAX_TOOLS:
-        raise invalid("tools", f"tools holds {len(given)} tools, but at most {MAX_TOOLS}")
+    given = fields.sections("tools", MAX_TOOLS) or ()
     forced = fields.raw("tool_choice") not in (None, "auto", "none")
     return [_tool(one, forced=forced) for one in given]
 

@@ -60,9 +60,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         error = {
-            "message": self.message,
+            "message": _encodable(self.message),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
         return {"error": error}
@@ -75,6 +75,11 @@ class ApiError(Exception):
         if self.status == 401:
             found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
         return found
+
+
+def _encodable(text: str) -> str:
+    """``text``, with half of a surrogate pair, which a request may hold, written out."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -103,6 +108,16 @@ def no_such_model(name: str, known: Sequence[str]) -> ApiError:
         f"the model {name[:200]!r} does not exist here; {there}",
         param="model",
         code="model_not_found",
+    )
+
+
+def too_many_connections() -> ApiError:
+    """All places are taken by requests that are being answered."""
+    return ApiError(
+        503,
+        "too many connections are open, and requests are being answered on all of them",
+        code="too_many_connections",
+        retry_after_s=1,
     )
 
 

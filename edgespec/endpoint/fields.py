@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from edgespec.endpoint.errors import ApiError, invalid
 
 _SHOWN = 80
+_shortened = reprlib.Repr()
+_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = 6, _SHOWN, _SHOWN
+_shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,16 @@ class Fields:
             raise self.wrong(field, value, f"in [{low}, {high}]")
         return value
 
-    def sections(self, field: str) -> tuple[Fields, ...] | None:
-        """A list of objects."""
+    def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...] | None:
+        """A list of objects, at most ``most``."""
         value = self.data.get(field)
         if value is None:
             return None
         if not isinstance(value, list):
             raise self.wrong(field, value, "a list of objects")
+        if most is not None and len(value) > most:
+            name = self.name(field)
+            raise invalid(name, f"{name} holds {len(value)} objects, but at most {most}")
         return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
 
     def section(self, field: str) -> Fields | None:
@@ -107,15 +114,15 @@ def texts(fields: Fields, field: str, most: int) -> Sequence[str]:
     if value is None:
         return ()
     given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
-        raise fields.wrong(field, value, "text, or a list of texts")
-    if len(given) > most:
+    if isinstance(given, list) and len(given) > most:
         name = fields.name(field)
         raise invalid(name, f"{name} holds {len(given)} texts, but at most {most}")
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise fields.wrong(field, value, "text, or a list of texts")
     return tuple(encodable(fields.name(field), one) for one in given)
 
 
 def shown(value: object) -> str:
-    """A value in an error, in part if it is long."""
-    text = repr(value)
+    """A value in an error, in part if it is long: no more of it is written out than is shown."""
+    text = _shortened.repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

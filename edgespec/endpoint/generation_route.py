@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -22,6 +22,7 @@ from edgespec.agent.reply import Chunk, ReplyEvent
 from edgespec.endpoint import events
 from edgespec.endpoint.errors import ApiError, stopping
 from edgespec.endpoint.guard import error_response, too_large
+from edgespec.endpoint.request_json import nested_too_deep, read_object
 from edgespec.endpoint.run import Run
 from edgespec.endpoint.service import Answer, Endpoint
 
@@ -70,8 +71,9 @@ class GenerationRoute:
         try:
             if self._endpoint.stopping:
                 raise stopping()
-            answer = await self._prepare(read_object(body))
-            async with self._endpoint.running(answer) as run:
+            self._endpoint.admission.check()
+            answer = await self._prepare(await asyncio.to_thread(read_object, body))
+            async with self._turn(answer, writer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)
                 else:
@@ -84,6 +86,8 @@ class GenerationRoute:
         except _ClientGoneError:
             return _GONE
         except Exception as error:
+            if isinstance(error, RecursionError):
+                error = nested_too_deep()
             if not isinstance(error, ApiError):
                 _log.exception("answering a request failed")
                 error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
@@ -92,6 +96,24 @@ class GenerationRoute:
             with contextlib.suppress(_ClientGoneError):
                 await writer.end(events.error_event(error))
             return _CUT
+
+    @asynccontextmanager
+    async def _turn(self, answer: Answer, writer: _Writer) -> AsyncIterator[Run]:
+        """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
+        alive."""
+        waits = [asyncio.create_task(self._keep_alive(answer, writer))] if answer.stream else []
+        try:
+            async with self._endpoint.running(answer) as run:
+                await _cancelled(waits)
+                yield run
+        finally:
+            await _cancelled(waits)
+
+    async def _keep_alive(self, answer: Answer, writer: _Writer) -> None:
+        while True:
+            await asyncio.sleep(self._endpoint.settings.keep_alive_s)
+            opening = b"" if writer.begun else _opening(answer)
+            await writer.write(opening + events.KEEP_ALIVE)
 
     async def _at_once(self, answer: Answer, run: Run) -> None:
         while not run.over:
@@ -174,9 +196,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, str]) -> s
             return task.result()
         return None
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await _cancelled((task, gone))
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Until all of them have ended."""
+    for one in tasks:
+        one.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
@@ -199,23 +226,3 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-def read_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object in a body. Raises ``ApiError`` saying where it is none."""
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the request is not UTF-8", code="invalid_json") from None
-    except ValueError as error:
-        raise ApiError(400, f"the request is no JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise ApiError(400, "the request is nested too deep", code="invalid_json") from None
-    if not isinstance(value, dict):
-        found = type(value).__name__
-        raise ApiError(400, f"the request is a JSON {found}, not an object", code="invalid_json")
-    return value
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")

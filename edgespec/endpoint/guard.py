@@ -91,6 +91,13 @@ class Guard:
                 else ("no key was shown: send it as 'Authorization: Bearer KEY'")
             )
             raise ApiError(401, shown, code="invalid_api_key")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # What a proxy took for the end of this request may be the middle of another's.
+            raise ApiError(
+                400,
+                "the request has both Content-Length and Transfer-Encoding",
+                code="two_lengths",
+            )
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._max_body_bytes:
             raise too_large(self._max_body_bytes, length)

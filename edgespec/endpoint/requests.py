@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from edgespec.core.protocol.sampling import MAX_STOP_IDS, MAX_STOP_STRINGS, MAX_TOKENS
+from edgespec.core.protocol.sampling import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS,
+)
 from edgespec.core.protocol.sampling import SamplingParams as SamplingParams
 from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.endpoint.chat_messages import messages_of, tools_of
@@ -104,14 +109,7 @@ def completion_request(
     fields = Fields(data)
     top = fields.whole("logprobs", 0, MAX_LOGPROBS)
     asked = _asked(fields, defaults, most, top is not None, top or 0, None)
-    prompts = _prompts(fields)
-    if len(prompts) * asked.n > most:
-        raise invalid(
-            "prompt",
-            f"{len(prompts)} prompts with n {asked.n} are {len(prompts) * asked.n} texts, but a"
-            f" request may ask for at most {most}",
-        )
-    return CompletionRequest(asked, prompts)
+    return CompletionRequest(asked, _prompts(fields, asked.n, most))
 
 
 def seed_of(seed: int, choice: int) -> int:
@@ -175,6 +173,9 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
 
 
 def _biases(fields: Fields) -> dict[int, float]:
+    if len(fields.data) > MAX_BIASES:
+        count = len(fields.data)
+        raise invalid("logit_bias", f"logit_bias has {count} keys, but at most {MAX_BIASES}")
     biases: dict[int, float] = {}
     for name in fields.data:
         try:
@@ -217,7 +218,8 @@ def _tool_choice(fields: Fields, tools: _Tools) -> tuple[_Tools, bool]:
     return chosen, True
 
 
-def _prompts(fields: Fields) -> tuple[Prompt, ...]:
+def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
+    """``n`` texts of each, and at most ``most`` of all."""
     value = fields.raw("prompt")
     if value is None or value in ("", []):
         raise invalid("prompt", "prompt is missing or empty, but must hold at least one token")
@@ -227,6 +229,9 @@ def _prompts(fields: Fields) -> tuple[Prompt, ...]:
         raise fields.wrong("prompt", value, "text, token ids, or a list of either")
     if isinstance(value[0], int):
         return (_token_ids(fields, "prompt", value, MAX_TOKENS),)
+    if len(value) * n > most:
+        texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
+        raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
     prompts: list[Prompt] = []
     for place, one in enumerate(value):
         name = f"prompt[{place}]"

@@ -11,9 +11,10 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from edgespec.endpoint.connections import ConnectionLimits, connections_with
 from edgespec.endpoint.service import Endpoint
 
-_MAX_CONNECTIONS: Final = 512
+MOST_CONNECTIONS: Final = 512
 _BACKLOG: Final = 128
 # After a stream was told that it ends: for the words to leave.
 _LAST_WORDS_S: Final = 2.0
@@ -45,13 +46,22 @@ class _Server(uvicorn.Server):
 class EndpointServer:
     """``app`` on ``listener``; ``start``, then ``stop``. ``died`` is set if it ends by itself."""
 
-    def __init__(self, endpoint: Endpoint, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        most_connections: int = MOST_CONNECTIONS,
+    ) -> None:
         self._endpoint, self._listener = endpoint, listener
         self.port = int(listener.getsockname()[1])
         """The port listened on."""
+        settings = endpoint.settings
+        limits = ConnectionLimits(most_connections, settings.body_within_s, settings.write_within_s)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=connections_with(limits),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -60,12 +70,16 @@ class EndpointServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self.died = asyncio.Event()
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._server.server_state.connections)
 
     async def start(self) -> None:
         """Returns once requests are answered. Raises what keeps the server from it."""

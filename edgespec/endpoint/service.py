@@ -120,7 +120,8 @@ class Endpoint:
 
     async def chat(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
-        request = chat_request(data, self.sampling, self.settings.max_concurrent)
+        most = self.settings.max_concurrent
+        request = await asyncio.to_thread(chat_request, data, self.sampling, most)
         await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
         tokens = await chat_tokens(tokenizer, request)
@@ -129,7 +130,8 @@ class Endpoint:
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
-        request = completion_request(data, self.sampling, self.settings.max_concurrent)
+        most = self.settings.max_concurrent
+        request = await asyncio.to_thread(completion_request, data, self.sampling, most)
         await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
         prompts = [await prompt_tokens(tokenizer, one) for one in request.prompts]

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from edgespec.bounded_file import read_bytes
+
+MAX_PEM_BYTES: Final = 1 << 20
 ALGORITHM: Final = "sha256"
 FETCH_S: Final = 10.0
 
@@ -66,7 +69,7 @@ def read(path: Path) -> Shown:
     """The first certificate of a PEM file, which is a verifier's own. Raises ``PinError``."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     try:
-        text = path.read_text(encoding="ascii")
+        text = read_bytes(path, MAX_PEM_BYTES).decode("ascii")
         return Shown(ssl.PEM_cert_to_DER_cert(text[text.index(begin) : text.index(end)] + end))
     except OSError as error:
         raise PinError(f"{path}: {error.strerror or error}") from error

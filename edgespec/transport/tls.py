@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
+from edgespec.bounded_file import TooLargeError, read_bytes
+
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
@@ -174,10 +176,9 @@ def _system_roots() -> bytes | None:
 
 def _read(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > MAX_PEM_BYTES:
-            raise TlsFileError(f"{path}: {size} bytes, but at most {MAX_PEM_BYTES} are read")
-        return path.read_bytes()
+        return read_bytes(path, MAX_PEM_BYTES)
+    except TooLargeError as error:
+        raise TlsFileError(f"{path}: {error}") from None
     except OSError as error:
         raise TlsFileError(f"{path}: {error.strerror or error}") from None
 

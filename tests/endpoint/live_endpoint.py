@@ -24,7 +24,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.prompt_log import PromptLog
-from edgespec.endpoint.server import EndpointServer, listen
+from edgespec.endpoint.server import MOST_CONNECTIONS, EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.chat_template import ChatTokenizer
@@ -70,12 +70,14 @@ async def live(
     *,
     status: StatusSource | None = None,
     prompt_log: PromptLog | None = None,
+    most_connections: int = MOST_CONNECTIONS,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key, prompt_log=prompt_log)
     with listen("127.0.0.1", 0) as listener:
-        server = EndpointServer(endpoint, build_app(endpoint, status), listener)
+        app = build_app(endpoint, status)
+        server = EndpointServer(endpoint, app, listener, most_connections=most_connections)
         await server.start()
         try:
             yield Live(endpoint, server, watch)

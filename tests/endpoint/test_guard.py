@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from edgespec.config import EndpointSection
-from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, over_script
+from tests.endpoint.live_endpoint import (
+    Live,
+    ScriptedAgent,
+    ask,
+    exchange,
+    over_script,
+    request_bytes,
+)
 
 PATH = "/v1/completions"
 HELLO = {"prompt": "abc", "max_tokens": 4}
@@ -67,3 +76,18 @@ async def test_a_key_is_asked_for_everywhere_but_health(agent: ScriptedAgent) ->
         assert (await ask(live, "/health")).json == {"status": "waiting"}
         told = await ask(live, "/health", Authorization="Bearer the key")
         assert "verifiers" in told.json
+
+
+async def test_a_request_of_two_lengths_is_none_and_nothing_behind_it_is_read(
+    agent: ScriptedAgent,
+) -> None:
+    """What would be smuggled past a proxy that goes by Content-Length."""
+    body = json.dumps(HELLO).encode()
+    hidden = request_bytes(PATH, body)
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) + hidden
+    head = {"Transfer-Encoding": "chunked", "Content-Length": str(len(sent)), "Connection": "x"}
+    async with over_script(agent) as live:
+        reply = await exchange(live.port, request_bytes(PATH, sent, headers=head))
+        assert reply.status == 400
+        assert json.loads(reply.body)["error"]["code"] == "two_lengths"
+    assert not agent.prompts

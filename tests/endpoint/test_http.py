@@ -50,7 +50,7 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
         (b'{"prompt": NaN}', "NaN is no JSON"),
         (b"[1]", "a JSON list, not an object"),
         (b"\xff\xfe", "not UTF-8"),
-        (b"[" * 200_000, "nested too deep"),
+        (b"[" * 100_000, "nested too deep"),
         (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
         (b'{"prompt": [1, -1]}', r"prompt holds -1, but token ids are in"),
         (b'{"prompt": [999]}', "token 999 is outside the vocabulary of 64"),
@@ -189,6 +189,28 @@ async def test_a_stream_with_nothing_to_say_is_kept_alive() -> None:
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = events_of(reply.body)
     assert events.count(": keep-alive") >= 2
+    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
+    assert "".join(texts) == "ab"
+    assert events[-1] == "[DONE]"
+
+
+async def test_a_stream_that_waits_for_its_turn_is_kept_alive() -> None:
+    held = Held()
+    settings = EndpointSection(max_concurrent=1, keep_alive_s=0.02)
+    agent = ScriptedAgent(["a", "b"], between=held)
+    async with over_script(agent, settings=settings) as live, asyncio.timeout(WITHIN_S):
+        first = asyncio.create_task(ask(live, PATH, HELLO))
+        await held.reached.wait()
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        raw = await reader.readuntil(b": keep-alive\n\n")
+        raw += await reader.readuntil(b": keep-alive\n\n")
+        assert live.endpoint.admission.waiting == 1
+        held.gate.set()
+        reply = parse_reply(raw + await reader.read())
+        writer.close()
+        assert (await first).status == 200
+    events = events_of(reply.body)
     texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
     assert "".join(texts) == "ab"
     assert events[-1] == "[DONE]"

@@ -118,8 +118,13 @@ class Terminal:
         self.said = ""
         self._screen = Screen()
 
-    def type(self, keys: str) -> None:
-        os.write(self._number, keys.encode())
+    def type(self, keys: str | bytes) -> None:
+        os.write(self._number, keys.encode() if isinstance(keys, str) else keys)
+
+    @property
+    def modes(self) -> list[object]:
+        """How the terminal is set: whether it echoes, and all the rest."""
+        return termios.tcgetattr(self._number)
 
     def ended(self, within_s: float = 60.0) -> int:
         """The exit code, once the child has left."""

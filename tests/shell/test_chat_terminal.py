@@ -98,3 +98,32 @@ def test_without_color_a_reply_is_plain_and_without_history_nothing_is_kept(
         assert left(terminal) == 0
         assert "\x1b[?2026h" not in terminal.said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("typing", [True, False])
+def test_sigterm_leaves_the_terminal_as_it_was(address: str, tmp_path: Path, typing: bool) -> None:
+    command = chat(address, tmp_path, count=3000)
+    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
+        before = terminal.modes
+        terminal.until(address)
+        if not typing:
+            terminal.type("hello\r")
+            terminal.until("accepted")
+        assert terminal.modes != before
+        terminal.process.terminate()
+        assert terminal.ended() == 143
+        assert terminal.modes == before
+
+
+def test_bytes_that_are_no_text_cost_one_message(address: str, tmp_path: Path) -> None:
+    """As a terminal sends that is set to another encoding."""
+    with on_terminal(*chat(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.until(address)
+        terminal.type(b"caf\xe9\r")
+        terminal.until("your message is not UTF-8")
+        terminal.type("hello\r")
+        terminal.until(expected("hello "))
+        assert left(terminal) == 0
+    (kept,) = (tmp_path / "edgespec/conversations").iterdir()
+    said = json.loads(kept.read_text())["messages"]
+    assert [one["content"] for one in said] == ["hello", expected("hello ")]

@@ -111,6 +111,13 @@ def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
         (("--file", "nowhere.txt"), 1, "No such file or directory: 'nowhere.txt'"),
         (("a", "--verifier", "box:99999"), 2, "'box:99999', but its port must be in [1, 65535]"),
         (("a", "--verifier", "[::1]:"), 2, "'[::1]:', but its port must be in [1, 65535]"),
+        (("a", "--verifier", "::1"), 2, "an IPv6 address must be like [::1]:7420"),
+        # Its last part is no port, and its first no host: a key went there as to this machine.
+        (("a", "--verifier", "::ffff:a00:7"), 2, "an IPv6 address must be like [::1]:7420"),
+        (("--file", "/dev/zero"), 2, "/dev/zero: 4194305 bytes, but at most 4194304 are read"),
+        (("a", "--config", "/dev/zero"), 2, "/dev/zero: 1048577 bytes, but at most 1048576 are"),
+        (("a", "--grammar", "/dev/zero"), 2, "/dev/zero: 32769 bytes, but at most 32768 are"),
+        (("a", "--ca", "/dev/zero"), 2, "/dev/zero: 1048577 bytes, but at most 1048576 are read"),
         (("a", "--draft", "~nobody-here/m"), 1, "model '~nobody-here/m' is neither"),
         (("a", "--ca", "~nobody-here/ca.pem"), 2, "~nobody-here/ca.pem"),
     ],

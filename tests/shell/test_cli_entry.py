@@ -7,6 +7,7 @@ Oracle: the exit code that was promised, and not one line of a traceback.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -89,6 +90,40 @@ def test_a_full_disk_is_named() -> None:
     code, output = shell('"$@" > /dev/full', "--version")
     assert (code, output) == (1, "error: [Errno 28] No space left on device\n")
     assert shell('"$@" > /dev/full 2>&1', "--version") == (1, "")
+
+
+_SHOWS = """
+import sys
+from edgespec.agent.reply import Chunk, Piece
+from edgespec.cli.entry import start
+from edgespec.cli.streaming import JsonView, TextView
+from edgespec.core.device.events import TokenKind
+chunk = Chunk(1, (1,), (Piece("caf\\xe9 \\u2713", TokenKind.DECODED),))
+view = {"json": JsonView(), "plain": TextView(False), "color": TextView(True)}[sys.argv.pop()]
+start(lambda: view.show(chunk))
+"""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "plain"),
+    [("ascii", b"caf\\xe9 \\u2713"), ("latin-1", b"caf\xe9 \\u2713"), ("utf-8", "café ✓".encode())],
+)
+def test_a_text_goes_on_where_the_encoding_lacks_a_letter(encoding: str, plain: bytes) -> None:
+    def shown(view: str) -> bytes:
+        done = subprocess.run(
+            [sys.executable, "-c", _SHOWS, view],
+            cwd=ROOT,
+            env={**environment(), "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            timeout=WITHIN_S,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        return done.stdout
+
+    assert shown("plain") == plain
+    assert plain in shown("color")
+    assert json.loads(shown("json").decode("utf-8"))["text"] == "café ✓"
 
 
 def test_an_argument_that_is_not_utf8_is_named() -> None:

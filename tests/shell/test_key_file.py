@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import stat
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from edgespec.cli import keys as keys_command
 from edgespec.cli.main import app
 from edgespec.config import ConfigError
 from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
@@ -118,3 +121,28 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
         save_keys(tmp_path / "missing" / "keys.yaml", KeyFile())
     assert list(load_keys(path).keys) == ["a"]
     assert [one.name for one in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+@pytest.mark.parametrize("command", ["add", "revoke"])
+def test_no_other_command_changes_the_file_meanwhile(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that was added between reading and writing would be lost."""
+    path = tmp_path / "keys.yaml"
+    name = "a" if command == "add" else "b"
+    assert keys("add", "b", "--file", path).exit_code == 0
+    alone: list[bool] = []
+
+    def save(path: Path, known: KeyFile) -> None:
+        other = os.open(tmp_path, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alone.append(True)
+        finally:
+            os.close(other)
+        save_keys(path, known)
+
+    monkeypatch.setattr(keys_command, "save_keys", save)
+    assert keys(command, name, "--file", path).exit_code == 0
+    assert alone == [True]

@@ -53,6 +53,7 @@ class TerminalEditor:
         files = PathCompleter(expanduser=True)
         takes_file = (Name.SAVE, Name.LOAD)
         self._runner = runner
+        self._asking: asyncio.Task[str] | None = None
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -70,13 +71,24 @@ class TerminalEditor:
         )
 
     def ask(self) -> str:
-        message = self._runner.run(self._ask())
+        try:
+            message = self._runner.run(self._ask())
+        except (SystemExit, KeyboardInterrupt):  # a signal: else it would be set back too late
+            self._runner.run(self._ended())
+            raise
         if self._kept is not None and (trouble := self._kept.trouble()):
             say(trouble)
         return message
 
     async def _ask(self) -> str:
+        self._asking = asyncio.current_task()
         return await self._session.prompt_async()
+
+    async def _ended(self) -> None:
+        """The question that was left open has left the terminal as it found it."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
 
 
 def make_editor(runner: asyncio.Runner, status: Callable[[int], str], *, remember: bool) -> Editor:

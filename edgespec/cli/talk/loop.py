@@ -29,13 +29,14 @@ from edgespec.cli.talk.commands import (
     message_of,
     parse,
 )
+from edgespec.cli.talk.ctrl_c import CtrlC
 from edgespec.cli.talk.editor import Editor, PlainEditor, TerminalEditor, silent_keyboard
 from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
 from edgespec.cli.talk.status_line import status_line
 from edgespec.compose import PromptTokenizer, SetupError
 from edgespec.config import AgentConfig
 from edgespec.core.device.offline import Offline
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.printable import one_line, printable
 from edgespec.ports import ModelInfo
 
 _SHOWN = 60
@@ -44,7 +45,7 @@ _SHOWN = 60
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and the loop that adds to them. ``path`` None: they are not kept."""
+    """The turns so far, and the loop that adds to them. ``kept`` None: they are not kept."""
 
     agent: Agent
     tokenizer: PromptTokenizer
@@ -55,7 +56,7 @@ class Conversation:
     status: StatusSource
     record: records.Record
     editor: Editor = field(default_factory=PlainEditor)
-    path: Path | None = None
+    kept: records.KeptFile | None = None
     name: str = ""
     """Of the model that was asked for in the chat; empty: as the agent is configured."""
     color: bool = False
@@ -63,42 +64,53 @@ class Conversation:
     last: Progress | None = None
     _name: str = field(default_factory=partial(secrets.token_hex, 8))
     """Of a conversation that is not kept; one that is has its file's name."""
+    _ctrl_c: CtrlC = field(default_factory=CtrlC)
     _legend_shown: bool = False
     _warned: bool = field(default=False)
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
         edited = isinstance(self.editor, TerminalEditor)
-        with silent_keyboard() if edited else contextlib.nullcontext():
-            self._run()
+        with self._ctrl_c.heeded(), silent_keyboard() if edited else contextlib.nullcontext():
+            while self._next():
+                pass
 
-    def _run(self) -> None:
-        while True:
-            try:
-                line = self.editor.ask().strip()
-            except EOFError:
-                say("")
-                return
-            except KeyboardInterrupt:
-                say("\n(Ctrl-D or /quit leaves)")
-                continue
-            if is_command(line):
-                if not self.command(line):
-                    return
-            elif line:
-                self.turn(message_of(line))
+    def _next(self) -> bool:
+        """One message or command; whether to go on."""
+        try:
+            self._ctrl_c.arm()
+            line = self.editor.ask().strip()
+            self._ctrl_c.disarm()
+        except EOFError:
+            self._ctrl_c.disarm()
+            say("")
+            return False
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D or /quit leaves)")
+            return True
+        if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
+            say("error: your message is not UTF-8, which it must be; it was not kept")
+        elif is_command(line):
+            return self.command(line)
+        elif line:
+            self.turn(message_of(line))
+        return True
 
     # --- commands --------------------------------------------------------------------------
 
     def command(self, line: str) -> bool:
         """Whether to go on."""
         try:
+            self._ctrl_c.arm()
             command = parse(line)
             if command.name is Name.QUIT:
                 return False
             self._do(command)
         except (CommandError, records.ConversationError) as error:
+            self._ctrl_c.disarm()
             say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("(stopped)")
         return True
 
     def _do(self, command: Command) -> None:
@@ -126,12 +138,13 @@ class Conversation:
     def _begin_anew(self, found: records.Record) -> None:
         """Go on with ``found``; the conversation before stays in its own file."""
         self.record, self._name = found, secrets.token_hex(8)
-        if self.path is not None:
-            self.path = records.new_path()
+        if self.kept is not None:
+            self.kept = records.KeptFile(records.new_path())
 
     def _system(self, text: str) -> None:
         if not text:
-            say(f"system: {self.record.system}" if self.record.system else "no system message")
+            text = printable(self.record.system)
+            say(f"system: {text}" if text else "no system message")
             return
         self.record.system = "" if text == "-" else text
         say("the system message counts from the next reply on")
@@ -185,14 +198,18 @@ class Conversation:
         message = {"role": "user", "content": line}
         reply = _Reply(self._view())
         try:
+            self._ctrl_c.arm()
             prompt = self.tokenizer.encode_chat([*self.record.asked, message])
             if self.info is not None:
                 check_prompt(prompt, self.info)
             self.last = Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
-        except KeyboardInterrupt:
-            say("(stopped)")
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say("(stopped)" if reply.parts else "(stopped; your message was not kept)")
+            if not reply.parts:
+                return
         except (GenerationError, SetupError, ValueError) as error:
+            self._ctrl_c.disarm()
             say(f"error: {error}\n(your message was not kept; /reset makes room)")
             return
         if self.color and not self.markdown and not self._legend_shown:
@@ -222,6 +239,7 @@ class Conversation:
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
     async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
+        self._ctrl_c.task = asyncio.current_task()
         ticking = asyncio.create_task(_tick(view.view))
         shown = OfflineView(view) if self._goes_on_offline else view
         try:
@@ -231,7 +249,7 @@ class Conversation:
                 self.config.sampling,
                 shown,
                 progress,
-                conversation=self.path.stem if self.path else self._name,
+                conversation=self.kept.path.stem if self.kept else self._name,
                 model=self.name,
             )
         finally:
@@ -239,10 +257,11 @@ class Conversation:
 
     def _keep(self) -> None:
         """Write the conversation down; a disk that is full costs no chat."""
-        if self.path is None or not self.record.messages:
+        if self.kept is None or not self.record.messages:
             return
         try:
-            records.write(self.path, self.record)
+            if self.kept.write(self.record):
+                say(f"(another chat goes on with that file; this one is in {self.kept.path})")
         except records.ConversationError as error:
             if not self._warned:
                 say(f"this conversation is not kept: {error}")
@@ -261,7 +280,7 @@ def described(found: records.Record) -> str:
     count = len(found.messages)
     about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
     if found.begun:
-        about += f", begun {found.begun}"
+        about += f", begun {one_line(found.begun)}"
     if found.messages:
         last = one_line(found.messages[-1]["content"])
         about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"

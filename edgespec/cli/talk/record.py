@@ -58,6 +58,15 @@ class Record:
         return json.dumps(data, ensure_ascii=False, indent=1) + "\n"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether it can be written: half of a surrogate pair, or a byte that is none, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def now_text() -> str:
     """This moment, in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -99,6 +108,33 @@ def write(path: Path, record: Record) -> None:
         raise ConversationError(f"{path}: cannot be written: {_why(error)}") from error
 
 
+class KeptFile:
+    """Where one chat keeps its conversation, while nobody else does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen = _stamp(path)
+
+    def write(self, record: Record) -> bool:
+        """Whether it lies in another file from here on, for another chat has written to this one,
+        whose conversation stays as it is. Raises ``ConversationError``."""
+        moved = _stamp(self.path) not in (None, self._seen)
+        if moved:
+            self.path = new_path()
+        write(self.path, record)
+        self._seen = _stamp(self.path)
+        return moved
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes with every write; None: there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def write_new(path: Path, record: Record) -> None:
     """As ``write``, but a file that is there is only replaced if it is a conversation."""
     if path.exists():
@@ -114,10 +150,11 @@ def write_new(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     """Raises ``ConversationError``."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{size} bytes, but at most {MAX_BYTES} are read")
-        return _record(json.loads(path.read_text(encoding="utf-8")))
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # of a device, say, there is no end
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes, but at most so many are read")
+        return _record(json.loads(data.decode("utf-8")))
     except (OSError, RecursionError, ValueError) as error:
         raise ConversationError(f"{path}: no conversation: {_why(error)}") from error
 
@@ -164,14 +201,15 @@ def _record(data: Any) -> Record:
 def _message(number: int, one: Any) -> dict[str, str]:
     if not isinstance(one, dict) or one.get("role") not in _ROLES:
         raise ValueError(f"messages[{number}] must have a role of {', '.join(_ROLES)}")
-    if not isinstance(one.get("content"), str):
+    content = one.get("content")
+    if not isinstance(content, str) or not is_utf8(content):
         raise ValueError(f"messages[{number}] must have a content, which is text")
-    return {"role": one["role"], "content": one["content"]}
+    return {"role": one["role"], "content": content}
 
 
 def _text(data: dict[str, Any], name: str) -> str:
     value = data.get(name, "")
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not is_utf8(value):
         raise ValueError(f"{name} is {value!r}, but must be text")
     return value
 

@@ -1,0 +1,158 @@
+"""Requests that are small to send and large to read. Oracles: that others are answered meanwhile,
+that counts are looked at before what is counted, and that nothing comes out as an error 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edgespec.config import EndpointSection
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint import generation_route, service
+from edgespec.endpoint.errors import ApiError
+from edgespec.endpoint.request_json import MAX_VALUES, read_object
+from edgespec.endpoint.requests import chat_request, completion_request
+from edgespec.models.chat_template import MAX_MESSAGES
+from edgespec.models.toy_tokenizer import ToyTokenizer
+from tests.endpoint.live_endpoint import ScriptedAgent, ask, exchange, over_script, request_bytes
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+WITHIN_S = 60
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "path", "data"),
+    [
+        (generation_route, "read_object", TEXT, {"prompt": "abc"}),
+        (service, "completion_request", TEXT, {"prompt": "abc"}),
+        (service, "chat_request", CHAT, {"messages": [USER]}),
+    ],
+)
+async def test_others_are_answered_while_a_request_is_read(
+    place: Any, name: str, path: str, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, another_was_answered = asyncio.Event(), threading.Event()
+    loop, read = asyncio.get_running_loop(), getattr(place, name)
+
+    def slowly(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(reads.set)
+        assert another_was_answered.wait(WITHIN_S)
+        return read(*arguments)
+
+    async with over_script(ScriptedAgent(["a"])) as live:
+        monkeypatch.setattr(place, name, slowly)
+        asked = asyncio.create_task(ask(live, path, data))
+        async with asyncio.timeout(WITHIN_S):
+            await reads.wait()
+            assert (await ask(live, "/version")).status == 200
+            another_was_answered.set()
+            assert (await asked).status in (200, 400)  # the toy has no chat template
+
+
+def message(read: Callable[[], object]) -> str:
+    with pytest.raises(ApiError) as caught:
+        read()
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+def test_what_is_too_many_is_refused_before_any_of_it_is_read() -> None:
+    """None of these holds one that could be read."""
+    own = SamplingParams()
+    many: list[Any] = [{}] * (MAX_MESSAGES + 1)
+    assert message(lambda: chat_request({"messages": many}, own, 8)) == (
+        "messages holds 4097 objects, but at most 4096"
+    )
+    assert "tools holds 129 objects" in message(
+        lambda: chat_request({"messages": [USER], "tools": [{}] * 129}, own, 8)
+    )
+    assert "9 prompts with n 1 are 9 texts" in message(
+        lambda: completion_request({"prompt": [""] * 9}, own, 8)
+    )
+    assert "logit_bias has 1025 keys" in message(
+        lambda: completion_request(
+            {"prompt": "a", "logit_bias": {f"x{n}": 1 for n in range(1025)}}, own, 8
+        )
+    )
+    assert "stop holds 17 texts" in message(
+        lambda: completion_request({"prompt": "a", "stop": [1] * 17}, own, 8)
+    )
+
+
+def test_many_small_values_are_counted_before_they_are_read() -> None:
+    lists = b'{"x": [' + b"[]," * MAX_VALUES + b"0]}"
+    assert "has 131075 lists, objects and texts, but at most 131072" in message(
+        lambda: read_object(lists)
+    )
+    names = b"{" + b",".join(b'"%d":0' % n for n in range(MAX_VALUES + 1)) + b"}"
+    assert "the request has 131073 lists" in message(lambda: read_object(names))
+    text = r"a \" [[::{{ \\" * MAX_VALUES  # which is text, however it looks
+    for one in (text, text + '"', text + "\\", text + '\\"'):
+        assert read_object(json.dumps({"prompt": one}).encode()) == {"prompt": one}
+    ids = {"prompt": [7] * (4 * MAX_VALUES)}
+    assert read_object(json.dumps(ids).encode()) == ids
+    unfinished = b'{"' + b"[" * (MAX_VALUES + 1)
+    assert "is no JSON" in message(lambda: read_object(unfinished))
+    chat = {"messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES}
+    assert read_object(json.dumps(chat).encode()) == chat
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        b'{"prompt": "a", "temperature": %s}',
+        b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema":'
+        b' {"schema": {"a": %s}}}}',
+        b'{"prompt": "a", "metadata": %s}',
+    ],
+)
+async def test_what_is_nested_deep_is_no_failure_of_ours(around: bytes) -> None:
+    """Somewhere between what is read with ease and what cannot be read lies what can be read and
+    not be written again."""
+    async with over_script(ScriptedAgent(["a"])) as live:
+        for depth in (*range(700, 1000, 10), *range(960, 1000)):
+            body = around % (b"[" * depth + b"]" * depth)
+            reply = await exchange(live.port, request_bytes(TEXT, body))
+            assert reply.status in (200, 400), (depth, reply.body)
+
+
+async def test_half_a_surrogate_pair_in_a_name_is_a_mistake_of_the_client() -> None:
+    async with over_script(ScriptedAgent(["a"])) as live:
+        reply = await exchange(live.port, request_bytes(TEXT, b'{"prompt": "a", "\\ud800": 1}'))
+        assert (reply.status, reply.error["code"]) == (400, "unknown_parameter")
+        assert reply.error["param"] == "\\ud800"
+        async with asyncio.timeout(WITHIN_S):
+            while not live.endpoint.counts.requests[TEXT, "400"]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_full_queue_is_told_before_the_prompt_is_read() -> None:
+    read: list[str] = []
+    gate = asyncio.Event()
+
+    class Counting(ToyTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            read.append(text)
+            return super().encode(text)
+
+    async def between(place: int) -> None:
+        await gate.wait()
+
+    settings = EndpointSection(max_concurrent=1, max_queue=0)
+    agent = ScriptedAgent(["a"], between=between)
+    async with over_script(agent, Counting(), settings=settings) as live:
+        first = asyncio.create_task(ask(live, TEXT, {"prompt": "abc"}))
+        async with asyncio.timeout(WITHIN_S):
+            while not live.endpoint.active:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        late = await ask(live, TEXT, {"prompt": "def"})
+        assert (late.status, late.error["code"]) == (429, "queue_full")
+        gate.set()
+        assert (await first).status == 200
+    assert read == ["abc"]
