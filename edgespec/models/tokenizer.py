@@ -263,7 +263,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}, not an object")
