@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from edgespec.config import VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.core import VllmCore
+from edgespec.engines import loading
+from edgespec.engines.vllm import core as core_module
+from edgespec.engines.vllm.core import VllmCore, VllmOptions
 from edgespec.engines.vllm.step import Stepped, Wanted
 from edgespec.ports import CapacityError, ModelOutputError, PassRequest, TargetLostError
+from edgespec.setup_error import SetupError
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.test_vllm_target import GREEDY, GUESSES, LENGTH, PARAMS, Session
 
@@ -163,3 +167,31 @@ def test_what_cannot_be_emptied_is_lost(emptied: Any, why: str) -> None:
     core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
     with pytest.raises(TargetLostError, match=f"cannot begin anew: {why}"):
         core.reset()
+
+
+class _StartedCore(FakeVllm):
+    """As much of ``VllmCore`` as loading asks for; its first step fails."""
+
+    context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
+    shut = 0
+
+    def __init__(self, options: VllmOptions) -> None:
+        super().__init__()
+
+    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+        raise MemoryError("no room for the logits")
+
+    def shut_down(self) -> None:
+        type(self).shut += 1
+
+
+def test_a_self_test_that_cannot_run_ends_vllm_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "check_install", lambda: "0")
+    monkeypatch.setattr(core_module, "VllmCore", _StartedCore)
+    for name in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "")  # they are set for the process, and go with the test
+    with pytest.raises(SetupError, match=r"fails in the self-test on .*: MemoryError: no room"):
+        loading.vllm_target(VerifierConfig(model="bundled", engine="vllm"), "tiny")
+    assert _StartedCore.shut == 1

@@ -55,7 +55,11 @@ class VllmCore:
         self.max_drafts = options.max_drafts
         self._core = _core(config)
         atexit.register(self.shut_down)
-        self._core.collective_rpc("edgespec_install")
+        try:
+            self._core.collective_rpc("edgespec_install")
+        except Exception as error:  # vLLM has no exception of its own for this either
+            self.shut_down()
+            raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
         self._adapters = self._loaded(options.adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
