@@ -169,6 +169,24 @@ def test_what_cannot_be_emptied_is_lost(emptied: Any, why: str) -> None:
         core.reset()
 
 
+def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
+    """Oracle: the blocks of its request, and of no other, leave vLLM's prefix cache."""
+    evicted: set[int] = set()
+    blocks = {"1": ([4, 5], [9]), "2": ([6], [7])}
+    grown = [SimpleNamespace(request_id=name, new_token_ids=[0]) for name in blocks]
+    core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True))
+    core._scheduler = SimpleNamespace(
+        requests={name: SimpleNamespace(num_computed_tokens=8) for name in blocks},
+        rows={"1": ((), (), "the largest logit is nan"), "2": ((0,), (), "")},
+        kv_cache_manager=SimpleNamespace(
+            get_block_ids=blocks.__getitem__, evict_blocks=evicted.update
+        ),
+    )
+    found = core.step({"a": Wanted(1), "b": Wanted(1)})
+    assert (found["a"].failure, found["b"].failure) == ("the largest logit is nan", "")
+    assert evicted == {4, 5, 9}
+
+
 class _StartedCore(FakeVllm):
     """As much of ``VllmCore`` as loading asks for; its first step fails."""
 

@@ -126,8 +126,15 @@ class VllmCore:
                 found[key] = Stepped(computed)
                 continue
             targets, scores, failure = self._scheduler.rows[name]
+            if failure and request is not None:
+                self._distrust(name)
             found[key] = Stepped(computed, tuple(output.new_token_ids), targets, scores, failure)
         return found
+
+    def _distrust(self, name: str) -> None:
+        """What the request has computed led to no numbers: nobody else shall find it by prefix."""
+        cache = self._scheduler.kv_cache_manager
+        cache.evict_blocks({block for group in cache.get_block_ids(name) for block in group})
 
     def drop(self, key: str) -> None:
         self._core.abort_requests([self._ids.pop(key)])
