@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
 MAX_HELD_TOKENS = 16
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _LETTER = "<0x41>"
 
 
@@ -192,7 +192,7 @@ class TextStream:
         if token in self._special_ids:
             return ""
         run = self._held_bytes()
-        if run and not self._is_byte(token):  # it is no character, and nothing completes it
+        if run and self._byte(token) is None:  # it is no character, and nothing completes it
             return self._emit_broken_bytes(run, whole=True) + self._take(token)
         return self._take(token)
 
@@ -214,13 +214,14 @@ class TextStream:
 
     def _held_bytes(self) -> bytes:
         """What is held, where each byte is a token of its own (byte fallback); else nothing."""
-        held = self._tokens[self._emitted :]
-        if not all(map(self._is_byte, held)):
-            return b""
-        return bytes(int(self._tokenizer.id_to_token(token)[3:5], 16) for token in held)
+        found = [self._byte(token) for token in self._tokens[self._emitted :]]
+        run = [byte for byte in found if byte is not None]
+        return bytes(run) if len(run) == len(found) else b""
 
-    def _is_byte(self, token: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token))) is not None
+    def _byte(self, token: int) -> int | None:
+        """What a token says that is one byte; None for any other."""
+        found = _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token)))
+        return int(found[1], 16) if found else None
 
     def _emit_broken_bytes(self, run: bytes, *, whole: bool = False) -> str:
         """``run`` will never be one character. The library would show no character of a run in
