@@ -61,7 +61,14 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         max_rows=core.max_rows,
         adapters=served_adapters(served, adapters),
     )
-    if failures := self_test(target):
+    try:
+        failures = self_test(target)
+    except Exception as error:  # whatever a first step runs out of
+        core.shut_down()
+        raise SetupError(
+            f"vLLM {version} fails in the self-test on {folder}: {type(error).__name__}: {error}"
+        ) from error
+    if failures:
         core.shut_down()
         raise SetupError(
             f"vLLM {version} does not pass the self-test on {folder}, so it would serve wrong"

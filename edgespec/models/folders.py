@@ -258,7 +258,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFolderError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: holds a JSON {type(value).__name__}, not an object")

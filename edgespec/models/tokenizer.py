@@ -32,6 +32,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
 MAX_HELD_TOKENS = 16
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_LETTER = "<0x41>"
 
 
 class TextTokenizer:
@@ -171,7 +172,10 @@ class TextStream:
         self._restart(own[max(0, end - MAX_HELD_TOKENS) : end])
         if end < len(own):
             self._tokens += own[end:]
-            self._emitted_text = self._decode().rstrip(REPLACEMENT)
+            # A token may end one character and begin another. A run of bytes that is broken at its
+            # end would show none of its characters, and holds none of the text before.
+            if not self._held_bytes():
+                self._emitted_text = self._decode().rstrip(REPLACEMENT)
 
     def push(self, tokens: Iterable[int]) -> str:
         """Text that ``tokens`` complete; possibly empty."""
@@ -179,13 +183,20 @@ class TextStream:
 
     def flush(self) -> str:
         """The text still held, with an unfinished character as U+FFFD; the stream starts anew."""
+        run = self._held_bytes()
         text = self._decode()[len(self._emitted_text) :]
         self._restart([])
-        return text
+        return run.decode("utf-8", errors="replace") if run else text
 
     def _push_one(self, token: int) -> str:
         if token in self._special_ids:
             return ""
+        run = self._held_bytes()
+        if run and self._byte(token) is None:  # it is no character, and nothing completes it
+            return self._emit_broken_bytes(run, whole=True) + self._take(token)
+        return self._take(token)
+
+    def _take(self, token: int) -> str:
         self._tokens.append(token)
         held = len(self._tokens) - self._emitted
         text = self._decode()
@@ -203,18 +214,27 @@ class TextStream:
 
     def _held_bytes(self) -> bytes:
         """What is held, where each byte is a token of its own (byte fallback); else nothing."""
-        found = [
-            _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token)))
-            for token in self._tokens[self._emitted :]
-        ]
-        return bytes(int(name[1], 16) for name in found if name) if all(found) else b""
+        found = [self._byte(token) for token in self._tokens[self._emitted :]]
+        run = [byte for byte in found if byte is not None]
+        return bytes(run) if len(run) == len(found) else b""
 
-    def _emit_broken_bytes(self, run: bytes) -> str:
+    def _byte(self, token: int) -> int | None:
+        """What a token says that is one byte; None for any other."""
+        found = _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token)))
+        return int(found[1], 16) if found else None
+
+    def _emit_broken_bytes(self, run: bytes, *, whole: bool = False) -> str:
         """``run`` will never be one character. The library would show no character of a run in
         which one byte is broken, so the broken ones are let go here; what may begin a character
-        stays held."""
+        stays held, unless the ``whole`` of it goes."""
         tail = next((n for n in range(len(run) - 1, 0, -1) if _begins_character(run[-n:])), 0)
+        tail = 0 if whole else tail
+        held = self._tokens[len(self._tokens) - tail :]
         self._let_go_but(tail)
+        letter = self._tokenizer.token_to_id(_LETTER)
+        if not self._emitted and letter is not None:
+            self._restart([letter])  # what follows is not the first of its text
+            self._tokens += held
         return run[: len(run) - tail].decode("utf-8", errors="replace")
 
     def _emit_broken_text(self, text: str) -> str:
@@ -263,7 +283,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}, not an object")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKEN_ID = (1 << 24) - 1
 _FINGERPRINT_DIGITS = 32
 
 
@@ -50,8 +51,13 @@ def read_vocabulary(path: Path) -> dict[int, str]:
                 raise VocabularyError(f"{path}: model.vocab is missing")
         for added in data.get("added_tokens") or ():
             tokens[int(added["id"])] = str(added["content"])
-    except (KeyError, TypeError, IndexError) as error:
+    except VocabularyError:
+        raise
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise VocabularyError(f"{path}: unreadable vocabulary entry: {error!r}") from error
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high > MAX_TOKEN_ID:  # whoever counts ids from 0 on would never end
+        raise VocabularyError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
     return tokens
 
 
@@ -67,7 +73,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise VocabularyError(f"{path}: no such file") from error
     except VocabularyError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise VocabularyError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(data, dict):
         raise VocabularyError(f"{path}: holds a JSON {type(data).__name__}, not an object")

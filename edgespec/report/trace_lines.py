@@ -20,6 +20,7 @@ _COMMIT_NUMBERS: Final = (
     *("accepted", "stale", "queue_us", "verify_us"),
     *("rows", "echo", "held_us"),
 )
+_FARTHEST_S: Final = 1e12
 _KEYS: Final = ("at_s", "side", "session", "kind", "name")
 
 
@@ -51,9 +52,14 @@ def _parsed(path: Path, number: int, text: str) -> Line:
     for key in _KEYS:
         if key not in line:
             raise TraceLineError(f"{path}:{number}: a line of a trace has {key!r}")
-    if not isinstance(line["at_s"], int | float) or line["side"] not in (DEVICE, VERIFIER):
-        where = f"at_s {line['at_s']!r} on side {line['side']!r}"
+    at_s, side = line["at_s"], line["side"]
+    timed = isinstance(at_s, int | float) and abs(at_s) <= _FARTHEST_S
+    if not timed or side not in (DEVICE, VERIFIER):
+        where = f"at_s {at_s!r} on side {side!r}"
         raise TraceLineError(f"{path}:{number}: {where} is no place in a run")
+    for key in ("session", "name"):
+        if not isinstance(line[key], str):
+            raise TraceLineError(f"{path}:{number}: {key} is {line[key]!r}, but must be text")
     return line
 
 

@@ -10,7 +10,8 @@ there is a trace, ``timeline.json`` for ui.perfetto.dev.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -105,16 +106,29 @@ def _refuse_to_replace(out: Path) -> None:
 
 
 def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:
-    try:
+    with _promised(traces):
         return summarise(read_lines(traces), name or "run")
-    except (KeyError, TypeError) as error:
+
+
+def _laid_out(traces: Sequence[Path], clocks: Clocks) -> Timeline:
+    with _promised(traces):
+        return build_timeline(read_lines(traces), clocks)
+
+
+@contextmanager
+def _promised(traces: Sequence[Path]) -> Iterator[None]:
+    """Whatever a line that is not as it was written makes of those who read it is a
+    ``TraceLineError``."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         where = ", ".join(map(str, traces))
         raise TraceLineError(f"{where}: a line lacks what its name promises: {error}") from error
 
 
 def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
     clocks = Clocks.SHARED if run.simulated else Clocks.ESTIMATED
-    timeline = build_timeline(read_lines(traces), clocks) if traces else None
+    timeline = _laid_out(traces, clocks) if traces else None
     out.mkdir(parents=True, exist_ok=True)
     firsts = _firsts(run, timeline, traces[0].parent) if traces else {}
     texts = {PAGE: render(run, timeline, _note(run, timeline), firsts)}
@@ -141,8 +155,7 @@ def _firsts(run: RunSummary, timeline: Timeline | None, folder: Path) -> dict[st
     firsts = {}
     for arm in run.arms:
         if arm.arm in found:
-            lines = read_lines([found[arm.arm]])
-            firsts[arm.arm] = build_timeline(lines, Clocks.SHARED)
+            firsts[arm.arm] = _laid_out([found[arm.arm]], Clocks.SHARED)
         elif timeline is not None:
             firsts[arm.arm] = timeline
     return firsts if len(found) + 1 == len(run.arms) else {}

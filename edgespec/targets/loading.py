@@ -25,7 +25,7 @@ from edgespec.targets.pipeline_stage import (
 )
 from edgespec.targets.quantized import FORMATS as QUANTIZE_FORMATS
 from edgespec.targets.quantized import quantize_model
-from edgespec.targets.strict_weights import check_loading, check_numbers
+from edgespec.targets.strict_weights import check_loading, check_numbers, check_types
 from edgespec.targets.tensor_parallel_model import (
     Share,
     TensorParallelError,
@@ -130,6 +130,8 @@ def _read(
             f"{path}: the checkpoint is quantised ({method}), but tensor_parallel.size"
             f" {share.world_size} shares plain weights alone"
         )
+    if not method:
+        check_types(path)
     packed_attention.register()
     try:
         kind = stage_class(config, share) if isinstance(share, StageShare) else AutoModelForCausalLM

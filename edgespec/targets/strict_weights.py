@@ -1,22 +1,60 @@
 """A checkpoint fills its model to the last tensor, or it is refused by the tensor's name.
 
 transformers fills what a checkpoint lacks with random numbers, leaves out what the model has no
-place for, and only warns: a verifier would serve garbage and call itself ready.
+place for, and only warns; and it takes stored whole numbers for weights without a word. A verifier
+would serve garbage and call itself ready.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 
 from edgespec.targets.families import UnsupportedModelError
 
 # Computed from the configuration; older exports stored it beside the weights.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _NAMED_TENSORS = 5
+_WEIGHTS: Final = "model.safetensors"
+_REAL_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""As the headers of safetensors files name them."""
+
+
+def check_types(path: str) -> None:
+    """Raises ``UnsupportedModelError`` naming tensors of a folder that are not stored as real
+    numbers, which a checkpoint without a quantisation of its own cannot mean; ``OSError``, or what
+    safetensors raises for a file that it cannot read."""
+    others = sorted(
+        f"{name} ({kind})"
+        for file in _files(Path(path))
+        for name, kind in _types(file)
+        if kind not in _REAL_NUMBERS and not _DERIVED.search(name)
+    )
+    if others:
+        raise UnsupportedModelError(
+            f"{path}: {_count(others)} not stored as real numbers, though config.json names no"
+            f" quantization_config: {_some(others)}"
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that transformers reads; none for a hub id."""
+    if (folder / _WEIGHTS).is_file() or not (index := folder / f"{_WEIGHTS}.index.json").is_file():
+        return [one for one in (folder / _WEIGHTS,) if one.is_file()]
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
+
+
+def _types(file: Path) -> Iterator[tuple[str, str]]:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # it is no mapping
+            yield name, tensors.get_slice(name).get_dtype()
 
 
 def check_loading(path: str, info: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class TimeLaw:
         if not self.table or not self.spread:
             raise ProfileError("a time law needs at least one row of its table and one of spread")
         rows = [row for row, _ in self.table]
-        if rows != sorted(set(rows)):
+        if rows != sorted(set(rows)) or not all(map(math.isfinite, rows)):
             raise ProfileError(f"the rows of a time law must increase, but are {rows}")
         for value in (
             *(seconds for _, seconds in self.table),
@@ -83,7 +83,8 @@ def constant(seconds: float) -> TimeLaw:
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """One device, one verifier and what lies between them besides the link itself."""
+    """One device, one verifier and what lies between them besides the link itself. Raises
+    ``ProfileError``."""
 
     name: str
     draft_step: TimeLaw
@@ -98,6 +99,10 @@ class CostProfile:
     """Opening a stream, on top of its round trips."""
     about: dict[str, str] = field(default_factory=dict)
     """Machine, versions, models, command, date: whatever a reader needs to trust it."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.connect_s < math.inf:
+            raise ProfileError(f"connect_s is {self.connect_s}, but must be finite and at least 0")
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -120,7 +125,7 @@ def read_profile(path: Path) -> CostProfile:
         about = {str(key): str(value) for key, value in data.get("about", {}).items()}
         connect_s = float(data.get("connect_s", 0.0))
         return CostProfile(name=str(data["name"]), connect_s=connect_s, about=about, **laws)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProfileError(f"{path}: {error}") from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -272,6 +273,12 @@ def test_a_cut_off_last_line_is_left_out(real: RealRun, tmp_path: Path) -> None:
         ("[]\n", "is an object"),
         ("{oops}\n", "not a line of a trace"),
         ('{"at_s":"soon","side":"device","session":"","kind":"event","name":"Start"}\n', "'soon'"),
+        ('{"at_s":NaN,"side":"device","session":"","kind":"event","name":"Start"}\n', "nan"),
+        (f'{{"at_s":{10**400},"side":"device","session":"","kind":"","name":"Start"}}\n', "at_s 1"),
+        (
+            '{"at_s":1.0,"side":"device","session":7,"kind":"event","name":"Start"}\n',
+            "session is 7",
+        ),
         ('{"at_s":1.0,"side":"moon","session":"","kind":"event","name":"Start"}\n', "'moon'"),
     ],
 )
@@ -281,6 +288,30 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, why: str) -> No
     path.write_text(good + text, encoding="utf-8")
     with pytest.raises(TraceLineError, match=r"trace\.jsonl:2: .*" + why):
         list(read_lines([path]))
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "field", "value"),
+    [
+        ("device", "Transmit", "message", {"name": "Draft", "parents": [math.inf]}),
+        ("device", "Deliver", "kinds", 3),
+        ("verifier", "StreamMessage", "message", [1]),
+        ("verifier", "SendTo", "message", {"name": "Commit", "tokens": 7}),
+        ("verifier", "CloseStream", "stream", []),
+        ("verifier", "RunBatch", "requests", [[]]),
+    ],
+)
+def test_a_line_that_breaks_its_promise_is_told_in_words(
+    real: RealRun, tmp_path: Path, side: str, name: str, field: str, value: object
+) -> None:
+    for path in (real.device, real.verifier):
+        lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+        for line in lines:
+            if line["side"] == side and line["name"] == name:
+                line[field] = value
+        (tmp_path / path.name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(TraceLineError, match="a line lacks what its name promises"):
+        report_on([tmp_path / real.device.name, tmp_path / real.verifier.name], tmp_path / "out")
 
 
 def _by_lane(timeline: Timeline) -> dict[Lane, list[Span]]:

@@ -58,6 +58,9 @@ class FakeVllm:
     def drop(self, key: str) -> None:
         del self.texts[key]
 
+    def reset(self) -> None:
+        self.texts.clear()
+
     def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
         self.steps.append(dict(wanted))
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -140,12 +141,12 @@ def test_a_continuation_is_what_the_whole_has_behind_the_prompt(
         assert before.rstrip(REPLACEMENT) + got == one.decode(tokens)
 
 
-def byte_fallback(folder: Path) -> TextTokenizer:
+def byte_fallback(folder: Path, *more: decoders.Decoder) -> TextTokenizer:
     """A vocabulary in which token i is byte i, and 256 a word."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "?": 257}
     inner = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
     )
     inner.save(str(folder / "tokenizer.json"))
     return TextTokenizer(folder)
@@ -171,9 +172,60 @@ def test_a_character_between_broken_fallback_bytes_is_whole(
     assert "".join(pieces) == " a" + run.decode("utf-8", errors="replace") + " a"
 
 
+def _spelled(tokens: list[int], strips: bool) -> str:
+    """Oracle: Python's own decoder of each run of bytes. As Llama's, one decoder takes the first
+    space off a text."""
+    text = "".join(
+        " a" * len(list(run)) if word else bytes(run).decode("utf-8", errors="replace")
+        for word, run in itertools.groupby(tokens, lambda token: token == 256)
+    )
+    return text.removeprefix(" ") if strips else text
+
+
+_CHARACTERS = st.sampled_from([*map(tuple, ("€".encode(), "é".encode(), b"A")), (256,)])
+_BROKEN = st.sampled_from([(0xFF,), (0xE2, 0x82), (0xC3,)])
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@given(parts=st.lists(_CHARACTERS | _BROKEN, max_size=20))
+def test_bytes_and_words_in_any_order_are_what_they_say(
+    fallback: TextTokenizer, stripping: TextTokenizer, strips: bool, parts: list[tuple[int, ...]]
+) -> None:
+    stream = (stripping if strips else fallback).stream()
+    tokens = [token for part in parts for token in part]
+    got = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert got == _spelled(tokens, strips)
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@given(
+    before=st.lists(_CHARACTERS, max_size=6),
+    cut=st.integers(0, 2),
+    behind=st.lists(_CHARACTERS, max_size=6),
+)
+def test_a_character_that_the_prompt_begins_is_all_that_is_told_of_it(
+    fallback: TextTokenizer,
+    stripping: TextTokenizer,
+    strips: bool,
+    before: list[tuple[int, ...]],
+    cut: int,
+    behind: list[tuple[int, ...]],
+) -> None:
+    told, rest = ([token for part in parts for token in part] for parts in (before, behind))
+    character = list("€".encode())
+    stream = (stripping if strips else fallback).stream(told + character[:cut])
+    got = stream.push([*character[cut:], *rest]) + stream.flush()
+    assert _spelled(told, strips) + got == _spelled([*told, *character, *rest], strips)
+
+
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return byte_fallback(tmp_path_factory.mktemp("fallback"))
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return byte_fallback(tmp_path_factory.mktemp("stripping"), decoders.Strip(" ", 1, 0))
 
 
 def test_saved_padding_and_truncation_do_not_touch_a_prompt(tmp_path: Path) -> None:

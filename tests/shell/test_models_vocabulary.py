@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edgespec.models.folders import ModelFolderError, read_config
 from edgespec.models.vocabulary import VocabularyError, read_vocabulary, vocabulary_fingerprint
 from tests.shell.tiny_checkpoints import write_tokenizer
 
@@ -74,3 +75,30 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         vocabulary_fingerprint(tmp_path / "tokenizer.json")
     with pytest.raises(VocabularyError, match="unreadable vocabulary entry"):
         fingerprint(tmp_path, VOCABULARY, [{"content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "message"),
+    [
+        ({"a": 0}, [{"id": 10**9, "content": "b"}], "token ids 0 to 1000000000, limit 0 to"),
+        ({"a": -1}, [], "token ids -1 to -1, limit 0 to"),
+        ({"a": "b"}, [], "unreadable vocabulary entry"),
+        ({"a": float("inf")}, [], "unreadable vocabulary entry"),
+        ({"a": float("nan")}, [], "unreadable vocabulary entry"),
+    ],
+)
+def test_ids_that_are_none_are_named_with_their_file(
+    tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
+) -> None:
+    """A device has such files from its verifier, and counts ids from 0 on."""
+    with pytest.raises(VocabularyError, match=rf"tokenizer\.json: {message}"):
+        fingerprint(tmp_path, vocabulary, added)
+
+
+def test_files_that_nest_too_deep_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(VocabularyError, match=r"tokenizer\.json: not readable as JSON"):
+        vocabulary_fingerprint(tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFolderError, match=r"config\.json: not readable as JSON"):
+        read_config(tmp_path)

@@ -213,3 +213,25 @@ def test_a_fitted_profile_is_read_back(tmp_path: Path) -> None:
     assert read_profile(path) == found
     assert replace(read_profile(path), name="x") != found
     assert json.loads(found.to_json())["about"] == {"machine": "none"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("connect_s", float("nan"), "connect_s is nan, but must be finite and at least 0"),
+        ("connect_s", -1.0, "connect_s is -1.0, but must be"),
+        ("about", [], "no attribute 'items'"),
+        ("draft_step", {"table": [[float("nan"), 1.0]]}, "the rows of a time law must increase"),
+        ("draft_step", None, "not subscriptable"),
+    ],
+)
+def test_a_profile_that_is_none_is_named(
+    tmp_path: Path, field: str, value: object, why: str
+) -> None:
+    """A time that is no number would stop the simulator's clock."""
+    made = traces()
+    found = fit_profile(samples_of(made.device, made.verifier), "planted", {})
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(json.loads(found.to_json()) | {field: value}))
+    with pytest.raises(ProfileError, match=rf"p\.json: .*{why}"):
+        read_profile(path)

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import ModelOutputError, PassRequest
@@ -64,6 +65,32 @@ def test_weights_whose_logits_overflow_are_refused_by_name(
     folder = _spoilt(tmp_path / "huge", "model.norm.weight", 3e38)
     with pytest.raises(UnsupportedModelError, match="huge: the model's logits are NaN or infinite"):
         _target(folder, canonical=canonical)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_that_are_not_stored_as_real_numbers_are_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype, shards: int
+) -> None:
+    """As of a quantised checkpoint whose configuration does not say so: it would be served."""
+    folder, name = write_checkpoint(tmp_path / "whole", shards=shards), "model.norm.weight"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file(tensors | {name: (9 * tensors[name]).to(dtype)}, file, {"format": "pt"})
+    message = rf"whole: 1 tensor is not stored as real numbers, .*: {name} \("
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weights_of_several_real_types_are_served(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder, name = write_checkpoint(tmp_path), "model.norm.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    loaded = load_model(str(folder), device="cpu").model.model.norm.weight
+    assert torch.equal(loaded, tensors[name].float())
 
 
 Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]

@@ -7,11 +7,14 @@ on a stand-in are in ``test_vllm_target.py``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +23,11 @@ from safetensors.torch import load_file, save_file
 from edgespec.compose import build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.engines.vllm.core import VllmCore, VllmOptions
 from edgespec.engines.vllm.install import check_install
-from edgespec.models.folders import Role, resolve_model
+from edgespec.engines.vllm.target import VllmTarget
+from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.ports import PassRequest
 from edgespec.setup_error import SetupError
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
@@ -158,3 +164,56 @@ def test_a_flag_that_vllm_does_not_know_is_an_error() -> None:
         _, said = process.communicate()
     assert process.returncode == 1
     assert "vLLM does not take the flags --no-such-flag" in said
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has booked the rows of such a step, and would let others share them by prefix."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    flags = (*SMALL, "--block-size", "32", "--distributed-executor-backend", "uni")
+    core = VllmCore(VllmOptions(str(resolve_model("bundled", Role.TARGET)), flags=flags))
+    info = model_info(resolve_model("bundled", Role.TARGET))
+    target = VllmTarget(core, info, 8, max_nodes=core.max_drafts, max_rows=core.max_rows)
+    runner = core._core.model_executor.driver_worker.worker.model_runner
+    prompt = [17 * place % info.vocabulary_size for place in range(200)]
+
+    def first_tokens(key: str) -> list[int]:
+        text, cached = list(prompt), 0
+        target.open(key, len(prompt), GREEDY, prompt)
+        while len(text) < len(prompt) + 4:
+            feed = tuple(text[cached : cached + 40])
+            whole = cached + len(feed) == len(text)
+            while True:
+                with contextlib.suppress(RuntimeError):
+                    (result,) = target.forward([PassRequest(key, cached, feed, sample=whole)])
+                    break
+            cached += len(feed)
+            text += result.targets
+        target.close(key)
+        return text[len(prompt) :]
+
+    try:
+        expected = first_tokens("undisturbed")
+        assert core._core.reset_prefix_cache()
+        for name in ("execute_model", "_sample"):
+            for failing in (2, 5):
+                inner, calls = getattr(runner, name), itertools.count(1)
+
+                def fail(
+                    *given: Any,
+                    inner: Any = inner,
+                    calls: Iterator[int] = calls,
+                    failing: int = failing,
+                    **named: Any,
+                ) -> Any:
+                    if next(calls) == failing:
+                        raise RuntimeError("out of memory")
+                    return inner(*given, **named)
+
+                setattr(runner, name, fail)
+                assert first_tokens("disturbed") == expected, (name, failing)
+                setattr(runner, name, inner)
+                assert first_tokens("later") == expected, (name, failing)
+                assert core._core.reset_prefix_cache()
+    finally:
+        core.shut_down()

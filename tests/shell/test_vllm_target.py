@@ -21,7 +21,7 @@ from edgespec.engines.vllm.self_test import self_test
 from edgespec.engines.vllm.step import Stepped, Wanted
 from edgespec.engines.vllm.target import VllmTarget
 from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import CapacityError, ModelOutputError, PassRequest, PassResult
+from edgespec.ports import PassRequest, PassResult
 from tests.shell.fake_vllm import FakeText, FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
@@ -227,51 +227,6 @@ def test_what_is_known_answers_without_a_step() -> None:
 def test_a_request_that_does_not_fit_is_refused(request_: PassRequest, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         KnownText([1, 2, 3]).answer(request_)
-
-
-# --- failures ---------------------------------------------------------------------------------
-
-
-def test_a_session_without_numbers_fails_alone() -> None:
-    engine = FakeVllm()
-    target = fake_target(engine)
-    good, bad = (Session(target, key, GREEDY, _right) for key in ("good", "bad"))
-    engine.failing.add("bad")
-    batch = [bad.request(), good.request()]
-    with pytest.raises(ModelOutputError, match=r"largest logit is nan") as caught:
-        target.forward(batch)
-    assert caught.value.key == "bad"
-    target.close("bad")
-    steps = len(engine.steps)
-    good.take(batch[1], target.forward([batch[1]])[0])
-    assert len(engine.steps) == steps, "what was computed for the others is not lost"
-    while good.done < LENGTH:
-        request = good.request()
-        good.take(request, target.forward([request])[0])
-    good.check()
-
-
-def test_an_engine_without_room_is_not_asked_for_ever() -> None:
-    session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
-    with pytest.raises(CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"):
-        session.target.forward([session.request()])
-
-
-def test_openings_have_bounds() -> None:
-    target = fake_target(max_sessions=1)
-    target.open("a", 1, GREEDY, (1,))
-    with pytest.raises(ValueError, match="'a' is already open"):
-        target.open("a", 1, GREEDY, (1,))
-    target.open("probe", 1, GREEDY)
-    assert target.forward([PassRequest("probe", 0, (0,))])[0].targets
-    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
-        target.open("b", 1, GREEDY, (1,))
-    target.close("a")
-    target.close("unknown")
-    with pytest.raises(CapacityError, match=r"prompt of 4097 tokens, limit 1 to 4096"):
-        target.open("c", 4097, GREEDY)
-    with pytest.raises(ValueError, match="'d' is not open"):
-        target.forward([PassRequest("d", 0, (1,))])
 
 
 # --- the service ------------------------------------------------------------------------------

@@ -340,6 +340,8 @@ def test_the_plain_format_goes_round(
         ("pub_time x\n1 2 3\n", ":2: expected at least 10 columns"),
         (STARLINK_HEAD + "now,CONNECTED,1,0,0\n", ":2: expected a time in ISO 8601"),
         (STARLINK_HEAD + "now,CONNECTED\n", ":2: expected 5 columns"),
+        (STARLINK_HEAD.replace(".state", ".\rstate"), r":1: expected a header in CSV \("),
+        (STARLINK_HEAD.rstrip() + ',"' + "x" * 200_000 + '"\n', r":1: expected a header in CSV \("),
         (reply(1) + "[yesterday] " + reply(2), r":2: expected \[epoch seconds\]"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.engines.vllm.step import Adapter, Stepped, Wanted
+from edgespec.ports import TargetLostError
 from edgespec.setup_error import SetupError
 
 MAX_DRAFTS: Final = 15
@@ -54,7 +55,11 @@ class VllmCore:
         self.max_drafts = options.max_drafts
         self._core = _core(config)
         atexit.register(self.shut_down)
-        self._core.collective_rpc("edgespec_install")
+        try:
+            self._core.collective_rpc("edgespec_install")
+        except Exception as error:  # vLLM has no exception of its own for this either
+            self.shut_down()
+            raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
         self._adapters = self._loaded(options.adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
@@ -88,7 +93,7 @@ class VllmCore:
         from edgespec.engines.vllm.worker import EXTRA, arguments_of
 
         self._count += 1
-        name = self._ids[key] = str(self._count)
+        name = str(self._count)
         params = VllmParams(
             temperature=0.0,
             max_tokens=self.context_length,
@@ -101,6 +106,7 @@ class VllmCore:
             name, list(text), None, params, None, time.time(), lora, None, None
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
+        self._ids[key] = name
 
     def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
         names = {self._ids[key]: key for key in wanted}
@@ -120,11 +126,31 @@ class VllmCore:
                 found[key] = Stepped(computed)
                 continue
             targets, scores, failure = self._scheduler.rows[name]
+            if failure and request is not None:
+                self._distrust(name)
             found[key] = Stepped(computed, tuple(output.new_token_ids), targets, scores, failure)
         return found
 
+    def _distrust(self, name: str) -> None:
+        """What the request has computed led to no numbers: nobody else shall find it by prefix."""
+        cache = self._scheduler.kv_cache_manager
+        cache.evict_blocks({block for group in cache.get_block_ids(name) for block in group})
+
     def drop(self, key: str) -> None:
         self._core.abort_requests([self._ids.pop(key)])
+
+    def reset(self) -> None:
+        """vLLM counts rows as computed when it has scheduled them, and lets others share them: so
+        after a step that failed its cache may hold what was never computed."""
+        why = "its cache cannot be emptied"
+        try:
+            self._core.abort_requests(list(self._ids.values()))
+            self._ids.clear()
+            if self._core.reset_prefix_cache():
+                return
+        except Exception as error:  # vLLM has no exception of its own
+            why = f"{type(error).__name__}: {error}"
+        raise TargetLostError(f"vLLM failed in a step and cannot begin anew: {why}")
 
     def shut_down(self) -> None:
         """End vLLM's workers; a second time it does nothing."""

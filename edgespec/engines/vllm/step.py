@@ -69,3 +69,7 @@ class StepEngine(Protocol):
 
     def drop(self, key: str) -> None:
         """Forget a text."""
+
+    def reset(self) -> None:
+        """Forget all texts and whatever was computed of them, since a step has failed and nobody
+        knows how far it came. Raises ``TargetLostError`` where that cannot be done."""

@@ -1,7 +1,8 @@
 """The target model on vLLM: ``ports.TargetModel`` for an engine that has texts of its own.
 
 A pass takes as many steps of vLLM as it needs to answer every request, mostly one. A session that
-begins is added to vLLM when a pass first asks for it; one that is not in a pass stands still.
+begins is added to vLLM when a pass first asks for it; one that is not in a pass stands still. After
+a step that failed vLLM is emptied, and every session begins again with its text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from edgespec.ports import (
     PassRequest,
     PassResult,
     PassShape,
+    TargetLostError,
 )
 from edgespec.targets.request_checks import check_batch
 
@@ -34,8 +36,13 @@ class _Sequence:
     prompt_length: int
     sampling: SamplingParams
     text: tuple[int, ...]
+    """What is known of it while vLLM does not have it; may be more than is committed."""
+    given: int
+    """Of ``text``, how many tokens were surely committed."""
     known: KnownText | None = None
     adapter: str = ""
+    failure: str = ""
+    """Why it cannot go on; empty: it can."""
 
 
 class VllmTarget:
@@ -85,7 +92,7 @@ class VllmTarget:
             )
         if not 0 < prompt_length <= limit:
             raise CapacityError(f"prompt of {prompt_length} tokens, limit 1 to {limit} (context)")
-        self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text))
+        self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text), len(text))
 
     def use_adapter(self, key: str, name: str) -> None:
         """Raises ``ValueError`` for one that is not served."""
@@ -133,12 +140,14 @@ class VllmTarget:
         sequence = self._sequences[request.key]
         if sequence.known is None:
             text = sequence.text or request.feed  # a probe brings its text with the pass
-            self._add(request.key, sequence, text)
+            committed = max(sequence.given, request.cache_length + len(request.feed))
+            self._add(request.key, sequence, text[:committed])
 
-    def _add(self, key: str, sequence: _Sequence, text: Sequence[int]) -> None:
+    def _add(self, key: str, sequence: _Sequence, text: Sequence[int]) -> KnownText:
         length, sampling = sequence.prompt_length, sequence.sampling
         self._engine.add(key, text, length, sampling, sequence.adapter)
-        sequence.known = KnownText(text)
+        sequence.known, sequence.given = KnownText(text), len(text)
+        return sequence.known
 
     def _wanted(
         self, batch: Sequence[PassRequest], results: dict[str, PassResult]
@@ -158,27 +167,39 @@ class VllmTarget:
     def _answer(self, request: PassRequest) -> PassResult | Wanted:
         sequence = self._sequences[request.key]
         assert sequence.known is not None
+        if sequence.failure:
+            raise ModelOutputError(request.key, sequence.failure)
         try:
             return sequence.known.answer(request)
         except UnknownScoresError:
             end = request.cache_length + len(request.feed)
-            text = tuple(sequence.known.tokens[:end])
+            sequence.text, sequence.known = tuple(sequence.known.tokens[:end]), None
             self._engine.drop(request.key)
-            self._add(request.key, sequence, text)
-            return sequence.known.answer(request)
+            return self._add(request.key, sequence, sequence.text).answer(request)
 
     def _step(self, wanted: dict[str, Wanted]) -> None:
         self.steps += 1
-        failures: dict[str, str] = {}
-        for key, stepped in self._engine.step(wanted).items():
-            known = self._sequences[key].known
-            assert known is not None
+        try:
+            found = self._engine.step(wanted)
+        except TargetLostError:
+            raise
+        except Exception:
+            self._begin_anew()
+            raise
+        for key, stepped in found.items():
+            sequence = self._sequences[key]
+            assert sequence.known is not None
             if stepped.failure:
-                failures[key] = stepped.failure
+                sequence.failure = stepped.failure
             else:
-                known.take(stepped)
-        for key, why in failures.items():
-            raise ModelOutputError(key, why)
+                sequence.known.take(stepped)
+
+    def _begin_anew(self) -> None:
+        """The engine has no text any more. What it has said of each was right."""
+        for sequence in self._sequences.values():
+            if sequence.known is not None:
+                sequence.text, sequence.known = tuple(sequence.known.tokens), None
+        self._engine.reset()
 
     def _progress(self, key: str) -> tuple[int, int]:
         known = self._sequences[key].known

@@ -31,7 +31,10 @@ def sniff(head: str) -> bool:
 
 
 def read(text: TraceText) -> NetworkTrace:
-    columns = next(csv.reader(text.lines[:1]))
+    try:
+        columns = next(csv.reader(text.lines[:1]))
+    except csv.Error as error:
+        raise text.error(1, f"a header in CSV ({error})") from None
     missing = [name for name in (_TIME, _STATE, _LATENCY, _DROP) if name not in columns]
     if missing:
         raise text.error(1, f"a column {missing[0]}")
