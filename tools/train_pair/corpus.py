@@ -53,8 +53,13 @@ def corpus_dir() -> Path:
 
 
 def documents(seed: int = 0) -> list[Document]:
-    """All documents, repeated by source weight and shuffled by ``seed``."""
+    """All documents, repeated by source weight and shuffled by ``seed``.
+
+    Raises ``FileNotFoundError`` where ``EDGESPEC_DATA`` names a folder without a corpus.
+    """
     folder = corpus_dir()
+    if "EDGESPEC_DATA" in os.environ and not folder.is_dir():
+        raise FileNotFoundError(f"EDGESPEC_DATA: there is no folder {folder}")
     found = list(_shared(folder)) if folder.is_dir() else list(_standard_library())
     if not found:
         raise FileNotFoundError(f"no training text in {folder} nor in the standard library")

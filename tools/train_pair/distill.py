@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def sample(
     tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     found = [document for document in documents() if document.held_out == held_out]
+    sizes = Counter[str]()
+    for document in found:
+        sizes[document.source] += len(document.text)
+    shares = ", ".join(f"{source} {size / 1e6:.1f}" for source, size in sizes.most_common())
+    print(f"beginnings are cut from (million characters): {shares}", flush=True)
     beginnings = Beginnings(found, tokenizer, seed)
     target = load(folder / "target", torch.float32).eval()
     temperature = torch.zeros(rows)
