@@ -157,6 +157,7 @@ def _target(kind: type[Any], hang: Callable[[], None]) -> Any:
     target._info = ModelInfo("fake", "v", VOCABULARY, 48)
     target._constrained, target._attention = ConstrainedRows(target._info), GroupedAttention()
     target._counts, target._max_sessions, target._row_tiles = TokenCountsCache(4), 3, None
+    target._graphs = None
     return target
 
 

@@ -115,7 +115,9 @@ def test_a_lesson_has_the_targets_states_whether_they_were_kept_or_not(
     batch = [(forgetful, 0), (texts, 1), (texts, 2)]
     (states, tokens, positions), (kept, _, _) = lessons.parts(batch, 2)
     assert torch.equal(tokens, texts.tokens[:2, :-1].long())
-    torch.testing.assert_close(states.float(), texts.states[:2].float(), rtol=0.05, atol=0.05)
+    wanted = texts.states[:2].float()
+    # Where the processor has bfloat16 the states are computed in it.
+    assert float((states.float() - wanted).norm()) < 0.05 * float(wanted.norm())
     assert torch.equal(kept[0], texts.states[2])
     own = texts.written[:2, 1:].flatten()
     assert len(set(positions.tolist())) == len(own) // 2
