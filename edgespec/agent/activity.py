@@ -157,6 +157,8 @@ class GenerationNotes:
         self.first_count = 0
         """Tokens of the first commit."""
         self.ending = "cancelled"
+        self.model = session.request.model
+        """As the verifier names it, once one has answered."""
         self._activity, self._inner, self._route = activity, inner, route
         self._step_at: float | None = None
         self._written = self._taken_back = self._written_to = 0
@@ -241,6 +243,7 @@ class GenerationNotes:
         self._activity.note(at_s, self.number, EventKind.LINK, 1)
 
     def _on_opened(self, at_s: float, item: Any) -> None:
+        self.model = item.model
         self._activity.reached(VerifierState.SERVING, at_s)
 
     def _on_down(self, at_s: float, item: Any) -> None:

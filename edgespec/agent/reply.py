@@ -25,6 +25,9 @@ class Piece:
 
     text: str
     kind: TokenKind
+    held: int = 0
+    """So many characters before the token's own were held back when it came: they may begin a stop
+    string. What the token stands for without text is behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,9 @@ class ReplyReader:
         for token, kind in zip(event.tokens, event.kinds, strict=True):
             if self._stops.found:
                 break
-            pieces.append(Piece(self._stops.push(self._decoder.push((token,))), kind))
+            held = self._stops.held
+            text = self._stops.push(self._decoder.push((token,)))
+            pieces.append(Piece(text, kind, held))
         given = len(pieces)
         self._counters.take_back(event.kinds[given:])
         self._tokens += event.tokens[:given]

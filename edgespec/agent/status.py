@@ -252,6 +252,7 @@ class StatusSource:
             passes=counters.passes,
             reconnects=counters.reconnects,
             unverified=notes.unverified,
+            model=one_line(notes.model),
         )
 
     def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:

@@ -28,6 +28,11 @@ class StopFinder:
         self._held = ""
         self.found = False
 
+    @property
+    def held(self) -> int:
+        """Characters that may begin a stop string."""
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """The part of what was held and ``text`` that can be shown now."""
         if self.found:

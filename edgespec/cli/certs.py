@@ -10,13 +10,13 @@ import typer
 from edgespec.cli.running import EXIT_CODES, reported, say
 from edgespec.compose import SetupError, needs, with_port
 from edgespec.config import ConfigError
+from edgespec.config.device import check_address
 from edgespec.config.security import host_of
 from edgespec.transport import pinning
 from edgespec.whole_file import replace_file
 
 CA_DAYS, SERVER_DAYS, DEVICE_DAYS = 3650, 397, 397
 _MAX_DAYS = 36_500
-_MAX_PORT = 65_535
 
 Folder = Annotated[
     Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are (default: here)")
@@ -101,13 +101,16 @@ def device(
         _say(make_device(folder, name, days, force=force), days)
 
 
-def _port(address: str) -> int:
+def _host_and_port(verifier: str) -> tuple[str, int]:
     """Raises ``ConfigError``."""
-    text = address.rpartition(":")[2]
-    port = int(text) if text.isascii() and text.isdecimal() else 0
-    if not 1 <= port <= _MAX_PORT:
-        raise ConfigError(f"the port of {address!r} is {text!r}, but must be in [1, {_MAX_PORT}]")
-    return port
+    try:
+        check_address(verifier)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    address = with_port(verifier)
+    if not (host := host_of(address)):
+        raise ConfigError(f"verifier is {verifier!r}, but must be host:port")
+    return host, int(address.rpartition(":")[2])
 
 
 def _say(files: tuple[Path, Path], days: int) -> None:
@@ -154,8 +157,7 @@ def pin(
     [dim]edgespec generate --verifier gpu-box --ca gpu-box.pem "Hello"[/]
     """
     with reported():
-        address = with_port(verifier)
-        shown = pinning.fetch(host_of(address), _port(address))
+        shown = pinning.fetch(*_host_and_port(verifier))
         if not expected:
             typer.echo(shown.fingerprint)
             say("nothing was written: is this what `edgespec certs fingerprint` says there?")

@@ -12,6 +12,7 @@ from edgespec.cli.running import FAILED, fail, reported
 from edgespec.cli.tls_options import Ca, ClientCert, ClientKey, ServerName, Tls
 from edgespec.compose import needs, with_port
 from edgespec.config import DEFAULT_ADDRESS, ConfigError
+from edgespec.config.device import check_address
 from edgespec.config.security import DeviceTlsSection
 
 _MAX_TIMEOUT_S = 600.0
@@ -39,6 +40,7 @@ def health(
         if not 0.0 < timeout_s <= _MAX_TIMEOUT_S:
             raise ConfigError(f"--timeout-s is {timeout_s:g}, but must be in (0, 600]")
         try:
+            check_address(address)
             trusts = DeviceTlsSection(
                 bool(tls), ca or "", client_cert or "", client_key or "", server_name or ""
             )

@@ -157,12 +157,17 @@ def stoppable() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
     came, told = socket.socketpair()
-    told.setblocking(False)
     watched = (came, heeded, heard)
-    threading.Thread(
+    watch = threading.Thread(
         target=_end_if_deaf, args=watched, name="edgespec-signals", daemon=True
-    ).start()
+    )
     with told:
+        told.setblocking(False)
+        try:
+            watch.start()
+        except BaseException:  # the system has no thread left: nobody else closes it
+            came.close()
+            raise
         woken = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
         try:
             _answer(dict.fromkeys(heeded, stop))

@@ -198,10 +198,7 @@ class AgentConfig:
                 f"verifier has {len(self.verifiers)} addresses, not 1 to {MAX_VERIFIERS}"
             )
         for address in self.verifiers:
-            not_empty("verifier", address)
-            if "://" in address:
-                raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
-            _check_port(address)
+            check_address(address)
         bounded("offline_grace_s", self.offline_grace_s, 0.0, 3600.0)
         if not self.association.startswith(LEARNED):
             one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
@@ -228,9 +225,12 @@ class AgentConfig:
         return tuple(dict.fromkeys(given))
 
 
-def _check_port(address: str) -> None:
-    """Raises ``ValueError``: of a larger port gRPC would take the lower 16 bits, and of a bare IPv6
-    address none, whatever its last part looks like."""
+def check_address(address: str) -> None:
+    """Raises ``ValueError`` for what is no address of a verifier: of a larger port gRPC would take
+    the lower 16 bits, and of a bare IPv6 address none, whatever its last part looks like."""
+    not_empty("verifier", address)
+    if "://" in address:
+        raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
     last = address.strip().rpartition("]")[2]
     _, colon, port = last.rpartition(":")
     if not colon or "/" in address or address.startswith("unix"):

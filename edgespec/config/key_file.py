@@ -117,9 +117,10 @@ def load_keys(path: Path, *, written: bool = False) -> KeyFile:
 
 
 def save_keys(path: Path, keys: KeyFile) -> None:
-    """Write the file anew, readable for its owner alone. Raises ``ConfigError``."""
+    """Write the file, readable for its owner alone; one that is there stays whose it is, for a
+    verifier of a user of its own reads it. Raises ``ConfigError``."""
     path = path.resolve()
     try:
-        replace_file(path, _HEAD + dump_config(keys))
+        replace_file(path, _HEAD + dump_config(keys), keeps_owner=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error

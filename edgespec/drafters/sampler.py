@@ -71,7 +71,8 @@ def best_candidates(
     scores = _biased(logits, params, counts, work)
     best = scores.max()
     if not np.isfinite(best):
-        raise ValueError(f"largest draft logit at position {position} is {best}, not finite")
+        # Told once for each reason: where it came is none.
+        raise ValueError(f"the draft computes no finite scores: the largest is {best}")
     scores -= best
     if params.greedy:
         return _candidates(scores, _best(scores, width, work), EVERYTHING.log_total(scores, work))

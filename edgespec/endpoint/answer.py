@@ -5,7 +5,7 @@ The same object feeds a stream, delta by delta, and an answer at once, which is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +13,7 @@ from edgespec.agent.agent import Chunk
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.scores import TokenScore
 from edgespec.endpoint.errors import ApiError
+from edgespec.endpoint.marked_text import MarkedText
 from edgespec.endpoint.run import Job
 from edgespec.endpoint.tool_calls import ToolCall, ToolReader
 
@@ -48,11 +49,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``reader`` finds the calls; ``marks`` are the texts of special tokens that it needs to see,
-    by token id."""
+    """``reader`` finds the calls; ``marks`` puts the special tokens that it needs to see back."""
 
     reader: ToolReader
-    marks: Mapping[int, str]
+    marks: MarkedText
     one_call: bool = False
 
 
@@ -101,8 +101,7 @@ class Choice:
         found: list[str | ToolCall] = []
         for place, piece in enumerate(chunk.pieces):
             token = chunk.tokens[place] if place < len(chunk.tokens) else None
-            mark = "" if token is None else self.tools.marks.get(token, "")
-            found += self.tools.reader.push(mark + piece.text)
+            found += self.tools.reader.push(self.tools.marks.push(token, piece))
         return found
 
     def _kept(self, found: list[str | ToolCall]) -> list[str | ToolCall]:

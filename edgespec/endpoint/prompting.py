@@ -9,6 +9,7 @@ from dataclasses import replace
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.answer import Choice, ToolUse
 from edgespec.endpoint.errors import ApiError, invalid
+from edgespec.endpoint.marked_text import MarkedText
 from edgespec.endpoint.requests import Asked, ChatRequest, Prompt, seed_of
 from edgespec.endpoint.run import Job
 from edgespec.endpoint.structured import forced_call, no_format
@@ -121,4 +122,4 @@ def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
     names = [tool["function"]["name"] for tool in request.tools]
     ids = {tokenizer.special_id(mark): mark for mark in MARKS}
     marks = {token: mark for token, mark in ids.items() if token is not None}
-    return ToolUse(tool_reader(form, names), marks, request.one_call)
+    return ToolUse(tool_reader(form, names), MarkedText(marks), request.one_call)

@@ -102,6 +102,9 @@ class GenerationStatus:
     reconnects: int
     unverified: int = 0
     """Tokens that its reader has, and that no verifier has seen yet."""
+    model: str = ""
+    """The model or adapter that it is of, as its verifier names it; before one has answered as it
+    was asked for, and empty where it was asked for none."""
 
 
 @dataclass(frozen=True, slots=True)

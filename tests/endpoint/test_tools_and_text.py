@@ -180,6 +180,37 @@ async def test_a_mark_that_is_a_special_token_is_seen(tmp_path: Path) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+SPOKEN = f"I look.\n{CALL}\n{CALL}!"
+CUT = CALL[: CALL.index("}\n")]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (64,)])
+@pytest.mark.parametrize(
+    ("stop", "said", "calls"),
+    [
+        (["}\n?", "k.\nYou"], "I look.!", 2),  # both begin before a mark, and do not go on
+        (["}\n!"], f"I look.{CUT}", 1),  # a mark within a stop string is behind the end
+        (["}\n\n"], f"I look.{CUT}", 0),
+        (["k.\n\n"], "I loo", 0),
+        (["\n\n\n"], "I look.", 1),
+        (["!?"], "I look.!", 2),
+    ],
+)
+async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_back(
+    tmp_path: Path, stop: list[str], said: str, calls: int, sizes: Sequence[int]
+) -> None:
+    tokenizer = chat_tokenizer(tmp_path, HERMES, ["<tool_call>", "</tool_call>"])
+    async with saying(tokenizer, SPOKEN, sizes) as found:
+        (choice,) = (await ask(found, CHAT, request(stop=stop))).json["choices"]
+        streamed = await ask(found, CHAT, request(stream=True, stop=stop))
+    message = choice["message"]
+    deltas = [one["choices"][0]["delta"] for one in events_of(streamed.body) if one != "[DONE]"]
+    assert message["content"] == said
+    assert "".join(one.get("content") or "" for one in deltas) == said
+    assert len(message.get("tool_calls") or ()) == calls
+    assert sum(len(one.get("tool_calls", ())) for one in deltas) == calls
+
+
 async def test_earlier_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
     template = "{{ tools|length }}{% for m in messages %}{{ m|tojson }}\n{% endfor %}"
     tokenizer, agent = chat_tokenizer(tmp_path, template), ScriptedAgent(["x"])
@@ -250,10 +281,8 @@ TEXT = "naïve 漢字 👩‍🚀 Ω and the end"
 
 
 @asynccontextmanager
-async def saying(folder: Path, text: str, sizes: Sequence[int]) -> AsyncIterator[Live]:
+async def saying(tokenizer: TextTokenizer, text: str, sizes: Sequence[int]) -> AsyncIterator[Live]:
     """An endpoint over a real agent, whose verifier commits this text in parts of these sizes."""
-    write_tokenizer(folder)
-    tokenizer = TextTokenizer(folder)
     tokens = tokenizer.encode(text)
     transport = loopback(streaming(tokens, sizes, FinishReason.STOP))
     options = AgentOptions(reconnect=QUICK)
@@ -268,7 +297,7 @@ async def test_characters_and_stop_strings_over_tokens(
     tmp_path: Path, sizes: Sequence[int], stop: str | None
 ) -> None:
     expected = TEXT if stop in (None, "never") else TEXT[: TEXT.index(str(stop))]
-    async with saying(tmp_path, TEXT, sizes) as found:
+    async with saying(TextTokenizer(write_tokenizer(tmp_path)), TEXT, sizes) as found:
         asked = {"prompt": "a", "max_tokens": 200, "stop": stop}
         done = (await ask(found, "/v1/completions", asked)).json["choices"][0]
         streamed = await ask(found, "/v1/completions", {**asked, "stream": True})
@@ -279,7 +308,7 @@ async def test_characters_and_stop_strings_over_tokens(
 
 
 async def test_the_text_is_what_the_agent_says(tmp_path: Path) -> None:
-    async with saying(tmp_path, TEXT, (2,)) as found:
+    async with saying(TextTokenizer(write_tokenizer(tmp_path)), TEXT, (2,)) as found:
         params = SamplingParams(max_tokens=200, stop=("Ω",))
         chunks = [chunk async for chunk in found.endpoint.agent.generate("a", params)]
         asked = {"prompt": "a", "max_tokens": 200, "stop": "Ω"}

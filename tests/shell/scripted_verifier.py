@@ -9,7 +9,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from edgespec.agent.agent import Agent, AgentOptions, Chunk
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.protocol.messages import Commit, FinishReason, Limits, Open, Opened
+from edgespec.core.protocol.messages import (
+    Commit,
+    Draft,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    RunAhead,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from edgespec.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
@@ -75,6 +83,28 @@ def agent(
 ) -> Agent:
     options = AgentOptions(reconnect=reconnect)
     return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, tracer=tracer)
+
+
+def undrafted(tokens: Sequence[int], drafter: Drafter) -> Agent:
+    """An agent whose verifier commits once the device has said that no draft is coming, so that a
+    step has failed."""
+
+    async def serve(stream: VerifierStream) -> None:
+        opening = await stream.receive()
+        assert isinstance(opening, Open)
+        position = len(opening.prompt)
+        await stream.send(Opened(Limits(), "scripted", position))
+        told_so = not opening.drafting
+        while not told_so:
+            message = await stream.receive()
+            told_so = isinstance(message, Draft) and not message.tokens
+        await stream.send(Commit(position, tuple(tokens), finish=FinishReason.LENGTH))
+        with contextlib.suppress(LinkError):
+            while True:
+                await stream.receive()
+
+    options = AgentOptions(run_ahead=RunAhead.NEVER, reconnect=QUICK)
+    return Agent(loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
 
 
 def generate(

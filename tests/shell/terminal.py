@@ -19,6 +19,8 @@ import termios
 import time
 from collections.abc import Iterator
 
+from rich.cells import cell_len
+
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
@@ -36,10 +38,18 @@ _LONGEST = 32
 ROWS = 24
 
 
-class Screen:
-    """What a terminal shows that got this text; lines that scrolled out are kept above."""
+_FILLER = "\0"
 
-    def __init__(self) -> None:
+
+class Screen:
+    """What a terminal shows that got this text; lines that scrolled out are kept above.
+
+    With ``columns`` it goes on in the next line behind the last column, once another letter comes;
+    until then the cursor is on the last letter, as xterm has it, and erasing erases that.
+    """
+
+    def __init__(self, columns: int = 0) -> None:
+        self.columns = columns
         self.lines = [""]
         self.row = self.column = 0
         self._cut = ""
@@ -66,7 +76,7 @@ class Screen:
 
     @property
     def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines)
+        return "\n".join(line.replace(_FILLER, "").rstrip() for line in self.lines)
 
     def _put(self, letter: str) -> None:
         if letter == "\n":
@@ -76,9 +86,13 @@ class Screen:
         elif letter == "\b":
             self.column = max(0, self.column - 1)
         elif letter >= " ":
+            cells = letter + _FILLER * (cell_len(letter) - 1)
+            if self.columns and self.column + len(cells) > self.columns:
+                self.column = 0
+                self._down(1)
             line = self.lines[self.row].ljust(self.column)
-            self.lines[self.row] = line[: self.column] + letter + line[self.column + 1 :]
-            self.column += 1
+            self.lines[self.row] = line[: self.column] + cells + line[self.column + len(cells) :]
+            self.column += len(cells)
 
     def _down(self, count: int) -> None:
         self.row += count
@@ -89,6 +103,8 @@ class Screen:
         if numbers.startswith(("?", ">", "<", "=")):
             return
         count = int(numbers.split(";")[0] or 0)
+        if self.columns:
+            self.column = min(self.column, self.columns - 1)
         match letter:
             case "A":
                 self.row = max(0, self.row - max(1, count))

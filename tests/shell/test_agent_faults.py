@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions, GenerationError
+from edgespec.agent.agent import Agent, GenerationError
 from edgespec.agent.link import Link
 from edgespec.agent.session_driver import SessionDriver
 from edgespec.benchmark.measurement import measure
@@ -24,19 +25,17 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
-    Draft,
     FaultCode,
-    FinishReason,
     Limits,
     Open,
     Opened,
-    RunAhead,
     Uplink,
     VerifierInfo,
 )
 from edgespec.core.protocol.messages import Fault as VerifierFault
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.drafters.sampler import best_candidates
 from edgespec.drafters.toy import ToyDrafter
 from edgespec.models.toy_tokenizer import TOY_ALPHABET
 from edgespec.ports import (
@@ -50,7 +49,15 @@ from edgespec.ports import (
     VerifierStream,
     never_cancelled,
 )
-from tests.shell.scripted_verifier import PROMPT, QUICK, TEXT, agent, generate, loopback, streaming
+from tests.shell.scripted_verifier import (
+    PROMPT,
+    QUICK,
+    agent,
+    generate,
+    loopback,
+    streaming,
+    undrafted,
+)
 
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
 WITHIN_S = 30.0
@@ -348,23 +355,7 @@ async def test_a_failed_draft_is_told_once_in_words(
     drafter = toy_drafter()
     monkeypatch.setattr(drafter, "step", fail, raising=True)
 
-    async def serve(stream: VerifierStream) -> None:
-        """Commits once the device has said that no draft is coming, so that the step has failed."""
-        opening = await stream.receive()
-        assert isinstance(opening, Open)
-        position = len(opening.prompt)
-        await stream.send(Opened(Limits(), "scripted", position))
-        told_so = not opening.drafting
-        while not told_so:
-            message = await stream.receive()
-            told_so = isinstance(message, Draft) and not message.tokens
-        await stream.send(Commit(position, tuple(TOKENS), finish=FinishReason.LENGTH))
-        with contextlib.suppress(LinkError):
-            while True:
-                await stream.receive()
-
-    options = AgentOptions(run_ahead=RunAhead.NEVER, reconnect=QUICK)
-    one = Agent(loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
+    one = undrafted(TOKENS, drafter)
     async with nothing_left(), one:
         for _ in range(2):
             assert await told(one) == TOKENS
@@ -373,4 +364,31 @@ async def test_a_failed_draft_is_told_once_in_words(
             assert "drafting stopped: RuntimeError: head_size" in summary(Progress(), one.stats)
         with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
             await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
+    assert caplog.text.count("the text went on without drafts") == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+async def test_logits_that_are_no_numbers_are_told_once_wherever_they_come(
+    bad: float,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drafter = toy_drafter()
+    logits = np.zeros(drafter.info.vocabulary_size, dtype=np.float32)
+    logits[7] = bad
+    params = SamplingParams(max_tokens=len(TOKENS), temperature=temperature, top_p=0.9)
+
+    def step(keep_length: int, feed: Sequence[int], width: int, _: Cancelled) -> object:
+        return best_candidates(logits, params, keep_length + len(feed), width)
+
+    monkeypatch.setattr(drafter, "step", step, raising=True)
+    async with nothing_left(), undrafted(TOKENS, drafter) as one:
+        for length in (1, 2, 3):
+            chunks = [chunk async for chunk in one.generate(PROMPT[:length], params)]
+            assert [token for chunk in chunks for token in chunk.tokens] == TOKENS
+            assert one.stats is not None
+            why = f"the draft computes no finite scores: the largest is {bad}"
+            assert one.stats.counters.draft_failure == f"ValueError: {why}"
     assert caplog.text.count("the text went on without drafts") == 1

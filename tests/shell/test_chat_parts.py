@@ -160,15 +160,16 @@ def test_a_line_that_did_not_change_is_not_written_again() -> None:
     assert out.getvalue() == ""
 
 
-def shown(text: str, step: int) -> tuple[str, str]:
+def shown(text: str, step: int, columns: int = 40) -> tuple[str, str]:
     """What a terminal shows after a reply that came in pieces, and all that was written."""
     out, now = io.StringIO(), iter(range(100_000))
-    view = MarkdownView(lambda width: "numbers", out, lambda: float(next(now)), (40, 24))
+    size = (columns, 24)
+    view = MarkdownView(lambda width: "numbers"[:width], out, lambda: float(next(now)), size)
     for start in range(0, len(text), step):
         piece = Piece(text[start : start + step], TokenKind.DECODED)
         view.show(Chunk(start, (1,), (piece,)))
     view.end()
-    screen = Screen()
+    screen = Screen(columns)
     screen.feed(on_a_terminal(out.getvalue()))
     return screen.text, out.getvalue()
 
@@ -182,6 +183,46 @@ def test_a_reply_looks_the_same_however_it_came() -> None:
     for word in ("Title", "A paragraph of two lines.", "still two", "x = 1", "Next", "last"):
         assert whole.count(word) == 1, word
     assert "```" not in whole
+
+
+NARROW = """\tx = supercalifragilistic
+
+- 漢字と仮名 an item
+
+
+| a | b |
+|---|---|
+| one | two |
+
+"""
+
+
+@pytest.mark.parametrize("columns", range(1, 23))
+def test_a_narrow_terminal_loses_and_repeats_no_letter(columns: int) -> None:
+    """Where it is too narrow to draw markdown, the text stands there as it came."""
+    reply = NARROW + REPLY
+    if columns == 1:
+        reply = "".join(letter for letter in reply if letter <= "~")  # no terminal shows others
+    for step in (1, 5, len(reply)):
+        text, _ = shown(reply, step, columns)
+        if columns <= 20:
+            assert "".join(text.split()) == "".join(reply.split()), step
+        for word in ("Title", "A", "paragraph", "still", "two", "no", "heading", "Next", "last"):
+            assert word in "".join(text.split()), (word, step)
+        assert text == shown(reply, 1, columns)[0], step
+
+
+def test_a_terminal_that_becomes_narrow_loses_no_line() -> None:
+    out = io.StringIO()
+    view = MarkdownView(lambda width: "n" * width, out, lambda: 0.0, (40, 24))
+    view.show(Chunk(0, (1,), (Piece("one\n\ntwo", TokenKind.DECODED),)))
+    view._console.size = ConsoleDimensions(7, 20)
+    view.show(Chunk(3, (1,), (Piece(" three four\n\nfive", TokenKind.DECODED),)))
+    view.end()
+    screen = Screen()
+    screen.feed(on_a_terminal(out.getvalue()))
+    lines = [line for line in screen.text.split() if set(line) != {"n"}]
+    assert lines == ["one", "two", "two", "th", "ree", "fo", "ur", "five"]
 
 
 def test_a_reply_cannot_control_the_terminal() -> None:

@@ -234,6 +234,29 @@ def test_what_a_block_of_loading_changed_is_as_it_was() -> None:
     assert threading.active_count() == threads
 
 
+def test_nothing_stays_open_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    pair = socket.socketpair
+
+    def noted() -> tuple[socket.socket, socket.socket]:
+        made.extend(pair())
+        return made[-2], made[-1]
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before[1])
+    monkeypatch.setattr(socket, "socketpair", noted)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"), stoppable():
+        raise AssertionError("nothing is loaded")
+    now = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(now[1])
+    assert now == before
+    assert [one.fileno() for one in made] == [-1, -1]
+
+
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
     times = ("--rtt-ms", "20", "--pass-ms", "20", "-n", "3000")
     with start("demo", "--model", "toy", "--draft", "toy", *times) as demo:

@@ -47,6 +47,8 @@ def test_nobody_there_is_exit_code_1_and_one_line() -> None:
         (("--timeout-s", "0"), "--timeout-s is 0, but must be in (0, 600]"),
         (("--timeout-s", "nan"), "--timeout-s is nan"),
         (("--client-cert", "c.pem"), "client_cert is given without client_key"),
+        (("::1",), "an IPv6 address must be like [::1]:7420"),
+        (("gpu-box:99999",), "its port must be in [1, 65535]"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

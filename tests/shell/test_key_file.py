@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -121,6 +122,57 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
         save_keys(tmp_path / "missing" / "keys.yaml", KeyFile())
     assert list(load_keys(path).keys) == ["a"]
     assert [one.name for one in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+OWNER, GROUP = 4711, 4712
+
+
+@pytest.mark.parametrize(
+    ("may", "given", "mode"),
+    [
+        ((True, True), (OWNER, GROUP), 0o640),
+        ((False, True), (-1, GROUP), 0o640),
+        ((False, False), None, 0o600),  # or a group that never could would read it
+    ],
+)
+def test_the_file_of_a_service_stays_the_services(
+    may: tuple[bool, bool],
+    given: tuple[int, int] | None,
+    mode: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = (tmp_path / "keys.yaml").resolve()
+    assert keys("add", "a", "--file", path).exit_code == 0
+    path.chmod(0o640)
+    find, owners = os.stat, list[tuple[int, int]]()
+
+    def stat_of(one: Any, *arguments: Any, **more: Any) -> os.stat_result:
+        found = find(one, *arguments, **more)
+        return os.stat_result((*found[:4], OWNER, GROUP, *found[6:10])) if one == path else found
+
+    def chown(one: object, owner: int, group: int) -> None:
+        if not all(allowed or new < 0 for allowed, new in zip(may, (owner, group), strict=True)):
+            raise PermissionError(1, "Operation not permitted")
+        owners.append((owner, group))
+
+    monkeypatch.setattr(os, "stat", stat_of)
+    monkeypatch.setattr(os, "chown", chown)
+    assert keys("add", "b", "--file", path).exit_code == 0
+    monkeypatch.undo()
+    assert owners == ([] if given is None else [given])
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert sorted(load_keys(path).keys) == ["a", "b"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_root_writes_anew_belongs_to_whom_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    assert keys("add", "a", "--file", path).exit_code == 0
+    os.chown(path, OWNER, GROUP)
+    assert keys("revoke", "a", "--file", path).exit_code == 0
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (OWNER, GROUP, 0o600)
 
 
 @pytest.mark.parametrize("command", ["add", "revoke"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +17,8 @@ import pytest
 import edgespec
 from edgespec.agent.agent import Agent
 from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
+from edgespec.agent.status import StatusSource
+from edgespec.cli.top_view.reading import agent_reading
 from edgespec.compose import TOY_MODEL, build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.offline import Correction, Offline
@@ -25,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy_tokenizer import ToyTokenizer
 from tests.shell.adapted_toy import AdaptedToy
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import environment, nobody, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, environment, nobody, serving, toy_text
 from tests.sources import ROOT
 
 TEXT = ToyTokenizer()
@@ -83,6 +86,31 @@ async def test_who_serves_what_is_told_by_those_that_answer() -> None:
                     await agent.models()
 
 
+async def test_a_status_tells_which_text_is_of_which_model() -> None:
+    """The target waits with its first pass until the status was looked at."""
+    target = GatedTarget(AdaptedToy({"sql": SQL}), free_passes=0)
+    async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
+        stack.callback(target.gate.set)
+        agent = await stack.enter_async_context(edgespec.connect(address, draft="toy"))
+        assert isinstance(agent, Agent)
+        source = StatusSource(agent, (address,))
+        async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as texts:
+            for name in ("", "sql"):
+                texts.create_task(text(agent, name))
+            found = source.snapshot()
+            while [bool(one.model) for one in found.generations] != [True, True]:
+                await asyncio.sleep(0)
+                found = source.snapshot()
+            target.gate.set()
+    assert [one.model for one in found.generations] == ["toy", "sql"]
+    shown = json.dumps(found.as_json())
+    assert [one["model"] for one in json.loads(shown)["generations"]] == ["toy", "sql"]
+    notes = [row.note for row in agent_reading(shown).rows if row.name.startswith("text ")]
+    assert ["toy" in note for note in notes] == [True, False]
+    assert ["sql" in note for note in notes] == [False, True]
+    assert source.snapshot().generations == ()
+
+
 # --- without a verifier -----------------------------------------------------------------------
 
 
@@ -105,11 +133,14 @@ async def offline(*adapters: str) -> AsyncIterator[tuple[Agent, Gate, int]]:
 
 async def test_what_the_draft_wrote_is_judged_by_the_adapter() -> None:
     async with offline("sql") as (agent, gate, port):
-        found, unverified = ReplyText(), 0
+        found, unverified, source = ReplyText(), 0, StatusSource(agent, ())
         async with asyncio.timeout(WITHIN_S):
             async for event in agent.follow(PROMPT, PARAMS, model="sql"):
                 found.add(event)
                 unverified += isinstance(event, UnverifiedChunk)
+                if gate.port is None:
+                    (running,) = source.snapshot().generations
+                    assert running.model == "sql"
                 gate.port = port
     assert unverified
     assert (found.verified, found.unverified) == (IN_SQL, "")

@@ -29,6 +29,19 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki(tmp_path_factory.mktemp("pki"))
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, pki: Pki) -> list[tuple[str, int]]:
+    """Which hosts and ports ``edgespec certs pin`` asks; all show the same certificate."""
+    found: list[tuple[str, int]] = []
+
+    def fetch(host: str, port: int) -> pinning.Shown:
+        found.append((host, port))
+        return pinning.read(Path(pki.path("server.pem")))
+
+    monkeypatch.setattr(pinning, "fetch", fetch)
+    return found
+
+
 async def command(*words: str | Path) -> Result:
     """``edgespec certs`` in a thread of its own, because the verifier is served in this one."""
     said = ["certs", *map(str, words)]
@@ -110,5 +123,29 @@ async def test_a_verifier_in_plaintext_is_named() -> None:
 async def test_a_port_that_cannot_be_is_named(port: str) -> None:
     refused = await command("pin", f"gpu-box:{port}")
     assert refused.exit_code == 2
-    said = f"the port of 'gpu-box:{port}' is '{port}', but must be in [1, 65535]"
+    said = f"verifier is 'gpu-box:{port}', but its port must be in [1, 65535]"
     assert said in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("::1", "an IPv6 address must be like [::1]:7420"),
+        ("2001:db8::7:7420", "an IPv6 address must be like [::1]:7420"),
+        ("unix:verifier.sock", "must be host:port"),
+        ("https://gpu-box", "must be host:port"),
+    ],
+)
+async def test_what_names_no_host_and_port_is_refused_before_anybody_is_asked(
+    asked: list[tuple[str, int]], address: str, said: str
+) -> None:
+    refused = await command("pin", address)
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.output.split())
+    assert asked == []
+
+
+async def test_an_ipv6_address_in_brackets_is_asked(asked: list[tuple[str, int]]) -> None:
+    for address in ("[::1]", "[::1]:7421"):
+        assert (await command("pin", address)).exit_code == 0
+    assert asked == [("::1", 7420), ("::1", 7421)]

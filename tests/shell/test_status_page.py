@@ -137,7 +137,7 @@ async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> N
     assert said == []
     assert int(re.findall(r'data-polled="(\d+)"', dom)[0]) >= 2
     assert f"serving: {address}" in dom
-    assert "<td>#1</td><td>streaming</td>" in dom
+    assert "<td>#1</td><td>toy</td><td>streaming</td>" in dom
     assert 'id="trouble" class="trouble" role="alert" hidden' in dom
 
 

@@ -1,7 +1,8 @@
 """A reply as rendered markdown: finished blocks are printed once, the last one grows in place.
 
 Below the open block stands a line with the numbers of the moment. The open block shows its last
-lines only where it is higher than the terminal; once it is finished, all of it is printed.
+lines only where it is higher than the terminal; once it is finished, all of it is printed. On a
+terminal too narrow for markdown the text stands as it came.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TextIO
 
+from rich.cells import chop_cells
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -21,7 +23,12 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.printable import printable
 
 FRAME_S: Final = 0.1
-_LEAST_WIDTH: Final = 20
+# Columns for text; the last one of a terminal stays free, for what erases a line's rest would
+# erase the letter in it. With fewer the renderer leaves letters out, of tables and code above all.
+_LEAST_RENDERED: Final = 20
+# A letter may take two.
+_LEAST_DRAWN: Final = 2
+_TAB: Final = 4
 
 
 class MarkdownView:
@@ -77,6 +84,11 @@ class MarkdownView:
         if size != self._size:  # lines were wrapped anew: nobody knows where the region begins
             self._region.let_go()
             self._size = size
+        if self._width < _LEAST_DRAWN:  # no line fits: the terminal cuts what is finished
+            self._region.let_go()
+            self._out.write("".join(f"{line}\n" for line in above))
+            self._out.flush()
+            return
         room = max(1, size.height - 3)
         lines = self._rendered(self._tail(room))[-room:]
         status = self._status(self._width)
@@ -95,6 +107,9 @@ class MarkdownView:
         """The lines of a block; ``gap``: with an empty one behind it, as between paragraphs."""
         if not text.strip():
             return []
+        if self._width < _LEAST_RENDERED:
+            lines = self._wrapped(text.strip("\n"))
+            return [*lines, ""] if gap else lines
         try:
             with self._console.capture() as captured:
                 self._console.print(
@@ -102,15 +117,17 @@ class MarkdownView:
                 )
             lines = [line.rstrip() for line in captured.get().split("\n")]
         except Exception:  # a text that a renderer stumbles over is still a text
-            lines = [line for part in text.split("\n") for line in _wrapped(part, self._width)]
+            lines = self._wrapped(text)
         while lines and not lines[-1].strip():
             lines.pop()
         return [*lines, ""] if gap else lines
 
+    def _wrapped(self, text: str) -> list[str]:
+        """The text itself, in lines that fit."""
+        width = max(_LEAST_DRAWN, self._width)
+        lines = text.expandtabs(_TAB).split("\n")
+        return [part for line in lines for part in chop_cells(line.rstrip(), width) or [""]]
+
     @property
     def _width(self) -> int:
-        return max(_LEAST_WIDTH, self._console.size.width - 1)
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+        return self._console.size.width - 1

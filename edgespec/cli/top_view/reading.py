@@ -96,7 +96,8 @@ def _agent_rows(data: Mapping[str, Any], verifier: Mapping[str, Any] | None) -> 
         speed = _NONE if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f} tok/s"
         count = one.get("unverified", 0)
         more = f" and {count:,} unverified" if count else ""
-        note = f"{one['tokens']:,} tokens{more}, {_said(one['link'])}, accepted"
+        model = f" of {_said(one['model'])}" if one.get("model") else ""
+        note = f"{one['tokens']:,} tokens{more}{model}, {_said(one['link'])}, accepted"
         rows.append(Row(f"text {one['number']}", speed, f"{note} {_percent(one['acceptance'])}"))
     return rows
 

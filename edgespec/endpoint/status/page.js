@@ -82,9 +82,9 @@ function showGenerations(found, running) {
   place("generations").replaceChildren(...found.map(one => {
     const row = document.createElement("tr");
     const more = one.unverified ? ` + ${number(one.unverified)} unverified` : "";
-    row.append(...["#" + one.number, one.link.replace("_", " "), number(one.tokens) + more,
-      one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1), percent(one.acceptance),
-      one.drafting ? "yes" : "no"].map(text => made("td", text)));
+    row.append(...["#" + one.number, one.model || "–", one.link.replace("_", " "),
+      number(one.tokens) + more, one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1),
+      percent(one.acceptance), one.drafting ? "yes" : "no"].map(text => made("td", text)));
     return row;
   }));
 }
