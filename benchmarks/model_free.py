@@ -30,7 +30,7 @@ from edgespec.benchmark.tape_recorder import tape_about
 from edgespec.compose import load_drafter, load_target, load_tokenizer
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.events import Finish
-from edgespec.core.device.policy import default_policy
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open

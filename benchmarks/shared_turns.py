@@ -29,7 +29,7 @@ from edgespec.core.device.events import (
     StepWithdrawn,
     TokenKind,
 )
-from edgespec.core.device.policy import default_policy
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import TurnPolicy

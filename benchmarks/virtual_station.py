@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from edgespec.benchmark.measurement import Measurement
 from edgespec.core.device.events import Fail
-from edgespec.core.device.policy import default_policy
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.network.link_model import LinkModel, LinkSettings

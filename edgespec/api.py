@@ -28,12 +28,12 @@ from edgespec.config import (
     AgentConfig,
     ConfigError,
     DraftSection,
-    PolicyName,
     PolicySection,
     load_config,
 )
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction, Offline
+from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
@@ -78,7 +78,7 @@ def connect(
     draft: str = DraftSection().model,
     tokenizer: str = "",
     model: str = "",
-    policy: str = PolicyName.WINDOWED.value,
+    policy: str = DEFAULT_POLICY.value,
     gamma: int | None = None,
     width: int = PolicySection().width,
     window: int | None = None,

@@ -24,7 +24,7 @@ from edgespec.constraint_readers import device_reader, verifier_reader
 from edgespec.core.device.draft_ladder import DraftLadder
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
-from edgespec.core.device.policy_names import named_policy
+from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
@@ -274,7 +274,7 @@ def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
 
 
 def build_policy(
-    name: PolicyName | str = PolicyName.WINDOWED,
+    name: PolicyName | str = DEFAULT_POLICY,
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,
     window: int | None = None,

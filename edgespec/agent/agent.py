@@ -48,7 +48,8 @@ from edgespec.core.device.offline import (
     Provisional,
     WritingPolicy,
 )
-from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession

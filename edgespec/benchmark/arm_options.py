@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from edgespec.agent.agent import AgentOptions
 from edgespec.benchmark.arms import Arm, arm_settings
-from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName, named_policy
 from edgespec.core.device.preference import Prefer
 
 
 def arm_options(
     arm: Arm,
     gamma: int | None = None,
-    policy: PolicyName = PolicyName.WINDOWED,
+    policy: PolicyName = DEFAULT_POLICY,
     prefer: Prefer = Prefer.SPEED,
 ) -> AgentOptions:
     """``gamma`` is the draft length of ``vanilla``, ``policy`` and ``prefer`` are of ``edgespec``;

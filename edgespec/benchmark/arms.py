@@ -17,8 +17,8 @@ from edgespec.core.device.policy import (
     FixedPolicy,
     PearlPolicy,
     WindowedPolicy,
-    default_policy,
 )
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.protocol.messages import RunAhead
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from edgespec.benchmark.arms import Arm
 from edgespec.core.device.policy import MAX_GAMMA
-from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -35,7 +35,7 @@ class BenchSettings:
     """The same for a draft step."""
     leaves: int = 1
     """Of a draft step of the arm ``edgespec``."""
-    policy: PolicyName = PolicyName.WINDOWED
+    policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
     prefer: Prefer = Prefer.SPEED
     """What its drafts have to be worth."""
@@ -74,6 +74,6 @@ class BenchSettings:
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
         if self.leaves > 1:
             steps += f" of up to {self.leaves} leaves, {self.row_ms:g} ms for each after the first"
-        if self.policy is not PolicyName.WINDOWED or self.prefer is not Prefer.SPEED:
+        if self.policy is not DEFAULT_POLICY or self.prefer is not Prefer.SPEED:
             steps += f"; edgespec drafts by {self.policy.value} and prefers {self.prefer.value}"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"

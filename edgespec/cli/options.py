@@ -159,9 +159,10 @@ Policy = Annotated[
     PolicyName | None,
     typer.Option(
         "--policy",
-        help="windowed: stream on; goodput: stream what is expected to save more than it costs; "
-        "pearl: pre- and post-verify; fixed: draft, send, wait; specdec++: as fixed, up to a guess "
-        "that is unsure; bandit: as fixed, by the length that paid",
+        help="goodput (default): stream what is expected to save more than it costs; windowed: "
+        "stream what is likeliest; pearl: pre- and post-verify; fixed: draft, send, wait; "
+        "specdec++: as fixed, up to a guess that is unsure; bandit: as fixed, by the length that "
+        "paid",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -192,7 +193,7 @@ Window = Annotated[
     int | None,
     typer.Option(
         "--window",
-        help="Steps windowed may have outstanding (default: adapts)",
+        help="Steps goodput and windowed may have outstanding (default: adapts)",
         rich_help_panel=_DRAFTING,
     ),
 ]

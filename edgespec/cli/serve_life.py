@@ -37,6 +37,7 @@ from edgespec.compose import (
 )
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.security import is_loopback
+from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.ports import LinkError
 from edgespec.telemetry.process_memory import machine_memory
@@ -319,7 +320,8 @@ def _memory(config: AgentConfig) -> str:
 
 def _policy(config: AgentConfig) -> str:
     policy = config.policy
-    why = "drafts on while guesses travel" if policy.name.value == "windowed" else "as asked for"
+    usual = policy.name is DEFAULT_POLICY
+    why = "drafts what saves more than it costs" if usual else "as asked for"
     ahead = "; the verifier decodes on by itself when no guess is there"
     return f"{policy.name.value} ({why}){'' if policy.run_ahead.value == 'never' else ahead}"
 

@@ -22,7 +22,7 @@ from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
-from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
@@ -128,13 +128,13 @@ class LinkSection:
 class PolicySection:
     """What to draft and when to send it (``core/device/policy.py``)."""
 
-    name: PolicyName = PolicyName.WINDOWED
+    name: PolicyName = DEFAULT_POLICY
     gamma: int | None = None
     """Draft length of ``fixed`` and ``pearl``; null adapts."""
     width: int = DEFAULT_WIDTH
     """Choices a draft step adds: 1 is a chain, more a tree."""
     window: int | None = None
-    """Steps ``windowed`` may have outstanding; null adapts."""
+    """Steps ``goodput`` and ``windowed`` may have outstanding; null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """May the verifier decode on without a draft?"""
     leaves: int = 1

@@ -19,8 +19,8 @@ from edgespec.core.device.draft_ladder import (
 )
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.policy import DraftPolicy, default_policy
-from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.policy_names import PolicyName, default_policy, named_policy
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
 from edgespec_sim.faults.options import WorldOptions

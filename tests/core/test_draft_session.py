@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from edgespec.core.device.events import (
     Tick,
     Transmit,
 )
+from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import (
     Commit,
@@ -37,6 +39,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import Candidate
 from tests.core.draft_scripts import (
     ACCEPTED,
     CORRECTED,
@@ -213,3 +216,33 @@ def test_a_step_that_waited_is_planned_anew_behind_what_was_committed_meanwhile(
     forgotten = session.handle(StepWithdrawn(forgotten=True), 0.4)
     (step,) = [one for one in forgotten if isinstance(one, StartStep)]
     assert (step.keep_length, step.feed) == (0, (*PROMPT, 40))
+
+
+# --- choices that are hardly ever right -------------------------------------------------------
+
+
+def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
+    """Second choices of 0.001 were never right in 400 trials, those of 0.2 half the time. Step 16
+    is the first at which all are kept."""
+    session = streaming(policy=GoodputPolicy(2))
+    hardly, often = math.log(0.001), math.log(0.2)
+    for trial in range(400):
+        session.estimates.guesses.add(1, hardly, hit=False)
+        session.estimates.guesses.add(1, often, hit=trial % 2 == 0)
+    kept = []
+    for number in range(1, 18):
+        logprob = often if number == 5 else hardly
+        choices = (Candidate(100 + number, -0.1), Candidate(200 + number, logprob))
+        before = len(session.tree.nodes)
+        session.handle(StepDone(choices), number * 0.01)
+        kept.append(len(session.tree.nodes) - before)
+    assert [number for number, count in enumerate(kept, 1) if count == 2] == [5, 16]
+    assert set(kept) == {1, 2}
+
+
+def test_all_choices_are_kept_where_the_policy_says_so() -> None:
+    session = streaming(policy=WindowedPolicy(2))
+    for _ in range(400):
+        session.estimates.guesses.add(1, math.log(0.001), hit=False)
+    session.handle(StepDone((Candidate(10, -0.1), Candidate(11, math.log(0.001)))), 0.1)
+    assert [node.rank for node in session.tree.roots] == [0, 1]

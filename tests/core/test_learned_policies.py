@@ -8,16 +8,23 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.device.confidence import ConfidenceEstimator
+from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
 from edgespec.core.device.draft_lengths import MAX_LENGTH, LengthOutcomes, RoundMeter
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.goodput_policy import GoodputPolicy
-from edgespec.core.device.policy import WindowedPolicy
-from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.learned import Learned
+from edgespec.core.device.policy import DEFAULT_WIDTH, GATHER_SHARE, WindowedPolicy
+from edgespec.core.device.policy_names import (
+    DEFAULT_POLICY,
+    PolicyName,
+    default_policy,
+    named_policy,
+)
 from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.round_policies import LENGTHS, BanditPolicy, ConfidencePolicy
 from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
 
 
@@ -64,6 +71,36 @@ def test_any_confidence_has_a_chance(logprob: float) -> None:
     found = ConfidenceEstimator()
     found.add(logprob, hit=False)
     assert 0.0 < found.chance(logprob) < 1.0
+
+
+def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
+    found = GuessChances()
+    hardly, likely = math.log(0.01), math.log(0.3)
+    assert found.chance(1, hardly, 0.1) == pytest.approx(0.1)
+    for _ in range(60):
+        found.add(1, hardly, hit=False)
+    assert found.chance(1, math.log(0.015), 0.1) == pytest.approx(0.6 / 66, rel=0.15)
+    assert found.chance(1, likely, 0.1) == pytest.approx(0.1)
+    assert found.chance(2, hardly, 0.1) == pytest.approx(0.1)
+    found.add(2, likely, hit=True)
+    assert found.chance(7, likely, 0.1) == pytest.approx(1.6 / 7)
+    found.add(0, likely, hit=False)
+    assert found.chance(0, math.log(0.35), 0.8) == pytest.approx(4.8 / 7)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 9])
+@pytest.mark.parametrize("logprob", [-math.inf, -1e9, -1e-300, 0.0, 3.0, math.nan])
+def test_any_guess_has_a_chance(rank: int, logprob: float) -> None:
+    found = GuessChances()
+    found.add(rank, logprob, hit=False)
+    assert 0.0 < found.chance(rank, logprob, 0.5) < 0.5
+
+
+def test_texts_with_noise_and_without_are_counted_apart() -> None:
+    learned = Learned()
+    greedy, sampled = (learned.guesses(SamplingParams(t)) for t in (0.0, 0.7))
+    assert greedy is learned.guesses(SamplingParams(0.0, seed=9)) is not sampled
+    assert sampled is learned.guesses(SamplingParams(1.0))
 
 
 def test_specdec_stops_when_a_miss_is_likely() -> None:
@@ -183,6 +220,46 @@ def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
     assert (policy.extend(better), policy.flush(better)) == (1, True)
 
 
+def _unsure_and_sure() -> DraftView:
+    """Two guesses at the root, 1 and 2, held for so likely that the first is right at 0.45 and the
+    second at 0.4, and behind the first one two of which nobody is sure."""
+    view = _view(rate=0.8, decoding=False)
+    guesses, first, second = view.estimates.guesses, math.log(0.35), math.log(0.3)
+    for trial in range(2000):
+        guesses.add(0, first, hit=trial % 20 < 9)
+        guesses.add(1, second, hit=trial % 20 < 8)
+    for node, (parent, rank, logprob) in enumerate(
+        [(ROOT, 0, first), (ROOT, 1, second), (1, 0, first), (1, 1, second)], 1
+    ):
+        view.tree.grow(node, parent, 10 + node, 2, rank, logprob)
+    return view
+
+
+def test_goodput_goes_by_what_the_draft_thought() -> None:
+    """By rank alone the chain's end has 0.8 * 0.8; by confidence it has 0.45 * 0.45, and the second
+    choice at the root 0.4."""
+    view = replace(_unsure_and_sure(), unsent=4)
+    assert WindowedPolicy(2).extend(view) == 3
+    assert GoodputPolicy(2).extend(view) == 2
+
+
+def test_goodput_takes_likely_leaves_along_while_they_pay() -> None:
+    view = replace(_unsure_and_sure(), leaves=4)
+    for rows in (1, 3) * 40:
+        view.estimates.rows.add(rows, 0.01)
+    assert GoodputPolicy(2).beside(view, 2) == (3, 4)
+    assert GoodputPolicy(2).beside(replace(view, leaves=1), 2) == ()
+    for rows in (1, 3) * 400:
+        view.estimates.rows.add(rows, 0.01 * rows)
+    assert GoodputPolicy(2).beside(view, 2) == ()
+
+
+def test_goodput_has_a_window() -> None:
+    view = _unsure_and_sure()
+    assert GoodputPolicy(2, window=3).extend(view) == 2
+    assert GoodputPolicy(2, window=2).extend(view) is None
+
+
 def test_goodput_asks_what_is_preferred() -> None:
     view = _view(rate=0.7, rtt_s=0.05)
     gain = GoodputPolicy(1).best(view)[1]
@@ -198,6 +275,13 @@ def test_the_dearer_of_two_prices_counts() -> None:
 
 
 # --- by name -----------------------------------------------------------------------
+
+
+def test_who_names_no_policy_has_goodput() -> None:
+    policy = default_policy()
+    assert policy == named_policy(DEFAULT_POLICY)
+    assert isinstance(policy, GoodputPolicy)
+    assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
 
 
 def test_a_preference_makes_windowed_rest() -> None:

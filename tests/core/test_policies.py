@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.leaf_choice import likely_leaves
+from edgespec.core.device.leaf_choice import chance_by_rank, likely_leaves
 from edgespec.core.device.policy import (
     MAX_GAMMA,
     DraftPolicy,
@@ -249,10 +249,11 @@ def _two_branches(row_s: float | None) -> DraftView:
 def test_leaves_are_likeliest_first() -> None:
     view = _two_branches(None)
     rates = [view.estimates.acceptance.rate(rank) for rank in range(2)]
-    found = list(likely_leaves(view, rates, 0.0, 0.0))
+    by_rank = chance_by_rank(rates)
+    found = list(likely_leaves(view, by_rank, 0.0, 0.0))
     assert [node for _, node in found] == [5, 2, 4, 6]
     assert [chance for chance, _ in found] == pytest.approx([0.343, 0.1, 0.07, 0.049])
-    assert [node for _, node in likely_leaves(view, rates, 0.06, 0.0)] == [5, 2, 4]
+    assert [node for _, node in likely_leaves(view, by_rank, 0.06, 0.0)] == [5, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from edgespec.cli.sim.seeds import (
     WithinOption,
 )
 from edgespec.cli.sim.simulate import SUMMARY, TRACE, show, simulate
-from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.report import figures
 from edgespec.report.write import write_report
@@ -64,7 +64,7 @@ def replay(
     ] = None,
     policy: Annotated[
         PolicyName, typer.Option(help="By which the arm edgespec drafts")
-    ] = PolicyName.WINDOWED,
+    ] = DEFAULT_POLICY,
     prefer: Annotated[Prefer, typer.Option(help="What its drafts have to be worth")] = Prefer.SPEED,
     seed: SeedOption = None,
     seeds: SeedsOption = None,

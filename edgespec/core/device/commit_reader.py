@@ -6,12 +6,15 @@ acceptance rate is a property of the draft on committed prefixes, not of what ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from edgespec.core.device.draft_lengths import RoundMeter
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.protocol.messages import Commit, Received
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import SpeculationTree
 
 # Acknowledge at least this often, or before the verifier would pause, if that is sooner: flow
@@ -23,9 +26,15 @@ class CommitReader:
     """Moves one session's root, and holds what it counts and estimates."""
 
     def __init__(
-        self, tree: SpeculationTree, outbox: DraftOutbox, price: RowPrice, learned: Learned
+        self,
+        tree: SpeculationTree,
+        outbox: DraftOutbox,
+        price: RowPrice,
+        learned: Learned,
+        sampling: SamplingParams,
     ) -> None:
-        self.estimates = DraftEstimates(price=price, learned=learned)
+        guesses = learned.guesses(sampling)
+        self.estimates = DraftEstimates(price=price, learned=learned, guesses=guesses)
         self.counters = DraftCounters()
         self._round = RoundMeter(learned.lengths)
         self.max_unreceived = RECEIVED_EVERY
@@ -79,12 +88,15 @@ class CommitReader:
         self.counters.sent += nodes
         self._round.sent(nodes)
 
-    def score(self, rank: int | None, offered: int) -> None:
-        """A position was decided: by the drafter's choice of this rank, or by none of those
-        ``offered``."""
+    def score(self, winner: int | None, offered: Sequence[tuple[int, float]]) -> None:
+        """A position was decided: by the drafter's choice of rank ``winner``, or by none of those
+        ``offered``: ranks, with the draft's log-probabilities."""
         self.counters.tried += 1
-        self.counters.hits += rank == 0
-        self.estimates.acceptance.add(rank, offered)
+        self.counters.hits += winner == 0
+        estimates = self.estimates
+        estimates.acceptance.add(winner, len(offered))
+        for rank, logprob in offered:
+            estimates.guesses.add(rank, logprob, hit=rank == winner)
 
     def _commit_one(self, token: int, accepted: bool) -> TokenKind:
         children = self._tree.roots
@@ -93,7 +105,8 @@ class CommitReader:
             first = children[0]
             if first.rank == 0:
                 self.estimates.learned.confidence.add(first.logprob, hit=matching is first)
-            self.score(None if matching is None else matching.rank, len(children))
+            offered = [(node.rank, node.logprob) for node in children]
+            self.score(None if matching is None else matching.rank, offered)
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1

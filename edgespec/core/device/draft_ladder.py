@@ -154,6 +154,10 @@ class LadderPolicy:
     def width(self) -> int:
         return self.standing.width
 
+    @property
+    def least_choice(self) -> float:
+        return self.standing.least_choice
+
     def extend(self, view: DraftView) -> int | None:
         return None if self.ladder.rung is Rung.NONE else self.standing.extend(view)
 

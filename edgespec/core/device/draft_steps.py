@@ -20,14 +20,18 @@ from edgespec.core.statically_frozen import statically_frozen
 
 # Feeding more than this is prefill or catching up, and says little about a usual step.
 _USUAL_FEED = 2
+# After so many steps the choices that are hardly ever right are kept once.
+_KEEP_ALL_EVERY = 16
 
 
 @statically_frozen
 class Leaf:
-    """A node to draft behind (or ``ROOT``), and how many choices to take there."""
+    """A node to draft behind (or ``ROOT``), and how many choices to take there: of those after the
+    first only such as are right with a chance of ``least_choice``."""
 
     parent: int
     width: int
+    least_choice: float = 0.0
 
 
 @statically_frozen
@@ -108,18 +112,37 @@ class DraftSteps:
             estimates.step_s.add(now - step.started_at)
             estimates.rows.add(step.rows, now - step.started_at)
         for leaf, found in zip(step.leaves, answers, strict=True):
-            self._grow(leaf.parent, step.base_position, found[: leaf.width])
+            kept = self._worth_keeping(found[: leaf.width], leaf.least_choice)
+            self._grow(leaf.parent, step.base_position, kept)
 
-    def _grow(self, parent: int, base_position: int, candidates: tuple[Candidate, ...]) -> None:
+    def _worth_keeping(
+        self, found: tuple[Candidate, ...], least: float
+    ) -> tuple[tuple[int, Candidate], ...]:
+        """The choices with their ranks. Now and then all are kept, to learn what they are worth."""
+        ranked = tuple(enumerate(found))
+        if not least or len(found) < 2 or self._reader.counters.steps % _KEEP_ALL_EVERY == 0:
+            return ranked
+        estimates = self._reader.estimates
+        return tuple(
+            [
+                (rank, one)
+                for rank, one in ranked
+                if not rank or estimates.chance(rank, one.logprob) >= least
+            ]
+        )
+
+    def _grow(
+        self, parent: int, base_position: int, candidates: tuple[tuple[int, Candidate], ...]
+    ) -> None:
         tree = self._tree
         winner, late = None, False
         if base_position < tree.prefix.length:  # the root moved meanwhile
             position = tree.place(parent, base_position)
             late = position is not None and position < tree.prefix.length
-        for rank, candidate in enumerate(candidates):
+        for rank, candidate in candidates:
             node_id = tree.last_id + 1
             token, logprob = candidate.token, candidate.logprob
             growth = tree.grow(node_id, parent, token, base_position, rank, logprob)
             winner = rank if growth is FORWARDED else winner
         if late:
-            self._reader.score(winner, len(candidates))
+            self._reader.score(winner, [(rank, one.logprob) for rank, one in candidates])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgespec.core.device.confidence import GuessChances
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.row_times import RowTimes
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
@@ -48,6 +49,12 @@ class DraftEstimates:
     """What one more draft node adds to a pass."""
     price: RowPrice = field(default_factory=RowPrice)
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
+    guesses: GuessChances = field(default_factory=GuessChances)
+    """How often guesses of a rank and a confidence are right."""
+
+    def chance(self, rank: int, logprob: float) -> float:
+        """That a guess of this rank, held by the draft for so likely, is the target's token."""
+        return self.guesses.chance(rank, logprob, self.acceptance.rate(rank))
 
     @property
     def rows(self) -> RowTimes:

@@ -7,13 +7,14 @@ best run of steps behind it would bring, tokens saved a step:
 
     gain = c * (a**n + a**(n + 1) + .. + a**k) / k,  for the k = n, n + 1, .. with the largest
 
-with c the chance that the text goes through the leaf, a the acceptance rate, and n the first step
-whose node is in time. At c = 0.5 and a = 0.8 a leaf that is in time at once brings 0.4 a step; one
-of which only the fourth node is, 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09 with k = 7. The
-next step runs behind the leaf that brings most, unless that is less than a step has to bring. A row
-in a pass is paid for as in ``policy.WindowedPolicy``: at the verifier's price, by the chance that
-is left in its pass. (SmartSpec, arXiv 2406.14066, calls tokens committed a second under load
-goodput, and chooses draft lengths by it.)
+with c the chance that the text goes through the leaf (the product along its path: of each node, by
+its rank and by what the draft thought of it, ``confidence.GuessChances``), a the acceptance rate,
+and n the first step whose node is in time. At c = 0.5 and a = 0.8 a leaf that is in time at once
+brings 0.4 a step; one of which only the fourth node is, 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09
+with k = 7. The next step runs behind the leaf that brings most, unless that is less than a step has
+to bring. A row in a pass is paid for as in ``policy.WindowedPolicy``: at the verifier's price, by
+the chance that is left in its pass. (SmartSpec, arXiv 2406.14066, calls tokens committed a second
+under load goodput, and chooses draft lengths by it.)
 
 Where nothing pays, the policy rests: now and then one node is drafted and not sent, so that the
 acceptance rate is known when it changes.
@@ -22,18 +23,21 @@ acceptance rate is known when it changes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.leaf_choice import likely_leaves
-from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.leaf_choice import further_leaves, likely_leaves
+from edgespec.core.device.policy import WindowedPolicy, is_full
 from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
 
 LEAST_GAIN: Final = 0.002
 """Below that a step is not worth asking for, whatever it costs."""
+LEAST_CHOICE: Final = 0.02
+"""Such a choice costs its row and its bytes, and is right once in fifty times."""
 _FURTHEST: Final = 24
 """Steps that are looked ahead."""
 # While resting: a guess at each position until so many were decided of late, then at one in eight.
@@ -49,9 +53,13 @@ class GoodputPolicy:
     """Tokens that a step has to save."""
     gather: float | None = None
     """As of ``WindowedPolicy``."""
+    window: int | None = None
+    """As of ``WindowedPolicy``."""
+    least_choice: float = LEAST_CHOICE
+    """A choice after the first that is less likely to be right is not kept."""
 
     def extend(self, view: DraftView) -> int | None:
-        if view.room < self.width:
+        if is_full(view, self.width, self.window):
             return None
         leaf, gain = self.best(view)
         if gain >= self.least_gain:
@@ -59,7 +67,13 @@ class GoodputPolicy:
         return self._probe(view)
 
     def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return ()
+        most = min(view.leaves, view.room // self.width) - 1
+        if first == ROOT or most <= 0:
+            return ()
+        rates = self._rates(view)
+        priced = self._row_chance(view) / rates[0]
+        likely = likely_leaves(view, _chances(view, rates), self.least_gain, priced)
+        return further_leaves(view, first, likely, most)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:
@@ -71,19 +85,23 @@ class GoodputPolicy:
 
     def best(self, view: DraftView) -> tuple[int, float]:
         """The leaf behind which a step would bring most, and how many tokens a step."""
-        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+        rates = self._rates(view)
         priced = self._row_chance(view) / rates[0]
         tree = view.tree
         if not tree.roots:
             length = tree.prefix.length
             pays = length < view.end and priced <= 1.0
-            return ROOT, self._gain(rates, 1.0, self._in_time(view, length)) if pays else 0.0
+            return ROOT, self._gain(rates, self._in_time(view, length)) if pays else 0.0
         best, most = ROOT, 0.0
-        for chance, leaf in likely_leaves(view, rates, self.least_gain, priced):
+        at_once, gains = self._gain(rates, 1), dict[int, float]()
+        for chance, leaf in likely_leaves(view, _chances(view, rates), self.least_gain, priced):
+            if chance * at_once <= most:
+                break  # nor does one that is less likely bring more
             position = tree.nodes[leaf].position + 1
-            gain = self._gain(rates, chance, self._in_time(view, position))
-            if gain > most:
-                best, most = leaf, gain
+            if position not in gains:
+                gains[position] = self._gain(rates, self._in_time(view, position))
+            if chance * gains[position] > most:
+                best, most = leaf, chance * gains[position]
         return best, most
 
     def fresh_gain(self, estimates: DraftEstimates) -> float:
@@ -109,10 +127,10 @@ class GoodputPolicy:
                 return step
         return _FURTHEST + 1
 
-    def _gain(self, rates: list[float], chance: float, first: int) -> float:
-        """Tokens a step, by the formula above."""
+    def _gain(self, rates: list[float], first: int) -> float:
+        """Tokens a step behind a leaf that is certain, by the formula above."""
         right, hit = min(rates[0], 0.99), min(sum(rates), 0.99)
-        best, total, reached = 0.0, 0.0, chance * right ** (first - 1)
+        best, total, reached = 0.0, 0.0, right ** (first - 1)
         for step in range(first, _FURTHEST + 1):
             total += reached * hit
             reached *= right
@@ -121,8 +139,17 @@ class GoodputPolicy:
             best = total / step
         return best
 
+    def _rates(self, view: DraftView) -> list[float]:
+        return [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+
     def _row_chance(self, view: DraftView) -> float:
         """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
         A row of 0.5 ms where a token takes 10 ms costs 0.05."""
         row_s = max(0.0, view.estimates.row_s.get() or 0.0)
         return max(view.estimates.price.asked, row_s / view.token_s)
+
+
+def _chances(view: DraftView, rates: Sequence[float]) -> Callable[[Node], float]:
+    """How likely a node is right behind the one before it, by what the draft thought of it."""
+    chance, last_rank = view.estimates.guesses.chance, len(rates) - 1
+    return lambda node: chance(node.rank, node.logprob, rates[min(node.rank, last_rank)])

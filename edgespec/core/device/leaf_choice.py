@@ -11,23 +11,24 @@ lasts: in virtual time twice was about best where a row costs 0.05 to 0.25 of a 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from edgespec.core.device.draft_view import DraftView
+from edgespec.core.protocol.tree import Node
 
 _TIMES_THE_AVERAGE = 2.0
 
 
 def likely_leaves(
-    view: DraftView, rates: Sequence[float], least: float, priced: float
+    view: DraftView, chance_of: Callable[[Node], float], least: float, priced: float
 ) -> Iterator[tuple[float, int]]:
     """(chance, node) of leaves, likeliest first, down to a chance of ``least``.
 
-    The chance is the product of ``rates`` of the ranks on the path; ``priced`` is the least product
-    over what is not settled when the nodes behind the leaf come into a pass.
+    The chance is the product of ``chance_of`` the nodes on the path; ``priced`` is the least
+    product over what is not settled when the nodes behind the leaf come into a pass.
     """
     settled = view.settled_position if priced else 0
-    last_rank, last_position = len(rates) - 1, view.end - 2
+    last_position = view.end - 2
     pending = [(-1.0, 0, 1.0, view.tree.roots)]
     while pending:
         chance, node_id, in_pass, siblings = heapq.heappop(pending)
@@ -35,13 +36,19 @@ def likely_leaves(
             yield -chance, node_id
             continue
         for node in siblings:
-            rate = rates[min(node.rank, last_rank)]
+            rate = chance_of(node)
             behind = chance * rate
             pays = in_pass if node.position < settled else in_pass * rate
             if -behind < least or pays < priced:
                 continue
             if node.children or node.position <= last_position:
                 heapq.heappush(pending, (behind, node.id, pays, node.children))
+
+
+def chance_by_rank(rates: Sequence[float]) -> Callable[[Node], float]:
+    """What counts is how often choices of a node's rank are right, whatever the draft thought."""
+    last_rank = len(rates) - 1
+    return lambda node: rates[min(node.rank, last_rank)]
 
 
 def further_leaves(

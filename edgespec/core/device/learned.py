@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from edgespec.core.device.confidence import ConfidenceEstimator
+from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
 from edgespec.core.device.draft_lengths import LengthOutcomes
 from edgespec.core.device.row_times import RowTimes
+from edgespec.core.protocol.sampling import SamplingParams
 
 MOST_MODELS: Final = 64
 """Models beside the usual one of which something is kept."""
@@ -20,6 +21,13 @@ class Learned:
     rows: RowTimes = field(default_factory=RowTimes)
     lengths: LengthOutcomes = field(default_factory=LengthOutcomes)
     confidence: ConfidenceEstimator = field(default_factory=ConfidenceEstimator)
+    greedy: GuessChances = field(default_factory=GuessChances)
+    sampled: GuessChances = field(default_factory=GuessChances)
+
+    def guesses(self, sampling: SamplingParams) -> GuessChances:
+        """Of texts like this one: noise that draft and target share changes what a probability
+        says."""
+        return self.sampled if sampling.temperature > 0.0 else self.greedy
 
 
 class LearnedByModel:

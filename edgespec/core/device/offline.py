@@ -92,6 +92,10 @@ class WritingPolicy:
     def width(self) -> int:
         return 1 if self.writing else self._inner.width
 
+    @property
+    def least_choice(self) -> float:
+        return self._inner.least_choice
+
     def extend(self, view: DraftView) -> int | None:
         if not self.writing:
             return self._inner.extend(view)

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.leaf_choice import further_leaves, likely_leaves
+from edgespec.core.device.leaf_choice import chance_by_rank, further_leaves, likely_leaves
 from edgespec.core.protocol.tree import ROOT
 
 MAX_GAMMA = 32
@@ -40,6 +40,10 @@ class DraftPolicy(Protocol):
     @property
     def width(self) -> int:
         """How many of the draft's choices each step adds."""
+
+    @property
+    def least_choice(self) -> float:
+        """How likely a choice after the first has to be right to be kept; 0: all are."""
 
     def extend(self, view: DraftView) -> int | None:
         """The node (or ``ROOT``) to draft behind, or None to rest until something happens."""
@@ -58,6 +62,7 @@ class FixedPolicy:
 
     gamma: int | None = None
     width: int = 1
+    least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
         if view.in_flight or view.unsent >= self._gamma(view) or view.room < self.width:
@@ -98,6 +103,7 @@ class PearlPolicy:
 
     gamma: int | None = None
     width: int = 1
+    least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
@@ -108,6 +114,13 @@ class PearlPolicy:
 
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight
+
+
+def is_full(view: DraftView, width: int, window: int | None) -> bool:
+    """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices a leaf,
+    or the verifier takes no more. None: the steps of two rounds."""
+    steps = window or math.ceil(2 * view.round_s / view.step_s) + 4
+    return len(view.tree.nodes) >= steps * width * view.leaves or view.room < width
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +151,11 @@ class WindowedPolicy:
     gather: float | None = None
     """None: every step's nodes leave at once. Else they leave together, just in time for the next
     pass: in so large a share of a pass before it, or when nothing is in flight."""
+    least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree
-        window = self.window or math.ceil(2 * view.round_s / step_s) + 4
-        if len(tree.nodes) >= window * self.width * view.leaves or view.room < self.width:
+        if is_full(view, self.width, self.window):
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         # Behind a leaf less likely than this, not even the first choice pays for its row.
@@ -179,7 +192,8 @@ class WindowedPolicy:
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         priced = view.estimates.price.asked / rates[0]
         least = self._least_chance(view, view.leaf_row_s, sum(rates))
-        return further_leaves(view, first, likely_leaves(view, rates, least, priced), most)
+        likely = likely_leaves(view, chance_by_rank(rates), least, priced)
+        return further_leaves(view, first, likely, most)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:
@@ -217,8 +231,3 @@ class WindowedPolicy:
             return self.least_chance
         for_step = min(self.least_chance, self.step_price * step_s / view.pass_s)
         return max(for_step, self.width * row_s / (hit_rate * view.token_s))
-
-
-def default_policy() -> DraftPolicy:
-    """An agent that was not told otherwise drafts by this policy."""
-    return WindowedPolicy(width=DEFAULT_WIDTH, gather=GATHER_SHARE)

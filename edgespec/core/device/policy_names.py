@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import assert_never
+from typing import Final, assert_never
 
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import (
@@ -27,6 +27,9 @@ class PolicyName(Enum):
     BANDIT = "bandit"
 
 
+DEFAULT_POLICY: Final = PolicyName.GOODPUT
+
+
 def named_policy(
     name: PolicyName,
     gamma: int | None = None,
@@ -47,10 +50,15 @@ def named_policy(
         case PolicyName.FIXED:
             return FixedPolicy(gamma=gamma, width=width)
         case PolicyName.GOODPUT:
-            return GoodputPolicy(width, WORTH[prefer].least_gain, GATHER_SHARE)
+            return GoodputPolicy(width, WORTH[prefer].least_gain, GATHER_SHARE, window)
         case PolicyName.SPECDEC:
             return ConfidencePolicy()
         case PolicyName.BANDIT:
             return BanditPolicy()
         case _:
             assert_never(name)
+
+
+def default_policy() -> DraftPolicy:
+    """An agent that was not told otherwise drafts by this policy."""
+    return named_policy(DEFAULT_POLICY)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from edgespec.core.device.draft_view import DraftView
 
@@ -35,6 +35,7 @@ class ConfidencePolicy:
 
     width: int = 1
     stop_at: float = STOP_AT
+    least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
         if view.in_flight or view.room < self.width or self._stops(view):
@@ -71,6 +72,7 @@ class BanditPolicy:
     width: int = 1
     exploration: float = 0.15
     lengths: tuple[int, ...] = LENGTHS
+    least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
         if view.in_flight or view.room < self.width or view.unsent >= self._nodes(view):

@@ -72,8 +72,8 @@ class DraftSession:
         self._bounds = CommitBounds.of(request, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
-        learned = learned or Learned()
-        self._reader = CommitReader(self.tree, self._outbox, price or RowPrice(), learned)
+        price, learned = price or RowPrice(), learned or Learned()
+        self._reader = CommitReader(self.tree, self._outbox, price, learned, request.sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._steps = DraftSteps(self.tree, self._reader, leaves)
@@ -207,7 +207,10 @@ class DraftSession:
     def _leaves_with(self, first: int, view: DraftView) -> list[Leaf]:
         others = self._policy.beside(view, first) if self._steps.most_leaves > 1 else ()
         worth = [first, *[one for one in others if self._steps.is_worth_asking(one)]]
-        return [Leaf(parent, view.paying(parent, self._policy.width)) for parent in worth]
+        policy = self._policy
+        return [
+            Leaf(parent, view.paying(parent, policy.width), policy.least_choice) for parent in worth
+        ]
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)

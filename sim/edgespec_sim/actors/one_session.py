@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edgespec.core.device.events import Fail
-from edgespec.core.device.policy import DraftPolicy, default_policy
+from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue

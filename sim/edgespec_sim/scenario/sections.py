@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from edgespec.benchmark.arms import Arm
-from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.ranges import bounded
 from edgespec_sim.radio.power import RADIOS
@@ -107,7 +107,7 @@ class DeviceSection:
     draft_context_tokens: int = 65_536
     draft_w: float = 0.0
     """Power while a draft step runs, in watts, above idle."""
-    policy: PolicyName = PolicyName.WINDOWED
+    policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
     prefer: Prefer = Prefer.SPEED
     """What its drafts have to be worth."""
