@@ -50,7 +50,7 @@ text {{ font: 13px {SANS}; fill: var(--ink); }}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One arm at one round-trip time: the median over the repeats, the lowest, the highest."""
+    """One arm at one round-trip time: the mean over the texts, and its interval."""
 
     rtt_ms: float
     token_ms: float
@@ -106,11 +106,11 @@ def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
     """In order of the file; an arm without a measured time is left out."""
     points: dict[Arm, list[Point]] = {}
     for row in summary:
-        if row["tpot_ms_p50"] is None:
+        if row["tpot_ms_mean"] is None:
             continue
-        low_ms, high_ms = row["spread"]["tpot_ms_p50"]
+        low_ms, high_ms = row["interval"]["tpot_ms_mean"]
         speedup = None if row["speedup"] is None else _finite(row["speedup"])
-        token_ms, low_ms, high_ms = map(_finite, (row["tpot_ms_p50"], low_ms, high_ms))
+        token_ms, low_ms, high_ms = map(_finite, (row["tpot_ms_mean"], low_ms, high_ms))
         points.setdefault(Arm(row["arm"]), []).append(
             Point(_finite(row["rtt_ms"]), token_ms, low_ms, high_ms, speedup)
         )
@@ -134,9 +134,9 @@ def _caption(content: Mapping[str, Any]) -> Iterator[str]:
     repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
     gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
     yield (
-        f"Median time per token after the first, over {_count(prompts, 'prompt')} of"
-        f" {settings['max_tokens']} tokens and {_count(repeats, 'repeat')}; bands: lowest and"
-        " highest repeat; ×: speed-up over target-only streaming at the same round-trip time."
+        f"Mean time per token after the first, over {_count(prompts, 'prompt')} of"
+        f" {settings['max_tokens']} tokens and {_count(repeats, 'repeat')}; bands: 95 % intervals"
+        " over the texts; ×: speed-up over target-only streaming at the same round-trip time."
         + (f" Draft length of stop-and-wait: {gammas}." if gammas else "")
     )
     tokens = sum(int(row["tokens"]) for row in content["results"])
@@ -221,7 +221,7 @@ def _axes(scale: _Scale, step_ms: float, rtts_ms: Sequence[float]) -> Iterator[s
 
 
 def _band(curve: Curve, scale: _Scale) -> Iterator[str]:
-    """From the lowest to the highest repeat: an area, and a bar at each point."""
+    """The intervals: an area, and a bar at each point."""
     high = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.high_ms):.1f}" for p in curve.points]
     low = [f"{scale.x(p.rtt_ms):.1f} {scale.y(p.low_ms):.1f}" for p in reversed(curve.points)]
     color = f"var(--{curve.arm.value})"

@@ -94,7 +94,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
-    """One line an RTT and arm: medians over the repeats, for TPOT with the lowest and highest.
+    """One line an RTT and arm: TPOT and speed as means over the texts with intervals of 95 %, the
+    others as medians over the repeats.
 
     ``wasted`` is nodes a token, ``B up`` bytes a drafted token, ``B down`` bytes a committed one,
     ``differ`` the mismatches.
@@ -123,11 +124,12 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
     if settings["vanilla_gamma"]:
         gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
         yield f"draft length of vanilla: {gammas}"
+    prompts = _counted(len(settings["prompt_names"]), "prompt")
     yield (
         f"target {settings['target_name'] or settings['model']}, draft "
-        f"{settings['draft_name'] or settings['draft']}; {len(settings['prompt_names'])} prompts,"
+        f"{settings['draft_name'] or settings['draft']}; {prompts},"
         f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
-        f" seed {settings['seed']}, {settings['repeats']} repeats; {settings['timing']}"
+        f" seed {settings['seed']}, {_counted(settings['repeats'], 'repeat')}; {settings['timing']}"
     )
     if (late := _late(settings["pass_ms"], content["summary"])) is not None:
         yield late
@@ -144,8 +146,8 @@ def _late(pass_ms: float, summary: object) -> str | None:
     """A line where plain streaming was slower than the emulated passes: the machine's own time is
     in all rows then, and hides a part of what drafts save."""
     assert isinstance(summary, list)
-    plain = [row["tpot_ms_p50"] for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
-    slowest = max(plain, default=0.0)
+    plain = [row for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
+    slowest = max(numbers(plain, "tpot_ms_mean"), default=0.0)
     if not pass_ms or slowest <= pass_ms * (1.0 + _LATE):
         return None
     return (
@@ -186,6 +188,10 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 def _plain(settings: BenchSettings) -> dict[str, object]:
     names = {"policy": settings.policy.value, "prefer": settings.prefer.value}
     return {**asdict(settings), **names, "arms": [arm.value for arm in settings.arms]}
@@ -197,16 +203,13 @@ def _by_rtt(row: Row) -> tuple[float, int]:
 
 
 def _cells(row: Row, *, first: bool) -> list[str]:
-    spread = row["spread"]
-    assert isinstance(spread, dict)
-    low, high = spread.get("tpot_ms_p50", (None, None))
     return [
         f"{row['rtt_ms']:g}" if first else "",
         str(row["arm"]),
-        "-" if low is None else f"{_number(row['tpot_ms_p50'], 1)} ({low:.1f}-{high:.1f})",
+        _between(row, "tpot_ms_mean", 1),
         _number(row["tpot_ms_p95"], 1),
         _number(row["ttft_ms_p50"], 0),
-        "-" if row["speedup"] is None else f"{_number(row['speedup'], 2)}x",
+        _between(row, "speedup", 2),
         _number(row["tokens_per_pass"], 2),
         _number(row["acceptance"], 2) if row["drafted_nodes"] else "-",
         _number(row["wasted_nodes_per_token"], 2),
@@ -214,6 +217,15 @@ def _cells(row: Row, *, first: bool) -> list[str]:
         _number(row["down_bytes_per_token"], 1),
         str(row["mismatches"]),
     ]
+
+
+def _between(row: Row, name: str, digits: int) -> str:
+    interval = row["interval"]
+    assert isinstance(interval, dict)
+    if name not in interval:
+        return "-"
+    low, high = interval[name]
+    return f"{_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def _number(value: object, digits: int) -> str:

@@ -1,9 +1,9 @@
 """From requests to numbers: one row an arm, RTT and repeat; then one an arm and RTT.
 
 Times are of tokens before the end token; TPOT is (last - first) / (tokens - 1) of a request, and
-its percentiles go over requests. Passes are those that committed a token of this session. Bytes
-are payload: up per *drafted* token (drafts, acknowledgements and cancels; the request with its
-prompt and gRPC's framing stand apart), down per committed token (everything).
+its percentiles, mean and interval go over requests. Passes are those that committed a token of this
+session. Bytes are payload: up per *drafted* token (drafts, acknowledgements and cancels; the
+request with its prompt and gRPC's framing stand apart), down per committed token (everything).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from edgespec.benchmark.arms import Arm
+from edgespec.benchmark.intervals import mean_interval, ratio_interval
 from edgespec.benchmark.measurement import Measurement, mismatch_count
 
 Row = dict[str, object]
@@ -76,6 +77,7 @@ class Cell:
             "ttft_ms_p50": percentile(firsts_ms, 50),
             "tpot_ms_p50": percentile(tpots_ms, 50),
             "tpot_ms_p95": percentile(tpots_ms, 95),
+            "tpots_ms": [m.tpot_s and 1e3 * m.tpot_s for m in self.measurements],
             "itl_ms_p95": percentile(gaps_ms, 95),
             "tokens_per_second": _ratio(self._sum(lambda m: len(m.times_s)), flow_s),
         }
@@ -104,25 +106,49 @@ class Cell:
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row an arm and RTT, in order of first appearance: medians over the repeats, the sum of
-    the mismatches, ``spread`` (lowest and highest repeat) and the speed against target-only."""
+    the mismatches, ``spread`` (lowest and highest repeat), and over the texts ``tpot_ms_mean`` and
+    ``speedup`` (target-only's mean over the arm's own) with an ``interval`` of 95 % each."""
     groups: dict[tuple[object, object], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["arm"], row["rtt_ms"]), []).append(row)
-    summary = [_summary(group) for group in groups.values()]
-    plain = {
-        row["rtt_ms"]: row["tpot_ms_p50"] for row in summary if row["arm"] == Arm.TARGET_ONLY.value
-    }
-    for row in summary:
-        base, own = plain.get(row["rtt_ms"]), row["tpot_ms_p50"]
-        known = isinstance(base, float) and isinstance(own, float) and own > 0
-        row["speedup"] = base / own if known else None  # type: ignore[operator]
+    texts = {key: _by_text(group) for key, group in groups.items()}
+    summary = []
+    for (arm, rtt_ms), group in groups.items():
+        own, plain = texts[arm, rtt_ms], texts.get((Arm.TARGET_ONLY.value, rtt_ms), {})
+        summary.append({**_summary(group), **_over_texts(own, plain)})
     return summary
+
+
+def _by_text(group: Sequence[Row]) -> dict[int, float]:
+    """The mean TPOT in ms over the repeats, by the number of the prompt, of those that have one."""
+    found: dict[int, list[float]] = {}
+    for row in group:
+        tpots_ms = row["tpots_ms"]
+        assert isinstance(tpots_ms, list)
+        for number, tpot_ms in enumerate(tpots_ms):
+            if tpot_ms is not None:
+                found.setdefault(number, []).append(tpot_ms)
+    return {number: fmean(values) for number, values in found.items()}
+
+
+def _over_texts(own: Mapping[int, float], plain: Mapping[int, float]) -> Row:
+    if not own:
+        return {"tpot_ms_mean": None, "speedup": None, "interval": {}}
+    mine = list(own.values())
+    interval = {"tpot_ms_mean": list(mean_interval(mine))}
+    speedup = None
+    both = [number for number in own if number in plain]
+    if both and min(mine) > 0.0:
+        base, mine_of_both = [plain[one] for one in both], [own[one] for one in both]
+        speedup = fmean(base) / fmean(mine_of_both)
+        interval["speedup"] = list(ratio_interval(base, mine_of_both))
+    return {"tpot_ms_mean": fmean(mine), "speedup": speedup, "interval": interval}
 
 
 def _summary(group: Sequence[Row]) -> Row:
     summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
     for name in group[0]:
-        if name in KEYS:
+        if name in KEYS or name == "tpots_ms":
             continue
         values = numbers(group, name)
         if name in _SUMMED:

@@ -23,10 +23,10 @@ class BenchSettings:
 
     arms: tuple[Arm, ...] = tuple(Arm)
     rtts_ms: tuple[float, ...] = (2.0, 20.0, 50.0, 100.0, 200.0)
-    repeats: int = 3
-    prompt_limit: int = 4
+    repeats: int = 1
+    prompt_limit: int = 9
     """Use the first so many prompts that fit into the models' context."""
-    max_tokens: int = 48
+    max_tokens: int = 96
     temperature: float = 0.0
     seed: int = 0
     pass_ms: float = 25.0

@@ -37,11 +37,11 @@ def terminal(body: str, run: str = "edgespec demo", status: int = 0) -> str:
 
 
 def bench(milliseconds: dict[Arm, list[float]], rtts_ms: tuple[float, ...]) -> dict[str, Any]:
-    """What a bench of two repeats leaves, the second of them 2 ms slower than the first."""
+    """What a bench of two repeats of two texts leaves, the second text 2 ms slower."""
     rows: list[dict[str, object]] = [
         {
             **{"arm": arm.value, "rtt_ms": rtt_ms, "repeat": repeat, "requests": 1},
-            **{"tpot_ms_p50": value + 2.0 * repeat, "tokens": 48, "mismatches": 0},
+            **{"tpots_ms": [value + 2.0 * text for text in (0, 1)], "tokens": 48, "mismatches": 0},
         }
         for arm, values in milliseconds.items()
         for rtt_ms, value in zip(rtts_ms, values, strict=True)
@@ -137,12 +137,12 @@ def test_a_bench_is_drawn_from_its_file_alone(tmp_path: Path) -> None:
     texts = drawn(svg)
     for expected in ("ms a token", "round-trip time, ms", "20", "100", "target-only streaming"):
         assert expected in texts
-    # 26 / 12 and 28 / 14: the medians of two repeats.
+    # 26 / 12 and 28 / 14: the means of two texts.
     assert [one for one in texts if one.endswith("×")] == ["2.17×", "2.00×"]
     about = ElementTree.fromstring(svg).findtext(f"{SVG}desc") or ""
     assert "edgespec: 12.0 at 20, 14.0 at 100" in about
     caption = " ".join(texts)
-    assert "1 prompt of 48 tokens and 2 repeats" in caption
+    assert "1 prompt of 96 tokens and 2 repeats" in caption
     assert "differ from the target's own: 0 of 384" in caption
     assert "Draft length of stop-and-wait: 4 at 20 ms" in caption
     assert "edgespec bench --json" in caption
@@ -172,7 +172,7 @@ def test_a_bench_without_a_baseline_or_of_one_point_has_a_picture(tmp_path: Path
     alone = draw_bench.draw(write(tmp_path / "a.json", bench({Arm.EDGESPEC: [12.0]}, (0.0,))))
     assert not [one for one in drawn(alone) if one.endswith("×")]
     half = two_arms()
-    half["summary"][0]["tpot_ms_p50"] = None
+    half["summary"][0]["tpot_ms_mean"] = None
     half |= {"interrupted": True, "failure": "the verifier has gone"}
     caption = " ".join(drawn(draw_bench.draw(write(tmp_path / "h.json", half))))
     assert "was interrupted" in caption
@@ -193,11 +193,11 @@ def spoilt(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         ("[]", "not what `edgespec bench --json` writes"),
         ("{}", "not what .* writes: KeyError: 'summary'"),
         (spoilt(lambda c: c.update(summary=[])), "no measured time"),
-        (spoilt(lambda c: c["summary"][0].update(tpot_ms_p50=math.nan)), "nan is not a time"),
-        (spoilt(lambda c: c["summary"][0].update(tpot_ms_p50="12")), "'12' is not a number"),
+        (spoilt(lambda c: c["summary"][0].update(tpot_ms_mean=math.nan)), "nan is not a time"),
+        (spoilt(lambda c: c["summary"][0].update(tpot_ms_mean="12")), "'12' is not a number"),
         (spoilt(lambda c: c["summary"][0].update(rtt_ms=-1.0)), "-1.0 is not a time"),
         (spoilt(lambda c: c["summary"][0].update(arm="magic")), "'magic' is not a valid Arm"),
-        (spoilt(lambda c: c["summary"][0].update(spread={})), "KeyError: 'tpot_ms_p50'"),
+        (spoilt(lambda c: c["summary"][0].update(interval={})), "KeyError: 'tpot_ms_mean'"),
         (spoilt(lambda c: c.pop("machine")), "KeyError: 'machine'"),
     ],
 )

@@ -20,6 +20,8 @@ _PRIOR_WEIGHT: Final = 6.0
 _MEMORY: Final = 0.995
 _RANKS: Final = 3
 """Further choices share the last one's cells."""
+_LAST: Final = _RANKS - 1
+_PER_HALVING: Final = -1.0 / math.log(2.0)
 
 
 class _Counts:
@@ -67,7 +69,8 @@ class GuessChances:
 
     def add(self, rank: int, logprob: float, *, hit: bool) -> None:
         """A position was decided at which the choice of this rank had this log-probability."""
-        self._of_rank[min(rank, _RANKS - 1)].add(_cell(rank, logprob), hit=hit)
+        cell = _halving(logprob) if rank else _tenth(logprob)
+        self._of_rank[min(rank, _LAST)].add(cell, hit=hit)
 
     def chance(self, rank: int, logprob: float, rate: float) -> float:
         """Formula: (hits + 6 * rate) / (trials + 6) of the guesses of this rank in the same cell,
@@ -75,21 +78,20 @@ class GuessChances:
         Cells are tenths for first choices, halvings for others. Where 60 second choices held for
         0.01 were tried and none was right, and second choices are right at 0.1: 0.6 / 66 = 0.009.
         """
-        return self._of_rank[min(rank, _RANKS - 1)].rate(_cell(rank, logprob), rate)
-
-
-def _cell(rank: int, logprob: float) -> int:
-    return _halving(logprob) if rank else _tenth(logprob)
+        cell = _halving(logprob) if rank else _tenth(logprob)
+        return self._of_rank[rank if rank < _LAST else _LAST].rate(cell, rate)
 
 
 def _tenth(logprob: float) -> int:
-    if not logprob < 0.0:  # a certain guess, and what is no number
-        return CELLS - 1
-    return min(CELLS - 1, int(CELLS * math.exp(logprob)))
+    if logprob < 0.0:
+        cell = int(CELLS * math.exp(logprob))
+        return cell if cell < CELLS else CELLS - 1
+    return CELLS - 1  # a certain guess, and what is no number
 
 
 def _halving(logprob: float) -> int:
     """0 for a probability above a half, 1 above a quarter, and so on."""
-    if not logprob < 0.0:
-        return 0
-    return int(min(CELLS - 1.0, -logprob / math.log(2.0)))
+    if logprob < 0.0:
+        halvings = logprob * _PER_HALVING
+        return int(halvings) if halvings < CELLS else CELLS - 1
+    return 0

@@ -39,6 +39,7 @@ LEAST_GAIN: Final = 0.002
 LEAST_CHOICE: Final = 0.02
 """Such a choice costs its row and its bytes, and is right once in fifty times."""
 _FURTHEST: Final = 24
+_ROUNDING: Final = 1e-9
 """Steps that are looked ahead."""
 # While resting: a guess at each position until so many were decided of late, then at one in eight.
 _TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
@@ -91,17 +92,30 @@ class GoodputPolicy:
         if not tree.roots:
             length = tree.prefix.length
             pays = length < view.end and priced <= 1.0
-            return ROOT, self._gain(rates, self._in_time(view, length)) if pays else 0.0
-        best, most = ROOT, 0.0
+            return ROOT, self._gain(rates, _in_time(view)(length)) if pays else 0.0
+        chance_of, in_time, last_position = _chances(view, rates), _in_time(view), view.end - 2
+        settled = view.settled_position if priced else 0
         at_once, gains = self._gain(rates, 1), dict[int, float]()
-        for chance, leaf in likely_leaves(view, _chances(view, rates), self.least_gain, priced):
-            if chance * at_once <= most:
-                break  # nor does one that is less likely bring more
-            position = tree.nodes[leaf].position + 1
-            if position not in gains:
-                gains[position] = self._gain(rates, self._in_time(view, position))
-            if chance * gains[position] > most:
-                best, most = leaf, chance * gains[position]
+        best, most = ROOT, 0.0
+        pending = [(1.0, 1.0, tree.roots)]
+        while pending:
+            before, in_pass, siblings = pending.pop()
+            for node in siblings:
+                rate, position = chance_of(node), node.position
+                chance = before * rate
+                pays = in_pass if position < settled else in_pass * rate
+                if chance * at_once < most or pays < priced:
+                    continue  # nor does anything behind it bring more
+                if node.children:
+                    pending.append((chance, pays, node.children))
+                elif position <= last_position:
+                    first = in_time(position + 1)
+                    if first not in gains:
+                        gains[first] = self._gain(rates, first)
+                    gain = chance * gains[first]
+                    # The oldest of equals.
+                    if gain > most or (gain == most and node.id < best):
+                        best, most = node.id, gain
         return best, most
 
     def fresh_gain(self, estimates: DraftEstimates) -> float:
@@ -114,18 +128,6 @@ class GoodputPolicy:
         length = tree.prefix.length
         every = 1 if not trials or trials[0] < _TRIALS_WANTED else _PROBE_EVERY
         return ROOT if not tree.roots and length < view.end and length % every == 0 else None
-
-    def _in_time(self, view: DraftView, position: int) -> int:
-        """The first step from now on whose node, one position further at each, is not decoded by
-        the verifier before it comes; more than ``_FURTHEST`` if none is."""
-        decoding_s, arrival_s, length = view.decoding_s, view.arrival_s, view.tree.prefix.length
-        if decoding_s is None:
-            return 1
-        for step in range(1, _FURTHEST + 1):
-            ahead_s = arrival_s + (step - 1) * view.step_s
-            if position + step - 1 >= length + math.ceil(ahead_s / decoding_s):
-                return step
-        return _FURTHEST + 1
 
     def _gain(self, rates: list[float], first: int) -> float:
         """Tokens a step behind a leaf that is certain, by the formula above."""
@@ -149,7 +151,35 @@ class GoodputPolicy:
         return max(view.estimates.price.asked, row_s / view.token_s)
 
 
+def _in_time(view: DraftView) -> Callable[[int], int]:
+    """Of a position: the first step from now on whose node is not decoded by the verifier before
+    it comes, if each step drafts one position further; more than ``_FURTHEST`` if none is.
+
+    Formula: the node of step 1 + j at p + j tokens behind the root comes when the verifier has
+    decoded (arrival_s + j * step_s) / decoding_s, so j is the least with j * (1 - step_s /
+    decoding_s) >= arrival_s / decoding_s - p. An arrival after 30 ms beside 25 ms a token, steps of
+    10 ms and p = 0: j >= 1.2 / 0.6, so the third step.
+    """
+    decoding_s, length = view.decoding_s, view.tree.prefix.length
+    if decoding_s is None:
+        return lambda position: 1
+    decoded, closer = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
+
+    def first(position: int) -> int:
+        behind = decoded - (position - length) - _ROUNDING
+        if behind <= 0.0:
+            return 1
+        return 1 + math.ceil(behind / closer) if behind < closer * _FURTHEST else _FURTHEST + 1
+
+    return first
+
+
 def _chances(view: DraftView, rates: Sequence[float]) -> Callable[[Node], float]:
     """How likely a node is right behind the one before it, by what the draft thought of it."""
-    chance, last_rank = view.estimates.guesses.chance, len(rates) - 1
-    return lambda node: chance(node.rank, node.logprob, rates[min(node.rank, last_rank)])
+    chance, last = view.estimates.guesses.chance, len(rates) - 1
+
+    def of(node: Node) -> float:
+        rank = node.rank
+        return chance(rank, node.logprob, rates[rank if rank < last else last])
+
+    return of
