@@ -152,8 +152,8 @@ def test_a_fitted_process_takes_the_passes_of_its_tape(name: str) -> None:
     process = tokens_per_pass(texts_of(law_of(name), tape, 80))
     tosses = tokens_per_pass(texts_of(coin(tape.acceptance()), tape, 80))
     assert process == pytest.approx(taped, rel=0.03)
-    if name == "bundled-greedy":  # sampled text at 0.7 has short runs, there a coin is 2 % off
-        assert tosses > 1.03 * taped
+    if name == "bundled-greedy":  # sampled text at 0.7 has short runs
+        assert tosses > 1.015 * taped
 
 
 def test_the_law_without_a_tape_is_that_of_the_bundled_pair() -> None:
