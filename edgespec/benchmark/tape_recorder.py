@@ -17,7 +17,7 @@ from edgespec.benchmark.rows import Row, numbers, summarise
 from edgespec.benchmark.workload import Workload
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.ports import Drafter
-from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, walk_along
+from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, Walk, walk_along
 
 # As many guesses as any policy is likely to send; a walk costs the same for one.
 TAPE_WIDTH = 8
@@ -51,8 +51,8 @@ async def record_tape(
         if not tokens:
             continue
         progress.say(f"tape: {name}, {number + 1} of {len(texts)}")
-        ranks, logprobs = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
-        generations.append(TapedGeneration(name, prompt, tokens, ranks, logprobs))
+        walk = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
+        generations.append(TapedGeneration(name, prompt, tokens, *walk))
     return MatchTape(
         target,
         drafter.info.name,
@@ -98,6 +98,6 @@ def _walk(
     tokens: Sequence[int],
     sampling: SamplingParams,
     width: int,
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
+) -> Walk:
     drafter.begin(len(prompt), sampling)
     return walk_along(drafter.step, prompt, tokens, width)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from edgespec.core.protocol.work import Candidate
 
@@ -42,15 +42,18 @@ class TapedGeneration:
     """Of ``tokens[i]`` among the draft's guesses there, 0 is its first choice, ``MISS`` none."""
     logprobs: tuple[float, ...] = ()
     """Of the draft's first choice at ``tokens[i]``, under its own distribution; none: not taken."""
+    second_logprobs: tuple[float, ...] = ()
+    """The same of its second choice."""
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.tokens:
             raise TapeError(f"{self.name}: prompt and tokens must hold at least one token each")
         if len(self.ranks) != len(self.tokens):
             raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {len(self.ranks)} ranks")
-        if self.logprobs and len(self.logprobs) != len(self.tokens):
-            count = len(self.logprobs)
-            raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {count} logprobs")
+        for name in ("logprobs", "second_logprobs"):
+            count = len(getattr(self, name))
+            if count and count != len(self.tokens):
+                raise TapeError(f"{self.name}: {len(self.tokens)} tokens, but {count} {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,15 @@ def ranks_along(
 ) -> tuple[int, ...]:
     """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
     them behind ``prompt``, one token a step; ``step`` is that of a drafter which has begun."""
-    return walk_along(step, prompt, tokens, width)[0]
+    return walk_along(step, prompt, tokens, width).ranks
+
+
+class Walk(NamedTuple):
+    """A drafter's way along a text, as in ``TapedGeneration``."""
+
+    ranks: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    second_logprobs: tuple[float, ...]
 
 
 def walk_along(
@@ -95,20 +106,24 @@ def walk_along(
     prompt: Sequence[int],
     tokens: Sequence[int],
     width: int,
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """``ranks_along``, and the log-probability of each first choice to a thousandth; none where the
-    drafter had no guess somewhere."""
+) -> Walk:
+    """``ranks_along``, and the log-probabilities of first and second choices to a thousandth; none
+    where the drafter had no such guess somewhere."""
     ranks: list[int] = []
-    logprobs: list[float] = []
+    logprobs: tuple[list[float], list[float]] = ([], [])
     keep, feed = 0, tuple(prompt)
     for token in tokens:
         candidates = step(keep, feed, width)
         guesses = [candidate.token for candidate in candidates]
-        logprobs += [round(candidate.logprob, 3) for candidate in candidates[:1]]
+        for kept, candidate in zip(logprobs, candidates, strict=False):
+            kept.append(round(candidate.logprob, 3))
         ranks.append(guesses.index(token) if token in guesses else MISS)
         keep, feed = keep + len(feed), (token,)
-    complete = len(logprobs) == len(ranks) and all(map(math.isfinite, logprobs))
-    return tuple(ranks), tuple(logprobs) if complete else ()
+    first, second = (
+        tuple(kept) if len(kept) == len(ranks) and all(map(math.isfinite, kept)) else ()
+        for kept in logprobs
+    )
+    return Walk(tuple(ranks), first, second)
 
 
 def write_tape(tape: MatchTape, path: Path) -> None:
@@ -129,6 +144,7 @@ def write_tape(tape: MatchTape, path: Path) -> None:
             "tokens": list(g.tokens),
             "ranks": list(g.ranks),
             **({"logprobs": list(g.logprobs)} if g.logprobs else {}),
+            **({"second_logprobs": list(g.second_logprobs)} if g.second_logprobs else {}),
         }
         for g in tape.generations
     ]
@@ -156,8 +172,11 @@ def read_tape(path: Path) -> MatchTape:
             prompt, tokens, ranks = (
                 tuple(map(int, item[k])) for k in ("prompt", "tokens", "ranks")
             )
-            logprobs = tuple(map(float, item.get("logprobs", ())))
-            generations.append(TapedGeneration(str(item["name"]), prompt, tokens, ranks, logprobs))
+            first, second = (
+                tuple(map(float, item.get(name, ()))) for name in ("logprobs", "second_logprobs")
+            )
+            name = str(item["name"])
+            generations.append(TapedGeneration(name, prompt, tokens, ranks, first, second))
         number = 1
         return MatchTape(
             str(head["target"]),

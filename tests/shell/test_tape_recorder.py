@@ -54,8 +54,11 @@ async def test_ranks_are_those_of_a_walk_along_the_target(tmp_path: Path) -> Non
             context = (*generation.prompt, *generation.tokens[:at])
             # Drafted afresh on this very context, as if nothing had been cached.
             drafter.begin(len(generation.prompt), sampling)
-            guesses = [candidate.token for candidate in drafter.step(0, context, 3)]
+            candidates = drafter.step(0, context, 3)
+            guesses = [candidate.token for candidate in candidates]
             assert rank == (guesses.index(token) if token in guesses else MISS)
+            taped = (generation.logprobs[at], generation.second_logprobs[at])
+            assert taped == pytest.approx([one.logprob for one in candidates[:2]], abs=6e-4)
 
 
 def test_the_report_stands_beside_what_the_bench_saw() -> None:

@@ -49,6 +49,8 @@ class Script:
     ranks: Sequence[int]
     logprobs: Sequence[float] = ()
     """Of the draft's first choice before each token; none: it is taken to be sure."""
+    second_logprobs: Sequence[float] = ()
+    """Of its second choice; further ones are held for as likely as that."""
 
 
 FindScript = Callable[[tuple[int, ...], int], Script]
@@ -249,19 +251,23 @@ class ScriptedDrafter:
         rank, token = -1, feed[-1]
         if reading.off_at == _NEVER and index < len(script.tokens):
             rank, token = script.ranks[index], script.tokens[index]
-        first = 0.0
-        if script.logprobs:
-            # Off script nobody knows: as it was somewhere else in the text.
-            place = index if reading.off_at == _NEVER else index * 31 + token
-            first = script.logprobs[place % len(script.logprobs)]
+        # Off script nobody knows: as it was somewhere else in the text.
+        place = index if reading.off_at == _NEVER else index * 31 + token
+        first, further = _at(script.logprobs, place), _at(script.second_logprobs, place)
         # Neighbours of the right token are wrong and different, and have varints of its length.
         size = self._size
         return tuple(
             [
-                Candidate(token if at == rank else (token + 1 + at) % size, 0.0 if at else first)
+                Candidate(
+                    token if at == rank else (token + 1 + at) % size, further if at else first
+                )
                 for at in range(width)
             ]
         )
 
     def close(self) -> None:
         self._reading = _Reading(1, 1, self._find)
+
+
+def _at(logprobs: Sequence[float], place: int) -> float:
+    return logprobs[place % len(logprobs)] if logprobs else 0.0

@@ -53,7 +53,8 @@ class TapeSource:
         self.tape = tape
         ends = frozenset(tape.eos_token_ids)
         self._scripts = [
-            Script(_until(ends, g.tokens), g.ranks, g.logprobs) for g in tape.generations
+            Script(_until(ends, g.tokens), g.ranks, g.logprobs, g.second_logprobs)
+            for g in tape.generations
         ]
         self._order = list(range(len(tape.generations)))
         random.Random(seed).shuffle(self._order)
