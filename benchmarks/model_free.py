@@ -136,7 +136,7 @@ def record(options: Any, folder: Path, temperature: float) -> MatchTape:
         name: SamplingParams(temperature, seed=n, max_tokens=options.max_tokens, ignore_eos=True)
         for n, name in enumerate(prompts)
     }
-    said = _say(target, prompts, sampling)
+    said = target_texts(target, prompts, sampling)
     generations = []
     for name, prompt in prompts.items():
         drafter.begin(len(prompt), sampling[name])
@@ -147,7 +147,7 @@ def record(options: Any, folder: Path, temperature: float) -> MatchTape:
     return MatchTape("bundled", "bundled", WIDTH, tuple(generations), (), about)
 
 
-def _say(
+def target_texts(
     target: TargetModel,
     prompts: dict[str, tuple[int, ...]],
     sampling: dict[str, SamplingParams],

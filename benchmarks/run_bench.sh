@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All arms at five round-trip times with the bundled pair: about ten minutes.
+# All arms at five round-trip times with the bundled pair: about a quarter of an hour.
 #
 #   benchmarks/run_bench.sh [OUT.json] [OPTION...]     options go to `edgespec bench`
 set -euo pipefail

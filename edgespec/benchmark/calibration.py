@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from edgespec.benchmark.measurement import Measurement
 
-GAMMAS = (1, 2, 3, 4, 6, 8, 12)
-PROMPT_COUNT = 2
+GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
+PROMPT_COUNT = 9
 """How many prompts the sweep runs."""
 
 

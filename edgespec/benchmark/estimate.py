@@ -1,6 +1,6 @@
 """How long a bench will take, roughly, before anything is known of the models.
 
-Independent acceptances at a middling rate; a miss costs a round. Only good for choosing when to
+Independent acceptances at a usual rate; a miss costs a round. Only good for choosing when to
 come back: nothing measured depends on it.
 """
 
@@ -14,7 +14,7 @@ from edgespec.benchmark.settings import BenchSettings
 from edgespec.core.device.policy import best_gamma
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 
-ASSUMED_ACCEPTANCE = 0.65
+ASSUMED_ACCEPTANCE = 0.8
 WARM_UP_TOKENS = 8
 # Where the draft is not paced: a small model on a laptop.
 _ASSUMED_STEP_S = 0.005

@@ -1,0 +1,204 @@
+"""Drafts and policies beside one another on the target's own texts, in virtual time.
+
+    EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
+        [--policy windowed,goodput] [--rtts 20,50] [--temperatures 0,0.7] [--tokens 96]
+
+The target says each text once; then every draft, which is run for real, drafts it under every
+policy. A pass takes 25 ms and a step 8 ms, so the machine's load changes no figure. Texts are
+played one after another on one device, which keeps what it has learned. Three sets of texts: the
+bench's built-in prompts, those of the simulator's tapes, and code, chat and maths of
+``EDGESPEC_DATA`` (left out without it). Times are means over the texts with 95 % intervals; the
+speed is 25 ms over that, and the last column the time over that of the first row, text by text.
+Exits 1 if a text is not the target's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from model_free import KINDS, target_texts, texts
+
+from edgespec.benchmark.intervals import mean_interval, ratio_interval
+from edgespec.benchmark.prompts import DEFAULT_PROMPTS, read_prompts
+from edgespec.benchmark.report import machine, versions
+from edgespec.compose import load_target, load_tokenizer
+from edgespec.config import VerifierConfig
+from edgespec.core.device.events import Finish
+from edgespec.core.device.learned import Learned
+from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.models.folders import Role, resolve_model
+from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
+from edgespec_sim.actors.device import SimulatedDevice
+from edgespec_sim.actors.server import PassTime, SimulatedVerifier
+from edgespec_sim.actors.stream import FixedDelay, Stream
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.token_sources.tape import TapeSource
+
+PASS_S: Final = 0.025
+STEP_S: Final = 0.008
+_TAPES: Final = Path(__file__).parents[1] / "sim" / "edgespec_sim" / "data" / "prompts"
+_LONGEST_S: Final = 1e5
+_LONGEST_PROMPT: Final = 700
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the target says to a prompt."""
+
+    prompt: tuple[int, ...]
+    said: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    tpot_ms: float
+    sent: float
+    """Nodes a token."""
+    steps: float
+    """Draft steps a token."""
+    exact: bool
+
+
+def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
+    yield "built-in", [prompt.text for prompt in DEFAULT_PROMPTS][:limit]
+    yield "tapes", [prompt.text for prompt in read_prompts(_TAPES / "tapes.jsonl")][:limit]
+    folder = Path(os.environ.get("EDGESPEC_DATA", "")) / "prompts"
+    if not (folder / "humaneval.jsonl").is_file():
+        print(
+            f"left out: {folder}/humaneval.jsonl is not to be found, EDGESPEC_DATA names the data"
+        )
+        return
+    found: list[str] = []
+    for kind in KINDS:
+        if kind != "summaries":  # the prompts of which fill the bundled pair's context
+            every, each = texts(folder, kind), max(1, limit // 3)
+            found += [every[number * len(every) // each] for number in range(each)]
+    yield "public", found
+
+
+def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
+    encode = load_tokenizer("bundled").encode
+    target = load_target(VerifierConfig(canonical=False, threads=1))
+    ids = {str(n): tuple(encode(text)[:_LONGEST_PROMPT]) for n, text in enumerate(prompts)}
+    sampling = {
+        name: SamplingParams(temperature, seed=n, max_tokens=tokens, ignore_eos=True)
+        for n, name in enumerate(ids)
+    }
+    outputs = target_texts(target, ids, sampling)
+    return [Text(ids[name], tuple(outputs[name]), sampling[name]) for name in ids]
+
+
+def play(
+    text: Text, drafter: OnnxDrafter, policy: DraftPolicy, rtt_s: float, learned: Learned
+) -> Played:
+    count = len(text.said)
+    taped = TapedGeneration("text", text.prompt, text.said, (0,) * count)
+    target = TapeSource(MatchTape("bundled", "bundled", 1, (taped,))).target()
+    queue = EventQueue()
+    engine = VerifyEngine(
+        target.info, Limits(context_length=1 << 20), EngineLimits(server_drafts=False)
+    )
+    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: PASS_S))
+    session = DraftSession(
+        Open("text", "", "", text.prompt, sampling=text.sampling),
+        policy,
+        ReconnectPolicy(),
+        drafter.info.context_length,
+        learned=learned,
+    )
+
+    def connect() -> tuple[Stream, float]:
+        stream = Stream(queue, FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
+        verifier.accept(stream)
+        return stream, rtt_s
+
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: STEP_S, connect)
+    device.start()
+    queue.run(until_s=_LONGEST_S)
+    found, counters = device.delivery, session.counters
+    if not isinstance(found.ended, Finish):
+        raise RuntimeError(f"the session did not finish: {found.ended}")
+    return Played(
+        1e3 * (found.times_s[-1] - found.times_s[0]) / (count - 1),
+        counters.sent / count,
+        counters.steps / count,
+        tuple(found.tokens) == text.said,
+    )
+
+
+def row(found: Sequence[Played], first: Sequence[Played]) -> str:
+    """The last columns of a line."""
+    times, base = [one.tpot_ms for one in found], [one.tpot_ms for one in first]
+    (low, high), (least, most) = mean_interval(times), ratio_interval(times, base)
+    mean = fmean(times)
+    return (
+        f"{mean:.2f} ({low:.2f} to {high:.2f}) | {1e3 * PASS_S / mean:.2f} |"
+        f" {fmean(one.sent for one in found):.2f} | {fmean(one.steps for one in found):.2f} |"
+        f" {mean / fmean(base):.3f} ({least:.3f} to {most:.3f}) |"
+    )
+
+
+def compare(
+    heard: Sequence[Text], drafts: Mapping[str, OnnxDrafter], options: Any, head: str
+) -> int:
+    """Print the lines of one set of texts at one temperature; the number of wrong texts."""
+    wrong = 0
+    for rtt_ms in map(float, options.rtts.split(",")):
+        first: list[Played] = []
+        for draft, drafter in drafts.items():
+            for policy in map(PolicyName, options.policy.split(",")):
+                learned, chosen = Learned(), named_policy(policy)
+                found = [play(text, drafter, chosen, rtt_ms / 1e3, learned) for text in heard]
+                first = first or found
+                wrong += sum(not one.exact for one in found)
+                name = f"{Path(draft).name}, {policy.value}"
+                print(f"{head} {rtt_ms:g} | {name} | {row(found, first)}", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--draft", nargs="+", default=["bundled"], help="bundled, or folders")
+    parser.add_argument("--policy", default="windowed,goodput", help="names, with commas")
+    parser.add_argument("--rtts", default="20,50", help="milliseconds, with commas")
+    parser.add_argument("--temperatures", default="0,0.7", help="with commas")
+    parser.add_argument("--tokens", type=int, default=96, help="of each text")
+    parser.add_argument("--limit", type=int, default=24, help="texts of each set")
+    options = parser.parse_args()
+    print(json.dumps({"machine": machine(), "versions": versions()}))
+    drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
+    wrong = 0
+    print(
+        "| texts | T | RTT | draft, policy | ms a token | speed | nodes | steps | over the first |"
+    )
+    print("| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | --- |")
+    for name, prompts in prompt_sets(options.limit):
+        for temperature in map(float, options.temperatures.split(",")):
+            heard = said(prompts, temperature, options.tokens)
+            wrong += compare(heard, drafts, options, f"| {name} ({len(heard)}) | {temperature:g} |")
+    for drafter in drafts.values():
+        drafter.close()
+    if wrong:
+        print(f"{wrong} texts are not the target's")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
