@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from edgespec.core.device import events as ev
 from edgespec.core.device.cache import DraftCache
 from edgespec.core.device.commit_reader import CommitReader
+from edgespec.core.device.draft_view import DraftView
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.tree_cache import MAX_TREE_NODES, TreeCache
 from edgespec.core.protocol.tree import FORWARDED, SpeculationTree
 from edgespec.core.protocol.work import Candidate
@@ -32,6 +34,11 @@ class Leaf:
     parent: int
     width: int
     least_choice: float = 0.0
+
+
+def leaf(parent: int, view: DraftView, policy: DraftPolicy) -> Leaf:
+    """What ``policy`` wants behind ``parent``."""
+    return Leaf(parent, view.paying(parent, policy.width), policy.least_choice)
 
 
 @statically_frozen

@@ -91,8 +91,8 @@ class GoodputPolicy:
         tree = view.tree
         if not tree.roots:
             length = tree.prefix.length
-            pays = length < view.end and priced <= 1.0
-            return ROOT, self._gain(rates, _in_time(view)(length)) if pays else 0.0
+            possible = length < view.end and priced <= 1.0
+            return ROOT, self._gain(rates, _in_time(view)(length)) if possible else 0.0
         chance_of, in_time, last_position = _chances(view, rates), _in_time(view), view.end - 2
         settled = view.settled_position if priced else 0
         at_once, gains = self._gain(rates, 1), dict[int, float]()
