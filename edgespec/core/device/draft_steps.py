@@ -36,7 +36,7 @@ class Leaf:
     least_choice: float = 0.0
 
 
-def leaf(parent: int, view: DraftView, policy: DraftPolicy) -> Leaf:
+def leaf_behind(parent: int, view: DraftView, policy: DraftPolicy) -> Leaf:
     """What ``policy`` wants behind ``parent``."""
     return Leaf(parent, view.paying(parent, policy.width), policy.least_choice)
 

@@ -39,8 +39,8 @@ LEAST_GAIN: Final = 0.002
 LEAST_CHOICE: Final = 0.02
 """Such a choice costs its row and its bytes, and is right once in fifty times."""
 _FURTHEST: Final = 24
-_ROUNDING: Final = 1e-9
 """Steps that are looked ahead."""
+_ROUNDING: Final = 1e-9
 # While resting: a guess at each position until so many were decided of late, then at one in eight.
 _TRIALS_WANTED, _PROBE_EVERY = 24.0, 8
 

@@ -21,7 +21,7 @@ from typing import assert_never
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
-from edgespec.core.device.draft_steps import DraftSteps, Leaf, leaf
+from edgespec.core.device.draft_steps import DraftSteps, Leaf, leaf_behind
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.learned import Learned
@@ -207,7 +207,7 @@ class DraftSession:
     def _leaves_with(self, first: int, view: DraftView) -> list[Leaf]:
         others = self._policy.beside(view, first) if self._steps.most_leaves > 1 else ()
         worth = [first, *[one for one in others if self._steps.is_worth_asking(one)]]
-        return [leaf(parent, view, self._policy) for parent in worth]
+        return [leaf_behind(parent, view, self._policy) for parent in worth]
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)
