@@ -1,6 +1,6 @@
 """Does the simulator tell the truth? Real runs beside simulated ones, set-up by set-up.
 
-    edgespec profile --out profile.json          # of this machine, with the same emulated times
+    edgespec profile --pass-ms 25 --draft-ms 8 --out profile.json     # of this machine
     python benchmarks/fidelity.py --profile profile.json [--repeats 3] [--prompts 6] [--json FILE]
 
 Real: the bundled models, a verifier process, gRPC, the product's emulated link; passes take 25 ms
@@ -33,7 +33,7 @@ from edgespec.benchmark.prompts import DEFAULT_PROMPTS
 from edgespec.benchmark.report import machine, versions
 from edgespec.benchmark.tape_recorder import record_tape, tape_about
 from edgespec.benchmark.workload import Workload, choose_workload
-from edgespec.cli.child import verifier_process
+from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.compose import (
     PromptTokenizer,
     connect,
@@ -244,7 +244,7 @@ async def real_side(
     assert drafter is not None
     assert walker is not None
     tokenizer = load_tokenizer(tokenizer_reference(config))
-    async with verifier_process(["--pass-ms", f"{PASS_MS:g}"]) as (address, _):
+    async with verifier_process(["--pass-ms", f"{PASS_MS:g}", PLAIN_STREAMING]) as (address, _):
         transport = connect(address)
         info = (await transport.info()).model
         await transport.close()
