@@ -246,3 +246,15 @@ def test_all_choices_are_kept_where_the_policy_says_so() -> None:
         session.estimates.guesses.add(1, math.log(0.001), hit=False)
     session.handle(StepDone((Candidate(10, -0.1), Candidate(11, math.log(0.001)))), 0.1)
     assert [node.rank for node in session.tree.roots] == [0, 1]
+
+
+def test_no_choice_is_kept_behind_one_that_is_not() -> None:
+    """Acceptance is counted by ranks without gaps: a third choice beside no second one would be a
+    hit of a rank that was never tried."""
+    session = streaming(policy=GoodputPolicy(3))
+    unlikely = math.log(0.001)
+    for trial in range(400):
+        session.estimates.guesses.add(1, unlikely, hit=False)
+        session.estimates.guesses.add(2, unlikely, hit=trial % 2 == 0)
+    session.handle(StepDone(tuple(Candidate(10 + n, n and unlikely) for n in range(3))), 0.1)
+    assert [node.rank for node in session.tree.roots] == [0]

@@ -122,34 +122,28 @@ class DraftSteps:
             kept = self._worth_keeping(found[: leaf.width], leaf.least_choice)
             self._grow(leaf.parent, step.base_position, kept)
 
-    def _worth_keeping(
-        self, found: tuple[Candidate, ...], least: float
-    ) -> tuple[tuple[int, Candidate], ...]:
-        """The choices with their ranks. Now and then all are kept, to learn what they are worth."""
-        ranked = tuple(enumerate(found))
-        if not least or len(found) < 2 or self._reader.counters.steps % _KEEP_ALL_EVERY == 0:
-            return ranked
-        estimates = self._reader.estimates
-        return tuple(
-            [
-                (rank, one)
-                for rank, one in ranked
-                if not rank or estimates.chance(rank, one.logprob) >= least
-            ]
-        )
+    def _worth_keeping(self, found: Sequence[Candidate], least: float) -> Sequence[Candidate]:
+        """The choices up to the first that is hardly ever right: then none behind it is kept, so
+        that ranks have no gaps. Now and then all are kept, to learn what they are worth."""
+        if not least or self._reader.counters.steps % _KEEP_ALL_EVERY == 0:
+            return found
+        chance = self._reader.estimates.chance
+        for rank, one in enumerate(found):
+            if rank and chance(rank, one.logprob) < least:
+                return found[:rank]
+        return found
 
-    def _grow(
-        self, parent: int, base_position: int, candidates: tuple[tuple[int, Candidate], ...]
-    ) -> None:
+    def _grow(self, parent: int, base_position: int, candidates: Sequence[Candidate]) -> None:
         tree = self._tree
         winner, late = None, False
         if base_position < tree.prefix.length:  # the root moved meanwhile
             position = tree.place(parent, base_position)
             late = position is not None and position < tree.prefix.length
-        for rank, candidate in candidates:
+        for rank, candidate in enumerate(candidates):
             node_id = tree.last_id + 1
             token, logprob = candidate.token, candidate.logprob
             growth = tree.grow(node_id, parent, token, base_position, rank, logprob)
             winner = rank if growth is FORWARDED else winner
         if late:
-            self._reader.score(winner, [(rank, one.logprob) for rank, one in candidates])
+            offered = [(rank, one.logprob) for rank, one in enumerate(candidates)]
+            self._reader.score(winner, offered)
