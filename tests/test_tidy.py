@@ -15,8 +15,6 @@ import pytest
 
 from tests.sources import PACKAGES, ROOT, Module, imports, modules, parse, project_files, within
 
-LINES_MAX = 400
-CORE_LINES_MAX = 250
 FUNCTION_LINES_MAX = 60
 COLUMNS_MAX = 100
 FILE_BYTES_MAX = 2**20
@@ -30,13 +28,6 @@ UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX"
 ABSOLUTE = re.compile(r"(?<![\w.$}/-])/(?:work|root|home/\w+|Users/\w+)" + r"/")
 
 Rule = Callable[[Module], Iterator[str]]
-
-
-def file_length(module: Module) -> Iterator[str]:
-    limit = CORE_LINES_MAX if module.path.startswith("edgespec/core/") else LINES_MAX
-    lines = module.text.count("\n")
-    if lines > limit:
-        yield f"{module.path}: {lines} lines, at most {limit}: it holds more than one idea"
 
 
 def function_length(module: Module) -> Iterator[str]:
@@ -112,7 +103,6 @@ def _is_product(module: Module) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    file_length,
     function_length,
     line_length,
     named_for_an_idea,
@@ -124,8 +114,6 @@ RULES: tuple[Rule, ...] = (
 
 LONG_FUNCTION = "def f() -> None:\n" + "    pass\n" * (FUNCTION_LINES_MAX + 1)
 VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
-    (file_length, "edgespec/core/x.py", "a = 1\n" * (CORE_LINES_MAX + 1)),
-    (file_length, "edgespec/cli/x.py", "a = 1\n" * (LINES_MAX + 1)),
     (function_length, "tests/x.py", LONG_FUNCTION),
     (
         function_length,
@@ -142,7 +130,6 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (public_classes_say_what_they_are, "edgespec/x.py", "class A:\n    a: int\n"),
 )
 INNOCENT: tuple[tuple[Rule, str, str], ...] = (
-    (file_length, "edgespec/core/x.py", "a = 1\n" * CORE_LINES_MAX),
     (function_length, "tests/x.py", LONG_FUNCTION.removesuffix("    pass\n")),
     (prints_only_at_the_rim, "edgespec/cli/x.py", "print(1)\n"),
     (no_sleep_in_tests, "tests/x.py", "async def f():\n    await asyncio.sleep(0)\n"),
