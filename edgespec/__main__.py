@@ -1,7 +1,7 @@
 """The commands ``edgespec`` and ``edgespec-sim``, from the first import on.
 
 Nothing but the standard library is imported here at the top: what a Ctrl-C does must be settled
-before half a second of imports begins.
+before the other imports begin.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+from edgespec.cli import main
+from edgespec.cli.sim import main as simulator
 from tests.sources import PACKAGES, ROOT, Module, imports, modules, parse, within
 from tests.test_floors import HEAVY
 
@@ -68,9 +70,21 @@ def test_a_planted_circle_is_found(line: str) -> None:
     assert import_circle([top, b]) == []
 
 
-@pytest.mark.parametrize("module", ["edgespec", "edgespec.cli.main"])
-def test_the_heavy_libraries_are_loaded_late(module: str) -> None:
-    assert _loaded_by(module) & HEAVY == set()
+def test_the_heavy_libraries_are_loaded_late() -> None:
+    """By every command, for they are imported when they are called."""
+    commands = {**main.COMMANDS, **simulator.COMMANDS}.values()
+    names = {where.partition(":")[0] for where in commands}
+    assert _loaded_by("edgespec.api", *sorted(names)) & HEAVY == set()
+
+
+def test_the_version_is_said_without_the_commands() -> None:
+    tell = "*sorted(name for name in sys.modules if name.startswith('edgespec'))"
+    said = _printed(
+        "import sys\nfrom edgespec.cli.main import app\n"
+        f"try: app(['--version'])\nexcept SystemExit: print({tell})"
+    )
+    loaded = "edgespec edgespec.cli edgespec.cli.entry edgespec.cli.lazy edgespec.cli.main"
+    assert said[1:] == [loaded]
 
 
 @pytest.mark.parametrize("package", ["edgespec.core", "edgespec_sim"])
@@ -94,10 +108,13 @@ def test_an_early_load_would_be_seen() -> None:
 
 def _loaded_by(*names: str) -> set[str]:
     """Top-level names in ``sys.modules`` of a fresh interpreter that imported ``names``."""
-    code = (
-        f"import json, sys, {', '.join(names)}\n"
-        "print(json.dumps([name for name in sys.modules if '.' not in name]))"
-    )
+    names_of_modules = "[name for name in sys.modules if '.' not in name]"
+    said = _printed(f"import json, sys, {', '.join(names)}\nprint(json.dumps({names_of_modules}))")
+    return set(json.loads(said[-1]))
+
+
+def _printed(code: str) -> list[str]:
+    """The lines that a fresh interpreter prints."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -108,4 +125,4 @@ def _loaded_by(*names: str) -> set[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout.splitlines()

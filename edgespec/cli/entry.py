@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from edgespec.cli.running import FAILED, USAGE
+FAILED, USAGE = 1, 2
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 
 _OUR_VARIABLES = "EDGESPEC_"
 

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated
 
 import typer
 
 from edgespec import __version__
-from edgespec.cli.certs import certs
-from edgespec.cli.chat import chat
-from edgespec.cli.demo import demo
-from edgespec.cli.doctor import doctor
-from edgespec.cli.draft import draft
-from edgespec.cli.export import export
-from edgespec.cli.generate import generate
-from edgespec.cli.health import health
-from edgespec.cli.keys import keys
-from edgespec.cli.plan import plan
-from edgespec.cli.profile import profile
-from edgespec.cli.running import EXIT_CODES
-from edgespec.cli.serve import serve
-from edgespec.cli.top import top
-from edgespec.cli.verifier import verifier
+from edgespec.cli.entry import EXIT_CODES
+from edgespec.cli.lazy import lazy_app
 
-app = typer.Typer(
-    name="edgespec",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
-)
+# In the order of `--help`: what people use first comes first.
+COMMANDS = {
+    "demo": "edgespec.cli.demo:demo",
+    "verifier": "edgespec.cli.verifier:verifier",
+    "generate": "edgespec.cli.generate:generate",
+    "chat": "edgespec.cli.chat:chat",
+    "serve": "edgespec.cli.serve:serve",
+    "doctor": "edgespec.cli.doctor:doctor",
+    "health": "edgespec.cli.health:health",
+    "export": "edgespec.cli.export:export",
+    "bench": "edgespec.cli.bench:bench",
+    "profile": "edgespec.cli.profile:profile",
+    "top": "edgespec.cli.top:top",
+    "plan": "edgespec.cli.plan:plan",
+    "draft": "edgespec.cli.draft:draft",
+    "keys": "edgespec.cli.keys:keys",
+    "certs": "edgespec.cli.certs:certs",
+}
+
+app = lazy_app("edgespec", COMMANDS)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,15 +67,3 @@ def main(
 
     [bold]Check[/]    edgespec doctor
     """
-
-
-for command in (demo, verifier, generate, chat, serve, doctor, health, export):
-    app.command(epilog=EXIT_CODES)(command)
-if importlib.util.find_spec("edgespec.cli.bench") is not None:
-    app.command(epilog=EXIT_CODES)(importlib.import_module("edgespec.cli.bench").bench)
-app.command(epilog=EXIT_CODES)(profile)
-app.command(epilog=EXIT_CODES)(top)
-app.add_typer(plan)
-app.add_typer(draft)
-app.add_typer(keys)
-app.add_typer(certs)

@@ -21,6 +21,9 @@ from typing import Any, TypeVar
 import typer
 
 from edgespec.agent.agent import GenerationError
+from edgespec.cli.entry import EXIT_CODES as EXIT_CODES
+from edgespec.cli.entry import FAILED as FAILED
+from edgespec.cli.entry import USAGE as USAGE
 from edgespec.compose import SetupError
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN
@@ -28,9 +31,6 @@ from edgespec.drafters import deaf_calls
 from edgespec.telemetry.hidden_tokens import HiddenTokens
 from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
-
-FAILED, USAGE = 1, 2
-EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -34,7 +34,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
     """Asked of a fresh interpreter: the package, and what ``generate --help`` needs."""
     heavy = ("torch", "transformers", "onnxruntime", "onnx", "grpc", "numpy", "tokenizers")
     code = (
-        "import sys, edgespec, edgespec.cli.main\n"
+        "import sys, edgespec, edgespec.cli.main, edgespec.cli.generate\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run(

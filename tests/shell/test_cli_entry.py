@@ -133,11 +133,17 @@ def test_an_argument_that_is_not_utf8_is_named() -> None:
     assert (code, output) == (2, "error: EDGESPEC_MODEL is b'\\xff', but must be UTF-8\n")
 
 
-def test_a_ctrl_c_during_the_imports_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
+@pytest.mark.parametrize(
+    ("library", "arguments"), [("typer", ["--version"]), ("yaml", ["generate", "--help"])]
+)
+def test_a_ctrl_c_during_the_imports_says_nothing(
+    tmp_path: Path, library: str, arguments: list[str]
+) -> None:
+    """The command line's own imports, and those of the command that is called."""
+    (tmp_path / f"{library}.py").write_text("print('importing', flush=True)\ninput()\n")
     path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
     with subprocess.Popen(
-        [sys.executable, "-m", "edgespec", "--version"],
+        [sys.executable, "-m", "edgespec", *arguments],
         env={**environment(), "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import typer
+from edgespec.cli.entry import EXIT_CODES
+from edgespec.cli.lazy import lazy_app
 
-from edgespec.cli.running import EXIT_CODES
-from edgespec.cli.sim import trace
-from edgespec.cli.sim.mean_field import mean_field
-from edgespec.cli.sim.replay import replay
-from edgespec.cli.sim.report import report
-from edgespec.cli.sim.run import run
-from edgespec.cli.sim.scenario import list_scenarios, scenario
-from edgespec.cli.sim.sweep import sweep
+# In the order of `--help`.
+COMMANDS = {
+    "run": "edgespec.cli.sim.run:run",
+    "list": "edgespec.cli.sim.scenario:list_scenarios",
+    "scenario": "edgespec.cli.sim.scenario:scenario",
+    "sweep": "edgespec.cli.sim.sweep:sweep",
+    "replay": "edgespec.cli.sim.replay:replay",
+    "report": "edgespec.cli.sim.report:report",
+    "mean-field": "edgespec.cli.sim.mean_field:mean_field",
+    "trace": "edgespec.cli.sim.trace:app",
+}
 
-app = typer.Typer(
-    name="edgespec-sim",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
-)
+app = lazy_app("edgespec-sim", COMMANDS)
 
 
 @app.callback(epilog=EXIT_CODES)
@@ -39,12 +35,3 @@ def main() -> None:
 
     [bold]Compare[/]    edgespec-sim sweep household --vary tokens.acceptance=0.6,0.8 --out runs/x
     """
-
-
-app.command(epilog=EXIT_CODES)(run)
-app.command("list", epilog=EXIT_CODES)(list_scenarios)
-app.command(epilog=EXIT_CODES)(scenario)
-for command in (sweep, replay, report):
-    app.command(epilog=EXIT_CODES)(command)
-app.command("mean-field", epilog=EXIT_CODES)(mean_field)
-app.add_typer(trace.app, name="trace", epilog=EXIT_CODES)
