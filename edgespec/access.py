@@ -7,14 +7,22 @@ leaves the verifier as it was.
 The device's key comes from the environment or a file, never from the command line, which other
 users of a machine can read. It is sent where nobody can listen in: over TLS, on this machine, or
 where the user says so.
+
+A file that others can write is refused, for whoever writes it lets himself in; a secret that others
+can read is warned of (``check_file_permissions``).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
+import stat
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +43,34 @@ ENDPOINT_KEY_VARIABLE = "EDGESPEC_ENDPOINT_KEY"
 MAX_KEY_LENGTH = 4096
 """Characters of a key: what travels as a header must be short."""
 _EXPIRES_SOON_DAYS = 14
+_LOG = logging.getLogger(__name__)
+
+
+def check_file_permissions(path: Path, *, secret: bool) -> None:
+    """Raises ``ConfigError`` for a file that others can write, and warns, once, of a ``secret`` one
+    that others can read. A file that is not there is for its reader to tell of.
+
+    "Others" is everybody who is neither the owner nor in the group, for a container's secrets are
+    mounted for a group (0440, 0640), and many users have a group of their own (umask 002). A link
+    is judged by the file behind it. Windows says nothing of others in a mode.
+    """
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return
+    if sys.platform == "win32":
+        return
+    name = shlex.quote(str(path))
+    if mode & stat.S_IWOTH:
+        advice = f"chmod {'600' if secret else 'o-w'} {name}"
+        raise ConfigError(f"{path}: others can write this file (mode {mode:04o}); run: {advice}")
+    if secret and mode & stat.S_IROTH:
+        _warn_once(f"{path}: others can read this secret (mode {mode:04o}); run: chmod 600 {name}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _LOG.warning("%s", message)
 
 
 # --- the verifier's side ---------------------------------------------------------------------
@@ -113,8 +149,10 @@ class ServerAccess:
         return Reloaded(changes, replaced, self.warnings)
 
     def _read_ring(self, *, written: bool = False) -> KeyRing | None:
-        path = self._keys_path
-        return None if path is None else load_keys(path, written=written).ring()
+        if (path := self._keys_path) is None:
+            return None
+        check_file_permissions(path, secret=False)
+        return load_keys(path, written=written).ring()
 
     def _read_identity(self) -> ServerIdentity | None:
         if not self._tls.used:
@@ -127,6 +165,9 @@ def _identity(tls: ServerTlsSection) -> ServerIdentity:
 
     certificate, key = Path(os.path.expanduser(tls.cert)), Path(os.path.expanduser(tls.key))
     client_ca = Path(os.path.expanduser(tls.client_ca)) if tls.client_ca else None
+    for path in (certificate, key, client_ca):
+        if path is not None:
+            check_file_permissions(path, secret=path is key)
     try:
         with needs("cryptography", "edgespec[certs]"):
             return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
@@ -189,8 +230,9 @@ def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_
     source, key = variable, environment.get(variable, "").strip()
     if not key and path:
         source = path
+        check_file_permissions(file_path := Path(os.path.expanduser(path)), secret=True)
         try:
-            with Path(os.path.expanduser(path)).open(encoding="ascii") as file:
+            with file_path.open(encoding="ascii") as file:
                 key = file.read(MAX_KEY_LENGTH + 2).strip()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from error
@@ -215,6 +257,9 @@ def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
         Path(os.path.expanduser(name)) if name else None
         for name in (tls.ca, tls.client_cert, tls.client_key)
     )
+    for path in (ca, certificate, key):
+        if path is not None:
+            check_file_permissions(path, secret=path is key)
     try:
         return channel_credentials(ca, certificate, key)
     except TlsFileError as error:

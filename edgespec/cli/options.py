@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from edgespec.access import check_file_permissions
 from edgespec.cli.tls_options import DEVICE_TLS_KEYS
 from edgespec.cli.tls_options import WHERE as _WHERE
 from edgespec.cli.tls_options import Ca as Ca
@@ -374,7 +375,9 @@ def configured(kind: type[_Config], context: typer.Context, keys: Mapping[str, s
         if name == "verifier" and len(value) == 1:
             (value,) = value
         given[key] = _biases(value) if name == "logit_bias" else value
-    config = load_config(kind, context.params.get("config"), given)
+    if (path := context.params.get("config")) is not None:
+        check_file_permissions(path, secret=False)
+    config = load_config(kind, path, given)
     if context.params.get("print_config"):
         typer.echo(dump_config(config), nl=False)
         raise typer.Exit
