@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.core.protocol.constraint import (
     Constraint,
+    ConstraintBusyError,
     ConstraintError,
     ConstraintKind,
     allows,
@@ -157,7 +158,7 @@ class GrammarReader:
         except TrialFailedError:
             raise _too_much(kind) from None
         except OSError as error:
-            raise ConstraintError(f"a {kind.value} cannot be tried now: {error}") from error
+            raise ConstraintBusyError(f"a {kind.value} cannot be tried now: {error}") from error
         if why:
             raise _refused(kind, why)
 

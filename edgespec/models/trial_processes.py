@@ -27,6 +27,7 @@ DATA_BYTES: Final = 768 << 20
 _SCRIPT: Final = Path(grammar_trial.__file__)
 _SLOW_S: Final = 0.1
 _BEHIND_S: Final = 1.0
+_LOOKS_EVERY_S: Final = 0.1
 _NICENESS: Final = 10
 _READS_WITHIN_S: Final = 5.0
 """One that has answered before and does not read by then hangs."""
@@ -75,8 +76,10 @@ class TrialProcesses:
         it, and ``OSError`` where there is none."""
         until = time.monotonic() + within_s
         line = json.dumps(asked).encode() + b"\n"
-        if not self._turns.acquire(timeout=within_s):
-            raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
+        while not self._turns.acquire(timeout=_LOOKS_EVERY_S):
+            if time.monotonic() >= until:
+                raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
+            self._give_up_slowest()
         try:
             for _ in range(_KEPT):
                 with contextlib.suppress(_GoneError):
@@ -98,6 +101,8 @@ class TrialProcesses:
         except TrialFailedError:
             if self._closed:
                 raise OSError(_STOPPING) from None
+            if process.given_up:
+                raise OSError(f"others wait, and it took more than {_BEHIND_S:g} s") from None
             raise
         finally:
             self._back(process, ok)
@@ -120,6 +125,15 @@ class TrialProcesses:
             timer.cancel()
         for process in ready:
             process.end()
+
+    def _give_up_slowest(self) -> None:
+        with self._lock:
+            behind = [one for one in self._busy if one.behind_since is not None]
+            if any(one.given_up for one in behind) or not behind:
+                return
+            slowest = min(behind, key=lambda one: one.behind_since or 0.0)
+            slowest.given_up = True
+            slowest.kill()
 
     # --- which process ----------------------------------------------------------------------
 
@@ -172,7 +186,8 @@ class _Process:
     """One of them; starts at once and is ready soon. Raises ``OSError``."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.reusable = True
+        self.reusable, self.given_up = True, False
+        self.behind_since: float | None = None
         self._tries, self._unread = 0, bytearray()
         self._socket, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo:
@@ -240,7 +255,7 @@ class _Process:
 
     def _go_behind(self) -> None:
         """It has had its share: from here on all others go first."""
-        self.reusable = False
+        self.reusable, self.behind_since = False, time.monotonic()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 

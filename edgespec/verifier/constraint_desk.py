@@ -1,9 +1,10 @@
 """Reads the constraints of new streams before the engine sees them, beside everything else.
 
 To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own: no
-pass and no other stream waits for it. How many may wait, and how long, is bounded; and one peer has
-one thread at a time, also while nobody waits for it any more, and half of the places: so whoever
-sends hard ones keeps nobody else waiting.
+pass and no other stream waits for it. How many may wait, and how long, is bounded for each key or,
+where no keys are asked for, each address. Each has one thread at a time, also while nobody waits
+for that any more, and the addresses of one key have it in turn: so whoever sends hard grammars
+keeps no other key waiting, and another address of his own key for one of his grammars.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.protocol.constrained_text import ConstrainedText
-from edgespec.core.protocol.constraint import Constraint, ConstraintError
+from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
+from edgespec.core.verifier.credential import ANYBODY, Credential
 
 _LOG = logging.getLogger(__name__)
-_THREADS: Final = 4
-_MOST_WAITING: Final = 32
+_THREADS: Final = 64
+_MOST_OF_A_KEY: Final = 32
 _MOST_OF_A_PEER: Final = 16
 WITHIN_S: Final = 40.0
 """A grammar that is not read by then is refused."""
@@ -42,8 +44,10 @@ class ReadyReader(Protocol):
 
 @dataclass(slots=True)
 class _Turn:
-    """One peer's; its lock is held as long as a thread reads for it."""
+    """Of a key, or of an address; its lock is held as long as a thread reads for it."""
 
+    whose: str
+    most: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
@@ -55,9 +59,8 @@ class ConstraintDesk:
         self._read, self._end_tokens = read, end_tokens
         keeper: object = read
         self._keeper = keeper if isinstance(keeper, ReadyReader) else None
-        self._waiting = 0
-        self._turns: dict[str, _Turn] = {}
-        """Of the peers that have something to be read."""
+        self._turns: dict[tuple[str, str], _Turn] = {}
+        """Of those that have something to be read, by key and address: empty for all of a key."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
 
     def get_ready(self) -> None:
@@ -68,57 +71,69 @@ class ConstraintDesk:
             except Exception as error:  # whoever sends a constraint is told; nobody did yet
                 _LOG.info("constraints cannot be read: %s", error)
 
-    async def prepared(self, request: Open, peer: str) -> Open | Fault:
+    async def prepared(
+        self, request: Open, peer: str, credential: Credential = ANYBODY
+    ) -> Open | Fault:
         """The request with a constraint that can be kept, or why there is none."""
         constraint = request.sampling.constraint
         if constraint is None or self._read is None:
             return request
-        if self._waiting >= _MOST_WAITING:
-            why = f"{self._waiting} grammars wait to be read, limit {_MOST_WAITING}"
+        turns = self._turns_of(peer, credential.name)
+        full = next((one for one in turns if one.users >= one.most), None)
+        if full is not None:
+            self._forget_idle_turns()
+            why = f"{full.users} grammars of {full.whose} wait to be read, limit {full.most}"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
-        turn = self._turns.setdefault(peer, _Turn())
-        if turn.users >= _MOST_OF_A_PEER:
-            why = f"{turn.users} grammars of {peer} wait to be read, limit {_MOST_OF_A_PEER}"
-            return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
-        turn.users, self._waiting = turn.users + 1, self._waiting + 1
+        for turn in turns:
+            turn.users += 1
         try:
             async with asyncio.timeout(WITHIN_S):
-                await turn.lock.acquire()
-                return await self._in_thread(request, self._read, peer, turn)
+                return await self._in_turn(request, self._read, turns)
+        except ConstraintBusyError as error:
+            return Fault(FaultCode.OVERLOADED, str(error), retry_after_s=1.0)
         except ConstraintError as error:
             return Fault(FaultCode.INVALID, str(error))
         except TimeoutError:
             why = f"the grammar was not read within {WITHIN_S:.0f} s"
             return Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0)
         finally:
-            turn.users, self._waiting = turn.users - 1, self._waiting - 1
-            self._forget(peer, turn)
+            for turn in turns:
+                turn.users -= 1
+            self._forget_idle_turns()
 
-    def _in_thread(
-        self, request: Open, read: ReadConstraint, peer: str, turn: _Turn
-    ) -> asyncio.Future[Open]:
-        """Read in the peer's turn, which ends with the thread's work, whoever waits for that."""
+    def _turns_of(self, peer: str, key: str) -> list[_Turn]:
+        """The address first: so each has one place in the line of its key."""
+        turns = [self._turns.setdefault((key, peer), _Turn(peer, _MOST_OF_A_PEER))]
+        if key:
+            of_key = self._turns.setdefault((key, ""), _Turn(f"key {key!r}", _MOST_OF_A_KEY))
+            turns.append(of_key)
+        return turns
+
+    async def _in_turn(self, request: Open, read: ReadConstraint, turns: list[_Turn]) -> Open:
+        """Read in these turns, which end with the thread's work, whoever waits for that."""
         loop = asyncio.get_running_loop()
+        with ExitStack() as held:
+            for turn in turns:
+                await turn.lock.acquire()
+                held.callback(turn.lock.release)
+            work = self._threads.submit(self._ready, request, read)
+            release = held.pop_all().close
 
         def over() -> None:
-            turn.lock.release()
-            self._forget(peer, turn)
+            release()
+            self._forget_idle_turns()
 
         def tell(_: Future[Open]) -> None:
             with suppress(RuntimeError):  # the loop has ended before
                 loop.call_soon_threadsafe(over)
 
-        try:
-            work = self._threads.submit(self._ready, request, read)
-        except RuntimeError:  # closed
-            over()
-            raise
         work.add_done_callback(tell)
-        return asyncio.wrap_future(work)
+        return await asyncio.wrap_future(work)
 
-    def _forget(self, peer: str, turn: _Turn) -> None:
-        if not (turn.users or turn.lock.locked()):
-            self._turns.pop(peer, None)
+    def _forget_idle_turns(self) -> None:
+        idle = [who for who, one in self._turns.items() if not (one.users or one.lock.locked())]
+        for who in idle:
+            del self._turns[who]
 
     def _ready(self, request: Open, read: ReadConstraint) -> Open:
         constraint = request.sampling.constraint

@@ -164,7 +164,7 @@ class Verifier:
             if not isinstance(first, Open):
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return
-            opening = await self._desk.prepared(first, stream.peer)
+            opening = await self._desk.prepared(first, stream.peer, stream.credential)
             if self._stopping or isinstance(opening, Fault):
                 self._send(number, opening if isinstance(opening, Fault) else _STOPS)
                 self._close(number)

@@ -1,5 +1,5 @@
-"""Grammars that are hard to read hold up their own peer alone. Oracle: how many threads read for
-it, and what another peer is told meanwhile."""
+"""Grammars that are hard to read hold up their own key or, without keys, their own peer alone.
+Oracle: how many threads read for it, and what others are told meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.credential import Credential
 from edgespec.verifier.constraint_desk import ConstraintDesk
 
 HARD = Constraint(ConstraintKind.REGEX, "hard")
@@ -80,4 +81,45 @@ async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -
     assert isinstance(await last, Open)
     assert (reader.begun, reader.at_once) == (2, 1)
     assert not desk._turns
+    desk.close()
+
+
+async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader: Reader) -> None:
+    """Another key behind the same addresses, which came after it, and after five more such keys."""
+    desk = ConstraintDesk(reader, (0,))
+    keys = [Credential(name) for name in ("loop", "b", "c", "d", "e", "f")]
+    many = [
+        asyncio.create_task(desk.prepared(asked(HARD), peer, key))
+        for key in keys
+        for peer in ("one", "two")
+        for _ in range(20)
+    ]
+    await asyncio.sleep(0)  # each is at the desk
+    for peer in ("one", "two", "three"):
+        for _ in range(4):
+            assert isinstance(await desk.prepared(asked(EASY), peer, Credential("other")), Open)
+    assert 1 <= reader.at_once <= len(keys)
+    reader.go_on.set()
+    said = await asyncio.gather(*many)
+    whys = {one.message for one in said if isinstance(one, Fault)}
+    assert whys == {f"16 grammars of {peer} wait to be read, limit 16" for peer in ("one", "two")}
+    assert not desk._turns
+    desk.close()
+
+
+async def test_the_addresses_of_one_key_are_served_in_turn(reader: Reader) -> None:
+    desk, key, done = ConstraintDesk(reader, (0,)), Credential("fleet"), list[str]()
+
+    async def ask(peer: str) -> None:
+        assert isinstance(await desk.prepared(asked(HARD), peer, key), Open)
+        done.append(peer)
+
+    many = [asyncio.create_task(ask("one")) for _ in range(8)]
+    await asyncio.sleep(0)
+    many.append(asyncio.create_task(ask("two")))
+    await asyncio.sleep(0)
+    reader.go_on.set()
+    await asyncio.gather(*many)
+    assert done.index("two") <= 2
+    assert reader.at_once == 1
     desk.close()

@@ -17,7 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
+from edgespec.core.protocol.constraint import (
+    Constraint,
+    ConstraintBusyError,
+    ConstraintError,
+    ConstraintKind,
+)
 from edgespec.core.protocol.messages import Limits
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.trial_processes import TrialProcesses
@@ -238,3 +243,22 @@ async def test_a_verifier_has_one_ready_and_takes_it_along() -> None:
     until(lambda: not runs(pid))
     await asyncio.to_thread(verifier.get_ready)  # nothing begins any more
     assert not trials(reader).pids
+
+
+def test_with_endless_ones_in_all_places_the_slowest_is_given_up(
+    reader: GrammarReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the endless ones cannot end by themselves, for they are stopped."""
+    monkeypatch.setattr("edgespec.models.trial_processes._BEHIND_S", 0.2)
+    with ThreadPoolExecutor(4) as threads:
+        endless = [threads.submit(reader.read, ENDLESS) for _ in range(4)]
+        busy = trials(reader)._busy
+        until(lambda: sum(one.behind_since is not None for one in set(busy)) == 4)
+        for pid in [one.pid for one in busy]:
+            os.kill(pid, signal.SIGSTOP)
+        assert reader.read(EASY[0]).matcher is not None
+        given_up = [one for one in endless if one.done()]
+        assert len(given_up) == 1
+        with pytest.raises(ConstraintBusyError, match="others wait"):
+            given_up[0].result()
+        reader.close()

@@ -25,6 +25,10 @@ class ConstraintError(ValueError):
     """A constraint cannot be kept: it cannot be read or asks for too much; the message says why."""
 
 
+class ConstraintBusyError(ConstraintError):
+    """It could not be read now; the same one may be read later."""
+
+
 class ConstraintKind(Enum):
     """How the text of a constraint is to be read."""
 
