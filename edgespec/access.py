@@ -55,11 +55,13 @@ def check_file_permissions(path: Path, *, secret: bool) -> None:
     is judged by the file behind it. Windows says nothing of others in a mode.
     """
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
+        found = os.stat(path).st_mode
     except OSError:
         return
-    if sys.platform == "win32":
+    # Of a pipe or a device the mode does not say who chose what comes out of it.
+    if sys.platform == "win32" or not stat.S_ISREG(found):
         return
+    mode = stat.S_IMODE(found)
     name = shlex.quote(str(path))
     if mode & stat.S_IWOTH:
         advice = f"chmod {'600' if secret else 'o-w'} {name}"

@@ -113,7 +113,7 @@ def exported_variant(folder: Path, config: dict[str, Any]) -> DraftVariant:
         hidden=whole["hidden"],
         feed_forward=whole["feed_forward"],
         vocabulary_size=manifest.model.vocabulary_size,
-        context_length=manifest.model.context_length,
+        context_length=manifest.window or manifest.model.context_length,
         tokenizer_bytes=_size(folder / "tokenizer.json"),
     )
 
@@ -128,7 +128,8 @@ def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType
     hidden, dim, layers = shape["hidden"], shape["head_dim"], int(config["num_hidden_layers"])
     heads, kv_heads = shape["heads"], shape["kv_heads"]
     vocabulary = int(config["vocab_size"])
-    context = min(int(config["max_position_embeddings"]), _LONGEST_EXPORTED)
+    positions = min(int(config["max_position_embeddings"]), _LONGEST_EXPORTED)
+    context = min(int(config.get("trained_length") or positions), positions)
     layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["feed_forward"]
     tables = 1 if config.get("tie_word_embeddings", True) else 2
     per_weight = _STORED_PER_WEIGHT[bits]
@@ -137,7 +138,7 @@ def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType
         name=name,
         bits=bits,
         kv_type=kv_type,
-        stored_bytes=int(layers * layer * per_weight) + tables * table + 4 * context * dim,
+        stored_bytes=int(layers * layer * per_weight) + tables * table + 4 * positions * dim,
         table_bytes=table,
         inline=False,
         layers=layers,

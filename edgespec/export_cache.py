@@ -12,7 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgespec.core.device.kv_type import KvType
-from edgespec.models.folders import DRAFT_MANIFEST, check_checkpoint, model_info, token_count
+from edgespec.models.folders import (
+    DRAFT_MANIFEST,
+    check_checkpoint,
+    model_info,
+    token_count,
+    trained_length,
+)
 from edgespec.work_folder import work_folder
 
 # Raised when an export of the same input would give other bytes.
@@ -41,7 +47,15 @@ def exported(
     # Built aside and moved: a half-written folder is never found, nor by a second process.
     with work_folder(folder.parent, WORK_PREFIX) as work:
         info, tokens = model_info(source), token_count(source)
-        manifest = export_draft(source, work, info, bits=bits, token_count=tokens, kv_type=kv_type)
+        manifest = export_draft(
+            source,
+            work,
+            info,
+            bits=bits,
+            token_count=tokens,
+            kv_type=kv_type,
+            trained_length=trained_length(source),
+        )
         check_parity(source, work, manifest)
         try:
             work.rename(folder)

@@ -23,7 +23,7 @@ from edgespec.benchmark.arms import Arm
 from edgespec.benchmark.estimate import ASSUMED_ACCEPTANCE, bench_s
 from edgespec.benchmark.lent_drafter import LentDrafter
 from edgespec.benchmark.progress import BenchProgress
-from edgespec.benchmark.prompts import DEFAULT_PROMPTS, BenchPrompt, read_prompts
+from edgespec.benchmark.prompts import BUILT_IN, BenchPrompt, read_prompts
 from edgespec.benchmark.report import (
     Subject,
     document,
@@ -41,6 +41,7 @@ from edgespec.cli.leaf_options import DraftRowMs, Leaves, Policy, PreferOption, 
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.compose import (
+    LOOKUP,
     PromptTokenizer,
     connect,
     link_models,
@@ -59,6 +60,7 @@ ALL_ARMS = ",".join(arm.value for arm in Arm)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
 
+_BUILT_IN_NAMES = {"short": "built-in", "long": "built-in, long"}
 _WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
 
 Arms = Annotated[
@@ -118,9 +120,11 @@ Device = Annotated[
     str, typer.Option(help="Of the target: auto, cpu, cuda, cuda:N", rich_help_panel=_TEXT)
 ]
 Prompts = Annotated[
-    Path | None,
+    str,
     typer.Option(
-        metavar="FILE.jsonl", help="Prompts \\[default: a built-in set]", rich_help_panel=_TEXT
+        metavar="short|long|FILE.jsonl",
+        help="Built-in prompts of some 30 tokens or of 400 to 500, or a file of your own",
+        rich_help_panel=_TEXT,
     ),
 ]
 Limit = Annotated[
@@ -151,8 +155,12 @@ PassMs = Annotated[
     typer.Option(help="A target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
 ]
 DraftMs = Annotated[
-    float,
-    typer.Option(help="A draft step; 0: as fast as the machine goes", rich_help_panel=_TIMES),
+    float | None,
+    typer.Option(
+        help="A draft step; 0: as fast as the machine goes "
+        f"\\[default: {DEFAULTS.draft_ms:g}; with --draft lookup 0]",
+        rich_help_panel=_TIMES,
+    ),
 ]
 
 
@@ -164,7 +172,7 @@ def bench(
     model: Model = "bundled",
     draft: Draft = "bundled",
     device: Device = "auto",
-    prompts: Prompts = None,
+    prompts: Prompts = "short",
     limit: Limit = None,
     chat: Chat = False,
     max_tokens: MaxTokens = None,
@@ -172,7 +180,7 @@ def bench(
     temperature: Temperature = DEFAULTS.temperature,
     seed: Seed = DEFAULTS.seed,
     pass_ms: PassMs = DEFAULTS.pass_ms,
-    draft_ms: DraftMs = DEFAULTS.draft_ms,
+    draft_ms: DraftMs = None,
     leaves: Leaves = DEFAULTS.leaves,
     draft_row_ms: DraftRowMs = DEFAULTS.row_ms,
     policy: Policy = DEFAULTS.policy,
@@ -186,6 +194,8 @@ def bench(
     By default the times of passes and draft steps are emulated; the tokens are real.
     """
     base = QUICK if quick else DEFAULTS
+    if draft_ms is None:  # no emulated model stands behind what is looked up
+        draft_ms = 0.0 if draft == LOOKUP else DEFAULTS.draft_ms
     with reported():
         try:
             settings = replace(
@@ -223,7 +233,7 @@ class _Bench:
         model: str,
         draft: str,
         device: str,
-        prompts: Path | None,
+        prompts: str,
         chat: bool,
         tape_path: Path | None,
     ) -> None:
@@ -232,7 +242,7 @@ class _Bench:
         self._config = drafting_as(settings, draft)
         self._prompts, self._chat = _prompts(prompts), chat
         self._subject = Subject(
-            model, draft, "", "", device, str(prompts) if prompts else "built-in", chat
+            model, draft, "", "", device, _BUILT_IN_NAMES.get(prompts, prompts), chat
         )
         self._tokenizer: PromptTokenizer | None = None
         self._workload: Workload | None = None
@@ -386,9 +396,9 @@ async def _served(address: str) -> ModelInfo:
         await transport.close()
 
 
-def _prompts(path: Path | None) -> Iterator[BenchPrompt]:
+def _prompts(asked: str) -> Iterator[BenchPrompt]:
     """The first one is read at once: a wrong file is an error before anything is loaded."""
-    prompts = iter(DEFAULT_PROMPTS) if path is None else read_prompts(path)
+    prompts = iter(BUILT_IN[asked]) if asked in BUILT_IN else read_prompts(Path(asked))
     return chain([next(prompts)], prompts)
 
 

@@ -22,6 +22,7 @@ from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.compose import needs
 from edgespec.config import ConfigError
 from edgespec.core.device.kv_type import KvType
+from edgespec.drafters.manifest import MAX_CONTEXT_LENGTH
 from edgespec.export_cache import WORK_PREFIX
 from edgespec.exporters.kinds import KINDS, OWN
 from edgespec.models.folders import (
@@ -31,6 +32,7 @@ from edgespec.models.folders import (
     model_info,
     resolve_model,
     token_count,
+    trained_length,
 )
 from edgespec.work_folder import work_folder
 
@@ -64,6 +66,17 @@ def export(
             help="Propose only these token ids, or the tokens of this text",
         ),
     ] = None,
+    trained: Annotated[
+        int,
+        typer.Option(
+            "--trained-length",
+            metavar="TOKENS",
+            min=0,
+            max=MAX_CONTEXT_LENGTH,
+            help="How long the texts were that it was trained on, if that is less than its context:"
+            " it then looks at so many tokens. 0: what config.json says, else the whole context",
+        ),
+    ] = 0,
     exporter: Annotated[
         str, typer.Option("--exporter", help="edgespec, or for other families: " + ", ".join(KINDS))
     ] = OWN,
@@ -94,9 +107,9 @@ def export(
     with reported():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
-        own = (table_bits, context_length, layers, keep_vocabulary, kv_type)
+        own = (table_bits, context_length, layers, keep_vocabulary, kv_type, trained)
         if exporter != OWN:
-            _check_own(default=own == (0, 0, 0, None, KvType.FLOAT32))
+            _check_own(default=own == (0, 0, 0, None, KvType.FLOAT32, 0))
             run(_export_by_another(exporter, exporter_python, source, out, bits, check))
             return
         if exporter_python is not None:
@@ -122,6 +135,7 @@ def export(
                     kv_type=kv_type,
                     layers=layers,
                     kept=kept,
+                    trained_length=trained or trained_length(folder),
                     progress=progress,
                 )
                 if check:
@@ -144,8 +158,8 @@ def _check_own(*, default: bool) -> None:
     """Raises ``ConfigError`` unless what our own exporter alone knows is as it is by default."""
     if not default:
         raise ConfigError(
-            "--table-bits, --context-length, --layers, --keep-vocabulary and --kv-type are of"
-            f" --exporter {OWN} only"
+            "--table-bits, --context-length, --layers, --keep-vocabulary, --kv-type and"
+            f" --trained-length are of --exporter {OWN} only"
         )
 
 

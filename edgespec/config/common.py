@@ -17,7 +17,9 @@ MINUTE_MS = 60_000.0
 
 def one_of(name: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(str, known))}")
+        names = ", ".join(str(one) for one in known if one != "")
+        empty = ", or left out" if "" in known else ""
+        raise ValueError(f"{name} is {value!r}, but must be one of {names}{empty}")
 
 
 def not_empty(name: str, value: str) -> None:

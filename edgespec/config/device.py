@@ -62,7 +62,8 @@ class DraftSection:
     """Of cached keys and values when a Hugging Face folder is exported; null: float32, or what the
     memory budget asks for."""
     window: int = 0
-    """Tokens whose keys and values are held, the last ones of a text; 0: the whole context."""
+    """Tokens whose keys and values are held, the last ones of a text; 0: as many as the draft was
+    trained on, by its ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
     """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
     such as ``25%``, or ``auto``, what is free. Empty: no budget."""

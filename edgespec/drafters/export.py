@@ -52,6 +52,7 @@ def export_draft(
     kv_type: KvType = KvType.FLOAT32,
     layers: int = 0,
     kept: Sequence[int] = (),
+    trained_length: int = 0,
     progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
@@ -63,7 +64,8 @@ def export_draft(
     the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``kv_type`` is that of
     the cached keys and values; int8 needs onnxruntime here, to try the draft. ``layers`` is how
     many are taken, from the first on, before norm and head (0: all); ``kept`` the ids that the
-    draft may propose (none: all), beside which the model's end tokens are. ``progress`` hears how
+    draft may propose (none: all), beside which the model's end tokens are. ``trained_length``: how
+    many tokens the texts had that it was trained on (``DraftManifest``). ``progress`` hears how
     many layers of how many are done. The same input gives the same bytes. Raises
     ``CheckpointError`` naming the file and the field, ``ValueError`` naming the value and the
     limit.
@@ -93,6 +95,7 @@ def export_draft(
         kv_type=kv_type.value,
         token_count=min(token_count, shape.vocabulary_size),
         kept_count=len(kept),
+        trained_length=trained_length,
     )
     model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress, kept)
     if kv_type is not KvType.FLOAT32:

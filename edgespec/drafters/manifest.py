@@ -1,7 +1,8 @@
 """``edgespec.json``: what a draft folder says of itself, so that a device need not guess.
 
 {"format": 1, "model": {ModelInfo}, "bits": 4, "table_bits": 4, "block_size": 32, "layers": 3,
- "kv_heads": 1, "head_dim": 64, "kv_type": "float32", "source": "name of the checkpoint"}
+ "kv_heads": 1, "head_dim": 64, "kv_type": "float32", "trained_length": 256,
+ "source": "name of the checkpoint"}
 """
 
 from __future__ import annotations
@@ -43,11 +44,19 @@ class DraftManifest:
     """Ids that have a row in the head, so that they can be proposed; 0: all."""
     kv_type: str = KvType.FLOAT32.value
     """Of a cached key or value."""
+    trained_length: int = 0
+    """Tokens of the texts that it was trained on; 0: not known, taken for the whole context."""
 
     @property
     def proposable(self) -> int:
         """How many ids, from 0 on, a draft step may propose."""
         return self.token_count or self.model.vocabulary_size
+
+    @property
+    def window(self) -> int:
+        """The last tokens of a text that the draft should look at: behind longer texts than those
+        it was trained on, a small draft guesses badly. 0: at all of them."""
+        return self.trained_length if self.trained_length < self.model.context_length else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -88,6 +97,8 @@ def read_manifest(folder: Path) -> DraftManifest:
         _check(path, "token_count", manifest.token_count, model.vocabulary_size)
     if manifest.kept_count:
         _check(path, "kept_count", manifest.kept_count, model.vocabulary_size)
+    if manifest.trained_length:
+        _check(path, "trained_length", manifest.trained_length, MAX_CONTEXT_LENGTH)
     known = [kv_type.value for kv_type in KvType]
     if manifest.kv_type not in known:
         raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {known}")

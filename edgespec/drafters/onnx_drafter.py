@@ -62,10 +62,12 @@ class OnnxDrafter:
     ``threads`` 0 chooses 1 for a small model, else 2. ``context_length`` 0 is the model's own; a
     smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
     ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
-    (``draft_window.py``). ``chunk`` is how many tokens a long feed takes at a time. Raises
-    ``DraftModelError`` naming the file for a folder that cannot be used; ``step`` raises
-    ``ValueError`` for a broken contract.
+    (``draft_window.py``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
+    how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
+    a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
     """
+
+    _slides = True
 
     def __init__(
         self,
@@ -82,9 +84,10 @@ class OnnxDrafter:
         bounded("window", window, 0, self._info.context_length)
         bounded("chunk", chunk, 1, CHUNK)
         self._chunk = chunk
-        self._window = DraftWindow(window or self._info.context_length)
+        trained = min(self._manifest.window, self._info.context_length) if self._slides else 0
+        self._window = DraftWindow(window or trained or self._info.context_length)
         self._capacity, self._most_guesses = self._window.size, MAX_WIDTH
-        if window:
+        if window or (trained and not context_length):
             self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
         threads = threads or (1 if is_small(folder) else 2)

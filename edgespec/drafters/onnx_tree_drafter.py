@@ -40,6 +40,8 @@ class OnnxTreeDrafter(OnnxDrafter):
     ``TreeGraphError`` for a graph that cannot take trees, besides what that raises.
     """
 
+    _slides = False
+
     def __init__(
         self,
         folder: Path,

@@ -95,6 +95,9 @@ def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
 def _one_file(path: Path) -> DraftSource:
     if not path.is_file():
         raise ModelFolderError(f"{path}: no such file")
+    if _is_ours(path):
+        _whole(path.parent, path)
+        return DraftSource(path.parent, name=path.parent.resolve().name)
     around = (path.parent, path.parent.parent)
     for name in ("tokenizer.json", "config.json", GENAI_CONFIG):
         for folder in around:
@@ -121,7 +124,28 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
         return DraftSource(folder, name=name)
     if variant != AUTO:
         graphs = {variant: _variant(reference, graphs, variant)}
+    for file in graphs.values():
+        if _is_ours(folder / file):
+            _whole(folder, folder / file)
+            return DraftSource(folder, name=name)
     return DraftSource(folder, {key: folder / file for key, file in graphs.items()}, name)
+
+
+def _is_ours(graph: Path) -> bool:
+    """Did ``edgespec export`` write this graph? Its producer's name stands at the beginning."""
+    if not graph.is_file():  # on the Hub, not fetched yet
+        return False
+    with graph.open("rb") as file:
+        return b"\x12\x08edgespec" in file.read(64)
+
+
+def _whole(folder: Path, graph: Path) -> None:
+    """Raises ``ModelFolderError`` where our graph lies without what says what it is."""
+    if not (folder / DRAFT_MANIFEST).is_file():
+        raise ModelFolderError(
+            f"{folder / DRAFT_MANIFEST}: no such file, but `edgespec export` wrote {graph.name}"
+            " with one beside it: copy the whole folder, or export the draft again"
+        )
 
 
 def _variant(reference: str, graphs: Mapping[str, str], variant: str) -> str:

@@ -162,6 +162,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def trained_length(folder: Path) -> int:
+    """Tokens of the texts that a checkpoint was trained on, by ``trained_length`` of its
+    ``config.json``, which our own training writes; 0: it does not say. Raises
+    ``ModelFolderError``."""
+    found = read_config(folder).get("trained_length", 0)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: trained_length is {found!r}, but must be a number of tokens"
+        )
+    return found
+
+
 def _bundled(role: Role) -> Path:
     folder = BUNDLED_FOLDER / role.value
     if not folder.is_dir():

@@ -9,6 +9,7 @@ import pytest
 
 from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.benchmark.lent_drafter import LentDrafter
+from edgespec.benchmark.prompts import LONG_PROMPTS
 from edgespec.compose import build_verifier, connect, load_target
 from edgespec.config import VerifierConfig
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
@@ -72,6 +73,23 @@ def drafters() -> Iterator[dict[str, Drafter]]:
         "adversarial": AdversarialDrafter(OnnxDrafter(folder)),
     }
     draft.close()
+
+
+def test_long_prompts_are_guessed_as_well_as_short_ones(
+    target: TargetModel, tokenizer: TextTokenizer, drafters: dict[str, Drafter]
+) -> None:
+    """Behind 400 to 500 tokens half of the guesses were wrong that are right behind 256."""
+    params, draft = SamplingParams(max_tokens=48, ignore_eos=True), drafters["draft"]
+    right = asked = 0
+    for prompt in (tokenizer.encode(one.text) for one in LONG_PROMPTS):
+        text = alone(target, prompt, params)
+        draft.begin(len(prompt), params)
+        length, feed = 0, list(prompt)
+        for token in text:
+            guesses = draft.step(length, feed, 1)
+            length, feed = length + len(feed), [token]
+            right, asked = right + (guesses[0].token == token), asked + 1
+    assert right / asked > 0.8
 
 
 _ALONE: dict[tuple[tuple[int, ...], int], list[int]] = {}

@@ -110,6 +110,11 @@ def test_a_mistake_is_named_with_its_place(text: str, message: str, tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
+def test_what_may_be_left_out_is_not_listed_as_an_empty_name() -> None:
+    with pytest.raises(ValueError, match="'int3', but must be one of int8, int4, or left out"):
+        VerifierConfig(quantize="int3")
+
+
 def test_aliases_do_not_make_an_error_huge(tmp_path: Path) -> None:
     """Each list holds the one before it eight times: 8**9 words, if they were all written out."""
     lists = ["&l0 [x, x]"]

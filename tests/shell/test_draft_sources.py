@@ -143,6 +143,17 @@ def test_a_file_is_a_draft_with_what_lies_around_it(folder: Path, tmp_path: Path
         find_draft(str(lonely))
 
 
+def test_our_own_graph_without_its_manifest_is_no_graph_of_others(tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / "draft")
+    (folder / "model.safetensors").unlink()
+    graph = folder / "model.onnx"
+    assert find_draft(str(graph)) == find_draft(str(folder))
+    (folder / "edgespec.json").unlink()
+    for reference in (folder, graph):
+        with pytest.raises(ModelFolderError, match=r"edgespec\.json: no such file, but .*export"):
+            find_draft(str(reference))
+
+
 def test_halves_of_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
     graph = concatenating_graph()
     names = ("decoder_model.onnx", "decoder_with_past_model.onnx")
@@ -319,6 +330,7 @@ def bundled_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (own / name).is_file():
             shutil.copy(own / name, folder / name)
     graph = attending_graph(onnx.load(own / "model.onnx"))
+    graph.producer_name = "somebody else"
     onnx.save_model(
         graph,
         folder / "onnx" / "model_q4.onnx",

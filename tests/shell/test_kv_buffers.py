@@ -10,7 +10,9 @@ import ctypes
 import mmap
 import os
 import random
+import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from edgespec.drafters import kv_buffers, onnx_drafter
 from edgespec.drafters.draft_window import DraftWindow
 from edgespec.drafters.export import export_draft
 from edgespec.drafters.kv_buffers import KvBuffers, block_tokens
-from edgespec.drafters.manifest import DraftModelError, read_manifest
+from edgespec.drafters.manifest import DraftModelError, read_manifest, write_manifest
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import model_info
 from edgespec.ports import StepCancelledError
@@ -109,6 +111,31 @@ def test_a_window_that_slides_is_a_fresh_draft_of_its_last_tokens(
     assert sliding.held_tokens <= 64
     sliding.close()
     fresh.close()
+
+
+def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_path: Path) -> None:
+    """By its manifest, unless a window is asked for; a context that is asked for stays the end."""
+    folder = shutil.copytree(drafts[KvType.FLOAT32], tmp_path / "draft")
+    write_manifest(folder, replace(read_manifest(folder), trained_length=64))
+    text = [token % VOCABULARY_SIZE for token in range(200)]
+
+    def logits(drafter: OnnxDrafter, length: int = 200) -> NDArray[np.generic]:
+        drafter.begin(1, GREEDY)
+        drafter.step(0, text[:length], 1)
+        found = drafter.logits.copy()
+        drafter.close()
+        return found
+
+    np.testing.assert_array_equal(
+        logits(OnnxDrafter(folder)), logits(OnnxDrafter(drafts[KvType.FLOAT32], window=64))
+    )
+    np.testing.assert_array_equal(
+        logits(OnnxDrafter(folder, window=250)), logits(OnnxDrafter(drafts[KvType.FLOAT32]))
+    )
+    with pytest.raises(ValueError, match="100"):
+        logits(OnnxDrafter(folder, context_length=100))
+    write_manifest(folder, replace(read_manifest(folder), trained_length=250))
+    assert read_manifest(folder).window == 0
 
 
 def test_an_interrupted_slide_is_made_up_for(drafts: dict[KvType, Path]) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from edgespec.drafters.export import export_draft
-from edgespec.models.folders import model_info
+from edgespec.models.folders import model_info, trained_length
 
 BUNDLED = Path(__file__).parents[2] / "edgespec" / "models" / "bundled"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -37,7 +37,8 @@ def main() -> None:
         save(folder / "target", folder / "tokenizer", out / "target", torch.bfloat16)
     checkpoint = folder / "edgespec-draft"
     save(folder / "draft", folder / "tokenizer", checkpoint, torch.float32)
-    export_draft(checkpoint, out / "draft", model_info(checkpoint), bits=4)
+    length = trained_length(checkpoint)
+    export_draft(checkpoint, out / "draft", model_info(checkpoint), bits=4, trained_length=length)
     shutil.copyfile(checkpoint / "model.safetensors", out / "draft" / "model.safetensors")
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {total / 2**20:.1f} MiB")

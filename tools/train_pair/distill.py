@@ -234,11 +234,12 @@ def agreement(draft: LlamaForCausalLM, texts: Texts, rows: int = 4) -> str:
 
 
 def save(draft: LlamaForCausalLM, folder: Path) -> None:
-    """Write the weights on the 4-bit grid."""
+    """Write the weights on the 4-bit grid, and how long the texts were that they learned from."""
     state = {
         name: rounded(weight.detach()) if weight.ndim == 2 else weight.detach()
         for name, weight in draft.named_parameters()
     }
+    draft.config.trained_length = SAMPLE_LENGTH - 1
     draft.save_pretrained(folder, state_dict=state)
 
 

@@ -55,6 +55,7 @@ class DraftVariant:
     feed_forward: int
     vocabulary_size: int
     context_length: int
+    """Tokens that it looks at, at most: its positions, or as many as it was trained on."""
     tokenizer_bytes: int = 0
     """On disk; 0: none is loaded."""
 
