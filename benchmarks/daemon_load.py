@@ -1,14 +1,14 @@
 """What one verifier process can carry: its CPU time a session and pass, and how late passes are.
 
-    python benchmarks/daemon_load.py [--sessions 1,8,32,128,256,512] [--fronts 0,2]
+    python benchmarks/daemon_load.py [--sessions 1,8,32,128,256,512]
         [--seconds 5] [--repeats 3]
 
 Starts a verifier with an emulated pass of ``--pass-ms`` (the toy target's law, looked up in a
 table) and so many emulated devices in a process of their own (``emulated_devices.py``), lets them
 run in, and measures for ``--seconds``. Of each point: the period from the start of a pass to the
 start of the next, and per token of a session; the CPU time of the event loop's thread, of the whole
-process (gRPC's threads and the target's with it), of its front processes and of the load generator,
-a session and pass; messages and bytes a session and pass. ``--nodes 0`` is plain streaming. All
+process (gRPC's threads and the target's with it) and of the load generator, a session and pass;
+messages and bytes a session and pass. ``--nodes 0`` is plain streaming. All
 kinds of points take turns within a repeat. Every token
 is compared with the target's own text: the exit status is 1 when one differs.
 """
@@ -44,7 +44,6 @@ class Point:
 
     sessions: int
     messages: int
-    fronts: int
     sends: int
     """Nodes that a device sends for each pass."""
     passes: int
@@ -54,7 +53,6 @@ class Point:
     """How much longer than the emulated pass the median period is, as a share of it."""
     loop_us: float
     process_us: float
-    fronts_us: float
     target_us: float
     gc_us: float
     devices_us: float
@@ -73,9 +71,7 @@ class Point:
         return self.period_ms / self.tokens if self.tokens else float("inf")
 
 
-async def measure(
-    sessions: int, messages: int, fronts: int, nodes: int, options: argparse.Namespace
-) -> Point:
+async def measure(sessions: int, messages: int, nodes: int, options: argparse.Namespace) -> Point:
     """One verifier and its devices, from their start to their end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,7 +79,7 @@ async def measure(
         text = {"prompt": PROMPT, "answer": answer(PROMPT, length)}
         text["vocabulary_size"] = TOY_MODEL.vocabulary_size
         (folder / "text.json").write_text(json.dumps(text))
-        verifier = Verifier(verifier_options(sessions, fronts, options), folder)
+        verifier = Verifier(verifier_options(sessions, options), folder)
         devices = None
         try:
             await verifier.start()
@@ -107,12 +103,11 @@ async def measure(
                 kill(process)
                 if process is not None:
                     await process.wait()
-    return point((sessions, messages, fronts, nodes), before, after, options.pass_ms)
+    return point((sessions, messages, nodes), before, after, options.pass_ms)
 
 
-def verifier_options(sessions: int, fronts: int, options: argparse.Namespace) -> argparse.Namespace:
+def verifier_options(sessions: int, options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
-        fronts=fronts,
         server_drafts=False,  # what is measured is what devices send
         model="toy",
         max_sessions=min(1024, 2 * sessions + 8),
@@ -132,7 +127,7 @@ async def counts(verifier: Verifier, devices: Any) -> tuple[dict[str, Any], dict
 
 
 def point(
-    kind: tuple[int, int, int, int],
+    kind: tuple[int, int, int],
     before: tuple[dict[str, Any], dict[str, Any]],
     after: tuple[dict[str, Any], dict[str, Any]],
     pass_ms: float,
@@ -154,7 +149,6 @@ def point(
         late=statistics.median(periods) / pass_ms - 1.0,
         loop_us=each("loop_cpu_s", 0, 1e6),
         process_us=each("process_cpu_s", 0, 1e6),
-        fronts_us=each("fronts_cpu_s", 0, 1e6),
         target_us=each("target_cpu_s", 0, 1e6),
         gc_us=each("gc_cpu_s", 0, 1e6),
         devices_us=each("cpu_s", 1, 1e6),
@@ -172,7 +166,6 @@ def point(
 _COLUMNS = (
     ("sessions", "sessions", "{:.0f}"),
     ("messages", "messages", "{:.0f}"),
-    ("fronts", "fronts", "{:.0f}"),
     ("sends", "sends", "{:.0f}"),
     ("period ms", "period_ms", "{:.2f}"),
     ("p95", "period_p95_ms", "{:.2f}"),
@@ -180,7 +173,6 @@ _COLUMNS = (
     ("ms/token", "token_ms", "{:.1f}"),
     ("loop us", "loop_us", "{:.0f}"),
     ("process us", "process_us", "{:.0f}"),
-    ("fronts us", "fronts_us", "{:.0f}"),
     ("target us", "target_us", "{:.0f}"),
     ("gc us", "gc_us", "{:.1f}"),
     ("devices us", "devices_us", "{:.0f}"),
@@ -197,11 +189,9 @@ _COLUMNS = (
 def table(points: list[Point]) -> str:
     """A row for each kind of point: the median of its repeats, and the spread of what matters."""
     lines = ["  ".join(f"{title:>10}" for title, _, _ in _COLUMNS)]
-    kinds = dict.fromkeys(
-        (point.sessions, point.messages, point.fronts, point.sends) for point in points
-    )
+    kinds = dict.fromkeys((point.sessions, point.messages, point.sends) for point in points)
     for kind in sorted(kinds):
-        same = [p for p in points if (p.sessions, p.messages, p.fronts, p.sends) == kind]
+        same = [p for p in points if (p.sessions, p.messages, p.sends) == kind]
         cells = []
         for _, name, form in _COLUMNS:
             values = [getattr(found, name) for found in same]
@@ -216,10 +206,9 @@ def table(points: list[Point]) -> str:
 async def run(options: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
     kinds = [
-        (sessions, messages, fronts, nodes)
+        (sessions, messages, nodes)
         for sessions in numbers(options.sessions)
         for messages in numbers(options.messages)
-        for fronts in numbers(options.fronts)
         for nodes in numbers(options.nodes)
     ]
     for repeat in range(options.repeats):
@@ -244,7 +233,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sessions", default="1,8,32,128,256,512")
     parser.add_argument("--messages", default="1", help="in which a device sends a pass's nodes")
-    parser.add_argument("--fronts", default="0", help="front processes of the verifier")
     parser.add_argument("--nodes", default="8", help="that a device sends for each pass")
     parser.add_argument("--rate", type=float, default=0.8, help="how often a first choice is right")
     parser.add_argument("--pass-ms", type=float, default=25.0)

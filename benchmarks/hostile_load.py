@@ -319,7 +319,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="pairs of phases (default: by --seconds, or 2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keys", action="store_true", help="a key for each device, one for floods")
-    parser.add_argument("--fronts", type=int, default=0, help="front processes of the verifier")
     parser.add_argument("--flood-sessions", type=int, default=0, help="bound of theirs; 0: none")
     parser.add_argument("--each", action="store_true", help="one kind after the other")
     parser.add_argument("--kinds", type=kinds, default=kinds("all"), help=", ".join(KINDS))

@@ -103,7 +103,6 @@ class Verifier:
             limits=limits,
             keys=str(make_keys(folder, options)) if getattr(options, "keys", False) else "",
             server_drafts=getattr(options, "server_drafts", True),
-            front_processes=getattr(options, "fronts", 0),
             drain_s=0.0,
         )
         (folder / "verifier.yaml").write_text(dump_config(config))
@@ -143,8 +142,6 @@ class Verifier:
         found["resident_bytes"] = outside.memory_info().rss
         found["descriptors"] = outside.num_fds()
         found["cpu_s"] = times.user + times.system
-        fronts = [child.cpu_times() for child in outside.children()]
-        found["fronts_cpu_s"] = sum(one.user + one.system for one in fronts)
         found["read"] = sum(found["messages"].get(name, 0) for name in UPLINK)
         return found
 

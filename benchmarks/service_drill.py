@@ -1,7 +1,6 @@
 """What an operator does to a verifier that is in use, and what its devices notice of it.
 
     python benchmarks/service_drill.py [--devices 60] [--seconds 8] [--seed 1] [--json FILE]
-    python benchmarks/service_drill.py --front-processes 2
 
 A real verifier process (toy model, emulated pass time) with TLS and keys, and a crowd of devices
 that stream one text after the other, every eighth with drafts; every second one makes a new
@@ -363,7 +362,6 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=60, help="beside six that lose their key")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each drill, about")
     parser.add_argument("--pass-ms", type=float, default=40.0, help="emulated")
-    parser.add_argument("--front-processes", type=int, default=0, help="of each verifier")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -19,7 +19,7 @@ import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -104,18 +104,11 @@ class ServerAccess:
         self.credentials: grpc.ServerCredentials | None = None
         """For a server; None: plaintext."""
         self._server_tls: ServerTls | None = None
-        self.on_identity: Callable[[ServerIdentity], None] = lambda identity: None
-        """Hears of another certificate, from the thread that reads the files."""
         if (identity := self._read_identity()) is not None:
             from edgespec.transport.tls import ServerTls
 
             self._server_tls = ServerTls(identity)
             self.credentials = self._server_tls.credentials
-
-    @property
-    def identity(self) -> ServerIdentity | None:
-        """What is shown in a handshake; None: plaintext."""
-        return None if self._server_tls is None else self._server_tls.identity
 
     @property
     def asks_for_keys(self) -> bool:
@@ -147,7 +140,6 @@ class ServerAccess:
         if identity is not None and self._server_tls is not None:
             replaced = identity != self._server_tls.identity
             self._server_tls.replace(identity)
-            self.on_identity(identity)
         return Reloaded(changes, replaced, self.warnings)
 
     def _read_ring(self, *, written: bool = False) -> KeyRing | None:

@@ -58,7 +58,6 @@ from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 
 if TYPE_CHECKING:
-    from edgespec.transport.front_group import FrontProcesses
     from edgespec.transport.grpc_client import GrpcTransport
     from edgespec.transport.grpc_server import GrpcServer
     from edgespec.transport.wire_limits import WireLimits
@@ -145,30 +144,9 @@ def build_verifier(
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
-        listener=_front_processes(config, wire, access, verifier),
         texts=partial(packed_texts, config.model),
     )
     return verifier, server
-
-
-def _front_processes(
-    config: VerifierConfig, wire: WireLimits, access: ServerAccess, verifier: Verifier
-) -> FrontProcesses | None:
-    """The front processes of ``verifier``; None: gRPC is in this process."""
-    if not config.front_processes:
-        return None
-    from edgespec.transport.front_group import FrontProcesses
-
-    fronts = FrontProcesses(
-        config.front_processes,
-        config.host,
-        config.port,
-        limits=wire,
-        identity=access.identity,
-        lost=verifier.fail,
-    )
-    access.on_identity = fronts.present
-    return fronts
 
 
 # --- the device -----------------------------------------------------------------------------

@@ -27,7 +27,6 @@ KEYS = {
     "canonical": "canonical",
     "cuda_graphs": "cuda_graphs",
     "tensor_parallel_size": "tensor_parallel.size",
-    "front_processes": "front_processes",
     "pipeline_stages": "pipeline.stages",
     "stage_delay_ms": "pipeline.delay_ms",
     "max_sessions": "limits.max_sessions",
@@ -121,14 +120,6 @@ TensorParallelSize = Annotated[
         help="Share the model among N processes of this host, a GPU each (default: 1)",
     ),
 ]
-FrontProcesses = Annotated[
-    int | None,
-    typer.Option(
-        "--front-processes",
-        metavar="N",
-        help="Take the devices' calls in N processes of their own (default: 0)",
-    ),
-]
 PipelineStages = Annotated[
     int | None,
     typer.Option(
@@ -209,7 +200,6 @@ def verifier(
     quantize: Quantize = None,
     canonical: Canonical = None,
     cuda_graphs: CudaGraphs = None,
-    front_processes: FrontProcesses = None,
     max_sessions: MaxSessions = None,
     max_model_len: MaxModelLen = None,
     kv_budget: KvBudget = None,

@@ -159,9 +159,6 @@ class VerifierConfig:
     threads: int | None = None
     """Of the model, in plain mode; null: torch's choice."""
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
-    front_processes: int = 0
-    """Take the devices' calls in so many processes of their own, so that the one with the model has
-    its core for itself; 0: in that one."""
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     max_model_len: int | None = None
     """Prompt plus output, in tokens; null: the model's own context."""
@@ -194,7 +191,6 @@ class VerifierConfig:
         if self.metrics_port is not None:
             bounded("metrics_port", self.metrics_port, 0, 65_535)
         bounded("port", self.port, 0, 65_535)
-        bounded("front_processes", self.front_processes, 0, 64)
         one_of("dtype", self.dtype, DTYPES)
         one_of("quantize", self.quantize, QUANTIZE_FORMATS)
         self._check_engine()

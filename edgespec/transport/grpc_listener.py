@@ -1,8 +1,7 @@
-"""A listener takes the calls of devices from a port and hands them to the service, as bytes.
+"""The listener takes the calls of devices from a port and hands them to the service, as bytes.
 
-It has gRPC in it and nothing of the service: the same listener runs in the verifier's own process
-and in each of its front processes (``front_process.py``). Beside it stand gRPC's own health and
-reflection (health per service, NOT_SERVING while draining).
+It has gRPC in it and nothing of the service. Beside it stand gRPC's own health and reflection
+(health per service, NOT_SERVING while draining).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -31,20 +30,6 @@ Methods = Mapping[str, ServeCall]
 """What runs the calls, for each of these names."""
 
 
-class Listener(Protocol):
-    """Where calls come from."""
-
-    async def start(self, methods: Methods, line: CallLine) -> int:
-        """Listen and report SERVING; the port. ``line`` is where calls of side services wait.
-        Raises ``OSError`` naming an address that cannot be had."""
-
-    async def drain(self) -> None:
-        """Report NOT_SERVING; calls go on."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and cut what is left after ``grace_s`` seconds."""
-
-
 class GrpcListener:
     """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path") in this event
     loop; ``credentials`` None is plaintext."""
@@ -60,7 +45,8 @@ class GrpcListener:
         self._health: Any = None
 
     async def start(self, methods: Methods, line: CallLine) -> int:
-        """As ``Listener`` says; 0 for a unix socket."""
+        """Listen and report SERVING; the port, 0 for a unix socket. ``line`` is where calls of side
+        services wait. Raises ``OSError`` naming an address that cannot be had."""
         from grpc_health.v1 import health, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 

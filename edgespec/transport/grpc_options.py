@@ -50,14 +50,11 @@ def client_options(limits: WireLimits, keepalive: Keepalive, connect_timeout_s: 
     ]
 
 
-def server_options(
-    limits: WireLimits, keepalive: Keepalive, *, shared_port: bool = False
-) -> Options:
+def server_options(limits: WireLimits, keepalive: Keepalive) -> Options:
     return [
         *_common(limits, keepalive),
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
-        # Front processes share theirs, which their verifier holds against others.
-        ("grpc.so_reuseport", int(shared_port)),
+        ("grpc.so_reuseport", 0),
         # Who connects and does not finish the TLS handshake; the library waits two minutes.
         ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),

@@ -3,8 +3,7 @@
 Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
 ``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
 whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
-that stream; all others go on. Where the calls come from is the listener's business: gRPC in this
-process (``grpc_listener.py``) or in processes of its own (``front_group.py``).
+that stream; all others go on. The port is ``grpc_listener.py``'s business.
 
 What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
 often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
@@ -30,7 +29,7 @@ from edgespec.transport.call_end import abort_call
 from edgespec.transport.call_line import CallLine, caller, payer, retry_metadata
 from edgespec.transport.codec import encode_downlink
 from edgespec.transport.door import WRONG_KEY, Door, shown_key
-from edgespec.transport.grpc_listener import LAST_WORDS_S, GrpcListener, Listener
+from edgespec.transport.grpc_listener import LAST_WORDS_S, GrpcListener
 from edgespec.transport.grpc_options import Keepalive, server_options
 from edgespec.transport.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.transport.info_answers import InfoAnswers
@@ -68,7 +67,7 @@ _SHUTTING_DOWN = Fault(
 
 class GrpcServer:
     """Serves the calls that come to ``address`` ("host:port", port 0 for a free one, or
-    "unix:path"), or those of ``listener``, if one is given.
+    "unix:path").
 
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
@@ -97,13 +96,12 @@ class GrpcServer:
         stalled_s: float = STALLED_S,
         refused: Callable[[FaultCode], None] | None = None,
         waits: Callable[[Wait, float], None] | None = None,
-        listener: Listener | None = None,
         texts: LoadTexts | None = None,
     ) -> None:
         self._serve = serve
         self._info = info
         self._limits = limits or WireLimits()
-        self._listener = listener or GrpcListener(
+        self._listener = GrpcListener(
             address, server_options(self._limits, keepalive or Keepalive()), credentials
         )
         self._door = Door(authenticate)
@@ -146,11 +144,6 @@ class GrpcServer:
         }
         self._port = await self._listener.start(methods, questions)
         self._listening = True
-
-    @property
-    def listener(self) -> Listener:
-        """Where the calls come from."""
-        return self._listener
 
     @property
     def stream_count(self) -> int:

@@ -19,8 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextvars import copy_context
-from functools import partial
 from typing import Any, NoReturn
 
 from grpc.aio import EOF
@@ -40,10 +38,8 @@ from edgespec.core.verifier.stream_budget import StreamBudget
 from edgespec.ports import ByteMeter, LinkError
 from edgespec.transport.call_end import GONE
 from edgespec.transport.codec import decode_uplink, encode_downlink
-from edgespec.transport.front_call import FrontCall
-from edgespec.transport.message_writer import writer_of
 from edgespec.transport.peer_address import peer_address
-from edgespec.transport.shielded_call import InterruptedOperation
+from edgespec.transport.shielded_call import InterruptedOperation, ShieldedCall
 from edgespec.transport.trace_parent import trace_parent_in
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
 
@@ -95,11 +91,9 @@ class GrpcVerifierStream:
         self._take: Callable[[Uplink], None] | None = None
         """Who is fed."""
         self._half_closed = False
-        self._held_until = 0.0
-        """Until then no message must be read."""
         self._failure: Exception | None = None
         """A bug in reading, for the receiver."""
-        self._writing = writer_of(context)
+        self._writing: ShieldedCall[None] = ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._watch: asyncio.TimerHandle | None = None
@@ -178,10 +172,6 @@ class GrpcVerifierStream:
             take(await self.receive())
         self._raise_if_over()
         self._take = take
-        if isinstance(self._context, FrontCall):
-            # In a context under which the log knows whose message it is.
-            run: Callable[..., bool] = copy_context().run
-            self._context.pass_on(partial(run, self._take_at_once))
         try:
             while True:
                 await self._until_news()
@@ -242,7 +232,7 @@ class GrpcVerifierStream:
                 if fault is None:
                     return
                 payload = encode_downlink(fault, self._limits)
-                await self._writing.write(payload)
+                await self._writing.take(lambda: self._context.write(payload))
         except (TimeoutError, *GONE):
             return
         if self._meter is not None:
@@ -258,15 +248,9 @@ class GrpcVerifierStream:
                 if payload is EOF:
                     self._half_closed = True
                     break
-                now = self._loop.time()
-                if self._held_until > now:  # by a message that came without this task
-                    await self._until(self._held_until)
-                    if self._verdict.done():
-                        break
-                    now = self._loop.time()
-                self._take_in(payload, now)
-                if self._held_until > now:
-                    await self._until(self._held_until)
+                hold_s = self._take_in(payload)
+                if hold_s > 0.0:
+                    await self.over(hold_s)
                 while len(self._arrived) > _READ_AHEAD and not self._verdict.done():
                     self._room = self._loop.create_future()
                     await self._room
@@ -274,42 +258,24 @@ class GrpcVerifierStream:
             self.lost()
             raise
         except ProtocolViolation as violation:
-            self._broke_protocol(violation)
+            self._retryable = False
+            self.hang_up(Fault(violation.code, str(violation)))
         except GONE as error:
             self._end(None, f"the device at {self.address} is gone: {error}")
         except Exception as error:
             self._failure = error
         _wake(self._receiver)
 
-    def _take_at_once(self, payload: bytes) -> bool:
-        """Take a message in without the reading task; False: it has to do it, in its time."""
+    def _take_in(self, payload: bytes) -> float:
+        """Hand a message to its receiver; for how many seconds no other must be read."""
         now = self._loop.time()
-        if self._take is None or self._arrived or self._verdict.done() or self._failure:
-            return False
-        if self._held_until > now:
-            return False
-        try:
-            self._take_in(payload, now)
-        except ProtocolViolation as violation:
-            self._broke_protocol(violation)
-        except Exception as error:
-            self._failure = error
-            _wake(self._receiver)
-        return True
-
-    def _broke_protocol(self, violation: ProtocolViolation) -> None:
-        self._retryable = False
-        self.hang_up(Fault(violation.code, str(violation)))
-
-    def _take_in(self, payload: bytes, now: float) -> None:
-        """Hand a message to its receiver, and reckon until when no other must be read."""
         try:
             message = decode_uplink(payload, self._limits)
         except ProtocolViolation:
             self._budget.spend(0, now, len(payload))
             raise
         nodes = len(message.tokens) if isinstance(message, Draft) else 0
-        self._held_until = now + self._budget.spend(nodes, now, len(payload))
+        hold_s = self._budget.spend(nodes, now, len(payload))
         if isinstance(message, Open):
             self._on_open(self)
         if self._meter is not None:
@@ -319,19 +285,14 @@ class GrpcVerifierStream:
         else:
             self._arrived.append(message)
             _wake(self._receiver)
-
-    async def _until(self, moment: float) -> None:
-        """Wait for that moment of the loop's clock, or the end of the stream."""
-        while (wait_s := moment - self._loop.time()) > 0.0:
-            if await self.over(wait_s):
-                return
+        return hold_s
 
     # --- writing ---------------------------------------------------------------------------
 
     def _write(self, payload: bytes) -> None:
         """Begin to write; no other write may be under way."""
         self._write_began = self._loop.time()
-        self._writing.begin(payload, self._on_written)
+        self._writing.begin(self._context.write(payload), self._on_written)
         if self._watch is None:
             self._watch = self._loop.call_later(self._stalled_s, self._look_for_stall)
 
@@ -362,7 +323,7 @@ class GrpcVerifierStream:
     def _look_for_stall(self) -> None:
         """The one timer of the stream: it looks whether a write takes too long."""
         self._watch = None
-        if self._verdict.done() or not self._writing.under_way:
+        if self._verdict.done() or not self._writing.busy:
             return
         left_s = self._write_began + self._stalled_s - self._loop.time()
         if left_s > 0.0:

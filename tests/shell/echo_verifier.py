@@ -23,7 +23,6 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
-from edgespec.transport.front_group import FrontProcesses
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.grpc_server import GrpcServer
 
@@ -66,11 +65,6 @@ async def served(
     finally:
         await transport.close()
         await server.stop()
-
-
-def listening(fronts: int) -> dict[str, Any]:
-    """Options of ``served``: with so many front processes, 0 for gRPC in this process."""
-    return {"listener": FrontProcesses(fronts, "127.0.0.1", 0)} if fronts else {}
 
 
 async def opened(transport: GrpcTransport) -> DeviceStream:

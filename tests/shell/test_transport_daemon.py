@@ -21,7 +21,6 @@ from tests.shell.echo_verifier import (
     PATIENCE_S,
     STOPPING,
     echo,
-    listening,
     opened,
     served,
     works,
@@ -64,9 +63,8 @@ async def test_another_service_on_the_port_is_not_worth_a_retry() -> None:
     await server.stop(None)
 
 
-@pytest.mark.parametrize("fronts", [0, 1])
-async def test_health_is_reported_and_ends_before_the_service(fronts: int) -> None:
-    async with served(**listening(fronts)) as (server, transport):
+async def test_health_is_reported_and_ends_before_the_service() -> None:
+    async with served() as (server, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "edgespec.v1.Verifier"):
@@ -88,9 +86,8 @@ async def test_health_is_reported_and_ends_before_the_service(fronts: int) -> No
         await asyncio.wait_for(stopping, PATIENCE_S)
 
 
-@pytest.mark.parametrize("fronts", [0, 1])
-async def test_a_stop_without_grace_tells_the_devices_why(fronts: int) -> None:
-    async with served(**listening(fronts)) as (server, transport):
+async def test_a_stop_without_grace_tells_the_devices_why() -> None:
+    async with served() as (server, transport):
         stream = await opened(transport)
         stopping = asyncio.ensure_future(server.stop())
         assert await stream.receive() == STOPPING

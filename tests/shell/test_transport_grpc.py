@@ -26,7 +26,7 @@ from edgespec.transport.codec import encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.metered import TrafficMeter
 from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
-from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, listening, opened, served, works
+from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
 
@@ -290,8 +290,7 @@ async def test_a_fault_reaches_a_device_that_is_sending() -> None:
             await stream.close()
 
 
-@pytest.mark.parametrize("fronts", [0, 1])
-async def test_the_verifier_learns_that_a_device_left(fronts: int) -> None:
+async def test_the_verifier_learns_that_a_device_left() -> None:
     ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
 
     async def watch(stream: VerifierStream) -> None:
@@ -302,7 +301,7 @@ async def test_the_verifier_learns_that_a_device_left(fronts: int) -> None:
         except LinkError as error:
             ended.set_result(error)
 
-    async with served(watch, **listening(fronts)) as (_, transport):
+    async with served(watch) as (_, transport):
         stream = await opened(transport)
         await stream.close()
         error = await asyncio.wait_for(ended, PATIENCE_S)
@@ -335,8 +334,7 @@ async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wai
         assert [heard.get_nowait() for _ in range(51)][-1] == Cancel()
 
 
-@pytest.mark.parametrize("fronts", [0, 1])
-async def test_a_device_that_does_not_read_stops_the_verifier(fronts: int) -> None:
+async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
     sent, stuck = 0, asyncio.Event()
     token = tuple(range(4000))
 
@@ -350,7 +348,7 @@ async def test_a_device_that_does_not_read_stops_the_verifier(fronts: int) -> No
                 await stream.receive()
             sent += 1
 
-    async with served(flood, **listening(fronts)) as (_, transport):
+    async with served(flood) as (_, transport):
         stream = await transport.connect()
         await asyncio.wait_for(stuck.wait(), PATIENCE_S)
         # 8 kB each: two windows, the library's buffers and the socket's hold far less than this.
