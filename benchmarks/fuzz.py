@@ -28,7 +28,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import psutil
-from fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 
 from edgespec.agent.agent import Agent
 from edgespec.benchmark.report import machine, versions
@@ -39,6 +38,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.codec import encode_uplink
 from edgespec.transport.grpc_client import GrpcTransport
 from edgespec.transport.wire_limits import WireLimits
+from tests.shell.fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 from tests.shell.gate import Gate
 
 CONTEXT_LENGTH, LEASE_S = 256, 1.0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks that need a CUDA device: attention, passes of an 8B shape (without CUDA graphs and, in
+# The checks that need a CUDA device: passes of an 8B shape (without CUDA graphs and, in
 # turns with them, repeated from recordings), gpu-marked tests, the bench.
 # At most nine minutes, what matters most first; nothing is downloaded, and the 8B checkpoint is
 # random (16 GB under TMPDIR while it runs, as much memory, and 20 GB of the device's).
@@ -8,8 +8,7 @@
 # fails or runs out of time does not hide the next one; the exit status is 0 only when all passed.
 #
 #   benchmarks/gpu.sh [OUT]       the output goes to OUT as well, or to runs/gpu
-#   DEVICE=cpu benchmarks/gpu.sh  a rehearsal without a GPU: the same steps with small shapes; the
-#                                 host's part of a recorded pass is then measured by itself
+#   DEVICE=cpu benchmarks/gpu.sh  a rehearsal without a GPU: the same steps with small shapes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/gpu}
@@ -34,12 +33,8 @@ if [ "$device" = cuda ]; then
 else
     shape=(--shape small --sessions 1,8 --rows 1,8 --passes 3)
 fi
-step 45 attention python benchmarks/attention.py --device "$device" --dtype bfloat16
 step 200 verifier python benchmarks/verifier.py --device "$device" "${shape[@]}" \
     --json "$out/verifier.json"
-if [ "$device" != cuda ]; then
-    step 100 layout python benchmarks/static_layout.py --sessions 1,8 --passes 10
-fi
 step 160 tests python -m pytest -m gpu
 step 100 bench edgespec bench --quick --device "$device" --pass-ms 0
 exit "$failed"

@@ -27,7 +27,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from fuzz_messages import hostile_uplink
 
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.prefix import CommittedPrefix
@@ -35,6 +34,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.transport.codec import decode_downlink, encode_uplink
 from edgespec.transport.door import HEADER, SCHEME
 from edgespec.transport.wire_limits import WireLimits
+from tests.shell.fuzz_messages import hostile_uplink
 from tests.shell.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"

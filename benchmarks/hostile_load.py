@@ -142,8 +142,6 @@ class Load:
         row = {"kinds": names, **summary(pairs), "pairs": pairs}
         self.rows.append(row)
         print(line(row), flush=True)
-        for phase in ("calm", "hostile") if options.costs else ():
-            print(loop_line(phase, pairs), flush=True)
         if row["read_rate"] > row["calm_read_rate"] + MAX_READ_RATE:
             self.findings.append(f"{label(names)}: {row['read_rate']:.0f} messages a second read")
         judged = not options.any_latency and names != [CONTROL]
@@ -164,8 +162,6 @@ class Load:
         end, took_s = await self.verifier.look(), time.perf_counter() - started_s
         names = ("read", "passes", "fed", "drafted", "cpu_s")
         rates = {name: (end[name] - start[name]) / took_s for name in names}
-        for name, cost_s in end["loop_costs_s"].items():
-            rates[f"loop {name}"] = (cost_s - start["loop_costs_s"].get(name, 0.0)) / took_s
         return waits, {**rates, "took_s": took_s}, result
 
     def _judge_texts(self, others: dict[str, Any]) -> None:
@@ -288,14 +284,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def loop_line(phase: str, pairs: Sequence[dict[str, Any]]) -> str:
-    """The event loop's CPU time, in milliseconds a second, by whom and what it was for."""
-    rates = [one[phase]["rates"] for one in pairs]
-    names = sorted({name for one in rates for name in one if name.startswith("loop ")})
-    costs = (f"{n[5:]} {1e3 * median(one.get(n, 0.0) for one in rates):.0f}" for n in names)
-    return f"  loop, ms a second, {phase}: {', '.join(costs)}"
-
-
 # --- the command -------------------------------------------------------------------------------
 
 
@@ -329,11 +317,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--any-latency", action="store_true", help="judge no ratio")
     parser.add_argument("--profile", type=Path, help="cProfile of the verifier's event loop")
-    parser.add_argument("--costs", action="store_true", help="what the loop spends on whom")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.victims = VICTIMS
-    options.verifier_flags = ("--costs",) if options.costs else ()
     smaller = options.each
     defaults = {
         "devices": 8 if smaller else 200,

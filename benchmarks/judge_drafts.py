@@ -24,8 +24,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from model_free import KINDS, target_texts, texts
-
 from edgespec.benchmark.intervals import mean_interval, ratio_interval
 from edgespec.benchmark.prompts import DEFAULT_PROMPTS, read_prompts
 from edgespec.benchmark.report import machine, versions
@@ -39,10 +37,12 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, resolve_model
+from edgespec.ports import TargetModel
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
@@ -50,6 +50,7 @@ from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.token_sources.tape import TapeSource
 
+KINDS: Final = ("code", "summaries", "chat", "maths")
 PASS_S: Final = 0.025
 STEP_S: Final = 0.008
 _TAPES: Final = Path(__file__).parents[1] / "sim" / "edgespec_sim" / "data" / "prompts"
@@ -76,6 +77,25 @@ class Played:
     exact: bool
 
 
+def texts(folder: Path, kind: str) -> list[str]:
+    """The prompts of a kind, in the order of their file."""
+
+    def rows(name: str) -> Iterator[dict[str, Any]]:
+        with (folder / name).open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    match kind:
+        case "code":
+            return [row["prompt"] for row in rows("humaneval.jsonl")]
+        case "summaries":
+            wanted = (r for r in rows("spec_bench.jsonl") if r["category"] == "summarization")
+            return [row["turns"][0] for row in wanted]
+        case "chat":
+            return [row["turns"][0] for row in rows("mt_bench.jsonl")]
+        case _:
+            return [row["question"] for row in rows("gsm8k_test.jsonl")]
+
+
 def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
     yield "built-in", [prompt.text for prompt in DEFAULT_PROMPTS][:limit]
     yield "tapes", [prompt.text for prompt in read_prompts(_TAPES / "tapes.jsonl")][:limit]
@@ -91,6 +111,31 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
             every, each = texts(folder, kind), max(1, limit // 3)
             found += [every[number * len(every) // each] for number in range(each)]
     yield "public", found
+
+
+def target_texts(
+    target: TargetModel,
+    prompts: dict[str, tuple[int, ...]],
+    sampling: dict[str, SamplingParams],
+) -> dict[str, list[int]]:
+    """What the target says to each of the prompts, all side by side."""
+    said: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        target.open(name, len(prompt), sampling[name])
+        (result,) = target.forward([PassRequest(name, 0, prompt)])
+        target.keep(name, ())
+        said[name] = [result.targets[0]]
+    for length in range(1, next(iter(sampling.values())).max_tokens):
+        batch = [
+            PassRequest(name, len(prompt) + length - 1, (said[name][-1],))
+            for name, prompt in prompts.items()
+        ]
+        for result in target.forward(batch):
+            target.keep(result.key, ())
+            said[result.key].append(result.targets[0])
+    for name in prompts:
+        target.close(name)
+    return said
 
 
 def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:

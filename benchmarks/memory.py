@@ -1,13 +1,11 @@
 """The memory of a device's process: predicted against measured, and held against budgets.
 
     python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
-    python benchmarks/memory.py budget [--large]    chats of 40 turns below a budget
-    python benchmarks/memory.py plain [--large]     against a plain float32 whole-context cache
     python benchmarks/memory.py cgroup [--large] [--from 7]   chats in a group with a hard limit
 
 Every row is a fresh process (``memory_device.py``) that chats over gRPC with a verifier in this
 one, whose text is made of random tokens. Drafts have random weights in real models' shapes
-(``random_draft.py``); ``--large`` adds those of Qwen3-0.6B, which take a gigabyte and minutes.
+(``make_draft``); ``--large`` adds those of Qwen3-0.6B, which take a gigabyte and minutes.
 Times of different rows are taken in turns.
 """
 
@@ -15,26 +13,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from control_group import NoControlGroup, control_group
-from random_draft import SHAPES
+import numpy as np
+from memory_device import ROOT, ControlGroup, NoControlGroup
+from numpy.typing import NDArray
 
 from edgespec.benchmark.report import machine, versions
-from edgespec.core.device.memory_size import MIB, parse_budget
+from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory_size import MIB
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.drafters import export, export_graph
+from edgespec.drafters.checkpoint import Checkpoint
+from edgespec.drafters.manifest import DraftManifest
+from edgespec.drafters.quantize import BLOCK_SIZE, QuantizedMatrix
 from edgespec.transport.grpc_server import GrpcServer
 from edgespec.transport.wire_limits import WireLimits
 from edgespec.verifier.daemon import Verifier
@@ -88,6 +94,94 @@ class RandomText:
         return PassResult(request.key, tuple(tokens))
 
 
+# --- drafts of real models' shapes: memory depends on sizes alone, so the weights are random ------
+
+# hidden, layers, heads, key/value heads, head size, feed forward, vocabulary, kind
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
+    "1M": (192, 3, 3, 1, 64, 512, 4096, "llama"),
+    "5M": (256, 6, 4, 2, 64, 704, 8192, "llama"),
+    "25M": (448, 8, 7, 1, 64, 1216, 16384, "llama"),
+    "135M": (576, 30, 9, 3, 64, 1536, 49152, "llama"),
+    "0.6B": (1024, 28, 16, 8, 128, 3072, 151936, "qwen3"),
+}
+"""As of the bundled draft, two between, SmolLM2-135M and Qwen3-0.6B."""
+
+
+class _RandomCheckpoint(Checkpoint):
+    """Every tensor that is asked for, of small random numbers; no biases."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def __contains__(self, name: str) -> bool:
+        return bool(name) and not name.endswith(".bias")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        if len(shape) == 1:
+            return np.ones(shape, dtype=np.float32)
+        row = self._rng.standard_normal(shape[1], dtype=np.float32) * np.float32(0.03)
+        shifts = self._rng.standard_normal((shape[0], 1), dtype=np.float32)
+        product: NDArray[np.float32] = row * shifts
+        return product
+
+
+def _random_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
+    """No two alike: the runtime keeps equal ones once."""
+    rows, columns = weight.shape
+    blocks = -(-columns // BLOCK_SIZE)
+    rng = np.random.default_rng(int(abs(weight[0, 0]) * 1e9))
+    packed = rng.integers(0, 256, (rows, blocks, BLOCK_SIZE * bits // 8), dtype=np.uint8)
+    sizes = rng.uniform(0.5, 1.5, (rows, blocks)) * rng.choice((-1.0, 1.0), (rows, blocks))
+    scales = (sizes * 0.06 / (1 << bits)).astype(np.float16).astype(np.float32)
+    return QuantizedMatrix(packed, scales, bits, columns)
+
+
+def config_of(name: str, context_length: int) -> dict[str, Any]:
+    """The ``config.json`` of a shape."""
+    hidden, layers, heads, kv_heads, head_dim, wide, vocabulary, kind = SHAPES[name]
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "tie_word_embeddings": True,
+    }
+
+
+def make_draft(
+    folder: Path,
+    name: str,
+    *,
+    bits: int = 4,
+    context_length: int = 4096,
+    kv_type: KvType = KvType.FLOAT32,
+) -> DraftManifest:
+    """Write the draft of shape ``name`` into ``folder``."""
+    source = folder.parent / f"{folder.name}.source"
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "config.json").write_text(json.dumps(config_of(name, context_length)))
+    info = ModelInfo(name, f"random-{name}", SHAPES[name][6], context_length)
+    with (
+        mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
+        mock.patch.object(export_graph, "quantize_matrix", _random_matrix),
+    ):
+        return export.export_draft(
+            source, folder, info, bits=bits, context_length=context_length, kv_type=kv_type
+        )
+
+
+# --- what a device process takes -----------------------------------------------------------------
+
+
 @dataclass
 class Case:
     shape: str
@@ -107,7 +201,7 @@ async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[
     if not (folder / "edgespec.json").exists():
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-            " from random_draft import make_draft; from edgespec.core.device.kv_type import KvType;"
+            " from memory import make_draft; from edgespec.core.device.kv_type import KvType;"
             " make_draft(Path(sys.argv[2]), sys.argv[3], bits=int(sys.argv[4]),"
             " context_length=int(sys.argv[5]), kv_type=KvType(sys.argv[6]))"
         )
@@ -204,37 +298,10 @@ async def predict(large: bool, root: Path) -> None:
     )
 
 
-def chat(shape: str, kv_type: str, budget: str, *, hard: bool = False) -> Case:
+def chat(shape: str, kv_type: str, budget: str) -> Case:
     """40 turns, each of which adds 72 tokens."""
-    job = {"budget": budget, "hard": hard, "turns": 40, "prompt": 60, "tokens": 12}
+    job = {"budget": budget, "turns": 40, "prompt": 60, "tokens": 12}
     return Case(shape, 4, kv_type, job=job)
-
-
-CHATS = [
-    chat("1M", "float32", "118MiB"),
-    chat("25M", "float32", "140MiB", hard=True),
-    chat("135M", "float32", "275MiB"),
-    chat("135M", "int8", "260MiB", hard=True),
-]
-LARGE_CHATS = [chat("0.6B", "int8", "860MiB", hard=True)]
-
-
-async def budget(large: bool, root: Path) -> None:
-    print("| shape | KV | budget | hard limit | peak MiB | below it | tokens | what was planned |")
-    print("| --- | --- | ---: | --- | ---: | ---: | ---: | --- |")
-    over = 0
-    for one in LARGE_CHATS if large else CHATS:
-        found = await measured(one, root)
-        most = parse_budget(one.job["budget"]).bytes or 0
-        over += found["peak"] > most
-        told = found["told"][-1].partition(":")[2].partition("(")[0].strip()
-        print(
-            f"| {one.shape} | {one.kv_type} | {one.job['budget']} |"
-            f" {'yes' if one.job['hard'] else 'no'} | {found['peak'] / MIB:.1f} |"
-            f" {1 - found['peak'] / most:.1%} | {found['tokens']} | {told} |",
-            flush=True,
-        )
-    print(f"\n{over} above the budget")
 
 
 # The budget is what so long a window takes, and this much more: a little above a plan's margin.
@@ -253,6 +320,23 @@ LIMITED = [
     ("135M", 4, "int8"),
     ("135M", 4, "float16"),
 ]
+
+
+@contextlib.contextmanager
+def control_group(name: str) -> Iterator[ControlGroup]:
+    """Raises ``NoControlGroup`` where none can be made."""
+    first = (ROOT / "memory").is_dir()
+    group = ControlGroup((ROOT / "memory" if first else ROOT) / f"{name}-{os.getpid()}", 2 - first)
+    try:
+        group.path.mkdir()
+    except OSError as error:
+        raise NoControlGroup(f"{group.path}: {error.strerror}") from error
+    try:
+        if not group.limit_file.exists():
+            raise NoControlGroup(f"{group.path}: the memory controller is not enabled here")
+        yield group
+    finally:
+        group.path.rmdir()  # its processes have ended
 
 
 async def cgroup(large: bool, root: Path, first: int = 1) -> None:
@@ -284,37 +368,6 @@ async def cgroup(large: bool, root: Path, first: int = 1) -> None:
             )
 
 
-ARMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "float32, plain": ("float32", {"plain": True}),
-    "float32": ("float32", {}),
-    "float16": ("float16", {}),
-    "int8": ("int8", {}),
-    "int8, window 1024": ("int8", {"window": 1024, "rows": 768}),
-}
-ROUNDS = 2
-
-
-async def plain(large: bool, root: Path) -> None:
-    """Steps behind 3,500 rows (of a window, behind what it holds on average), arms in turns."""
-    shape = "0.6B" if large else "135M"
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
-    for _ in range(ROUNDS):
-        for name, (kv_type, changes) in ARMS.items():
-            one = Case(shape, 4, kv_type, job={"rows": 3500} | changes)
-            seen[name].append(await measured(one, root))
-    print(f"{shape}, 4 bits, context 4096; generation memory: beyond what stands after loading")
-    print("| cache | generation MiB | of plain | CPU ms a step | speed of plain |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    first: tuple[float, float] | None = None
-    for name, rows in seen.items():
-        size = statistics.median([(row["busiest"] - row["loaded"]) / MIB for row in rows])
-        step = statistics.median([cpu_s for row in rows for cpu_s in row["cpu_s"]]) * 1e3
-        first = first or (size, step)
-        print(
-            f"| {name} | {size:.1f} | {size / first[0]:.0%} | {step:.1f} | {first[1] / step:.2f}x |"
-        )
-
-
 def _planned_mib(line: str) -> float:
     """What the plan that says ``memory: 240.1 MiB of 274.0 MiB: ...`` predicts."""
     return float(line.partition(":")[2].split()[0].replace(",", ""))
@@ -322,7 +375,7 @@ def _planned_mib(line: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("predict", "budget", "plain", "cgroup"))
+    parser.add_argument("what", choices=("predict", "cgroup"))
     parser.add_argument("--large", action="store_true", help="0.6B shapes, minutes and gigabytes")
     parser.add_argument("--from", type=int, default=1, dest="first", help="of cgroup's rows")
     parser.add_argument("--drafts", type=Path, help="keep the drafts here (default: nowhere)")
@@ -333,8 +386,6 @@ def main() -> None:
         root.mkdir(parents=True, exist_ok=True)
         work = {
             "predict": predict,
-            "budget": budget,
-            "plain": plain,
             "cgroup": partial(cgroup, first=options.first),
         }[options.what]
         try:

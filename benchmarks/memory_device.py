@@ -14,16 +14,13 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import onnxruntime  # noqa: F401 # counted with the runtime
-import psutil
-from control_group import ControlGroup
-from numpy.typing import NDArray
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.agent.agent import Agent, AgentOptions
@@ -34,26 +31,65 @@ from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.draft_memory import exported_variant, planned_drafter, without_tokenizer
-from edgespec.drafters import kv_buffers, onnx_drafter
 from edgespec.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import read_config
 from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, Transport, never_cancelled
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 
-STACKS_BYTES = 24 << 20
+ROOT = Path("/sys/fs/cgroup")
 
 
-class PlainBuffers(kv_buffers.KvBuffers):
-    """The cache before there was a budget: numpy arrays for the whole context."""
+class NoControlGroup(RuntimeError):
+    """None can be made here; the message says why."""
 
-    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        if not hasattr(self, "_plain"):
-            names = [name for name, _ in super().arrays()]
-            self._plain = [(name, np.zeros(self._shape, dtype=np.float32)) for name in names]
-        yield from self._plain
 
-    def shrink(self, length: int) -> None:
-        pass
+@dataclass(frozen=True)
+class ControlGroup:
+    """A group whose memory limit the kernel enforces (versions 1 and 2)."""
+
+    path: Path
+    version: int
+
+    @property
+    def limit_file(self) -> Path:
+        return self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")
+
+    @property
+    def usage(self) -> int:
+        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
+        return int((self.path / name).read_text())
+
+    @property
+    def peak(self) -> int:
+        """The most that was charged at once."""
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        return int((self.path / name).read_text())
+
+    @property
+    def at_the_limit(self) -> int:
+        """How often the kernel had to reclaim memory of the group, as it was at its limit."""
+        if self.version == 1:
+            return int((self.path / "memory.failcnt").read_text())
+        return self._event("max")
+
+    @property
+    def kills(self) -> int:
+        """Processes that the kernel killed for want of memory."""
+        return self._event("oom_kill")
+
+    def _event(self, kind: str) -> int:
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        for line in (self.path / name).read_text().splitlines():
+            if line.startswith(f"{kind} "):
+                return int(line.split()[1])
+        return 0
+
+    def joining(self) -> tuple[str, ...]:
+        """What goes before a command that shall run in the group."""
+        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"')
+
+    def set_limit(self, limit: int) -> None:
+        self.limit_file.write_text(str(limit))
 
 
 class Timed:
@@ -95,34 +131,10 @@ def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
         draft = DraftSection(model=str(folder), memory_budget=budget)
         return planned_drafter(draft, job["width"], told.append)
     window = job.get("window", 0)
-    with mock.patch.object(
-        onnx_drafter, "KvBuffers", PlainBuffers if job.get("plain") else kv_buffers.KvBuffers
-    ):
-        drafter = OnnxDrafter(
-            folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64)
-        )
+    drafter = OnnxDrafter(folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64))
     if window:
         drafter.restrict(window, job["width"])
     return drafter
-
-
-def step_behind(drafter: OnnxDrafter, rows: int, count: int) -> list[float]:
-    """CPU seconds of ``count`` steps behind ``rows`` rows of noise: what stands in the cache makes
-    no difference to time or memory, and a prefill of so many tokens takes minutes."""
-    rng = np.random.default_rng(0)
-    drafter.begin(1, SamplingParams(temperature=0.7))
-    for _, part in drafter.cached_rows(rows):
-        noise = rng.standard_normal((rows, part.shape[-1]), dtype=np.float32)
-        part[:] = (noise * (20 if part.dtype == np.int8 else 0.5)).astype(part.dtype)
-    drafter._rows.touch(rows)
-    drafter._window.held = rows
-    drafter._cache.advance(0, [1] * rows)
-    found = []
-    for _ in range(count):
-        started_at = time.thread_time()
-        drafter.step(rows, [2], 2)
-        found.append(time.thread_time() - started_at)
-    return found
 
 
 async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> tuple[int, int]:
@@ -193,11 +205,6 @@ def main() -> None:
     transport = connect(job["verifier"])  # before the draft, as in an agent
     runtime = resident_bytes()
     told: list[str] = []
-    if "budget" in job and job.get("hard"):
-        # What is written to may grow by the rest of the budget and some stacks, and no further.
-        most = psutil.Process().memory_info().data
-        most += parse_budget(job["budget"]).resolve(machine_memory()) - runtime + STACKS_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     limit = 0
     if group := job.get("group"):
         found = ControlGroup(Path(group["path"]), group["version"])
@@ -209,12 +216,6 @@ def main() -> None:
         timed.begin(1, SamplingParams(temperature=0.7))
         timed.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
     started_at = time.perf_counter()
-    if rows := job.get("rows"):
-        assert isinstance(timed.inner, OnnxDrafter)
-        cpu_s = step_behind(timed.inner, rows, 25)[5:]
-        standing = resident_bytes()
-        print(json.dumps({"loaded": loaded, "busiest": standing, "cpu_s": cpu_s}))
-        return
     made, wrong = asyncio.run(chat(job, timed, transport))
     steps = timed.step_s[5:] or [0.0]
     result = {

@@ -1,9 +1,11 @@
 """What a pass of the target and a step of the draft cost on this CPU, interleaved, medians.
 
     python benchmarks/model_costs.py [--target bundled] [--rounds 40]
+    python benchmarks/model_costs.py --draft-shape 0.6B
 
 Target: float32, ``canonical`` against ``plain`` mode (one thread each), by rows a session and
-sessions a pass. Draft: 4 and 8 bits and float32, exported from the bundled checkpoint.
+sessions a pass. Draft: 4 and 8 bits and float32, exported from the bundled checkpoint; with
+``--draft-shape`` a draft alone, of random weights in a real model's shape (``memory.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from memory import SHAPES as DRAFT_SHAPES
+from memory import make_draft
 
 from edgespec.benchmark.report import machine, versions
 from edgespec.core.protocol.sampling import SamplingParams
@@ -68,13 +73,16 @@ def target_costs(reference: str, rounds: int) -> None:
     report(work, rounds)
 
 
-def draft_costs(rounds: int) -> None:
-    source = resolve_model("bundled", Role.DRAFT)
+def draft_costs(rounds: int, shape: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work: dict[str, Callable[[], object]] = {}
-        for bits in (4, 8, 32):
+        for bits in (4,) if shape else (4, 8, 32):
             out = Path(scratch) / str(bits)
-            export_draft(source, out, model_info(source), bits=bits)
+            if shape:
+                make_draft(out, shape, bits=bits)
+            else:
+                source = resolve_model("bundled", Role.DRAFT)
+                export_draft(source, out, model_info(source), bits=bits)
             drafter = OnnxDrafter(out)
             drafter.begin(CONTEXT, GREEDY)
             drafter.step(0, list(range(3, 3 + CONTEXT)), 2)
@@ -102,10 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--draft-shape", default="", choices=("", *DRAFT_SHAPES))
     args = parser.parse_args()
     print(machine(), versions(), sep="\n")
-    target_costs(args.target, args.rounds)
-    draft_costs(args.rounds)
+    if not args.draft_shape:
+        target_costs(args.target, args.rounds)
+    draft_costs(args.rounds, args.draft_shape)
 
 
 if __name__ == "__main__":

@@ -27,41 +27,189 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import itertools
 import json
 import math
 import os
 import random
 import signal
+import ssl
 import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from drill_service import (
-    FLEETS,
-    FLOODER,
-    LEAVER,
-    Service,
-    make_certificate,
-    make_files,
-    until,
-)
+import grpc
+import grpc.aio
 from honest_devices import PATIENT, Request, make_requests, toy_text
-from load_processes import HERE, ROOT, START_WITHIN_S, line_of
+from hostile_clients import KINDS, OVER, SERVICE, Client, again_and_again
+from load_processes import START_WITHIN_S, line_of, ready_verifier, start
 
 from edgespec.agent.agent import Agent, GenerationError
 from edgespec.benchmark.report import machine, versions
 from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
-from edgespec.config.key_file import KeyFile, load_keys, save_keys
+from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
 from edgespec.core.protocol.messages import FaultCode
+from edgespec.transport.certificates import make_ca, make_server
 
+FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
+LEAVER, FLOODER = "leaver", "flooder"
+DRAIN_S = 2.0
 LEAVERS = 6
 REVOKED_WITHIN_S = 1.0
+
+
+# --- the verifiers: processes with TLS and keys, and their files ---------------------------------
+
+
+async def until(true: Callable[[], bool], within_s: float) -> None:
+    """Look again and again, for no longer than that."""
+    ends_s = time.perf_counter() + within_s
+    for _ in itertools.takewhile(lambda _: time.perf_counter() < ends_s, itertools.count()):
+        if true():
+            return
+        await asyncio.sleep(0.02)
+
+
+def make_files(folder: Path) -> None:
+    """A CA, a certificate, the keys, and each device's own one."""
+    make_ca(folder, "drill", 30)
+    make_certificate(folder)
+    made = {name: new_key() for name in (*FLEETS, LEAVER, FLOODER)}
+    limits = {FLOODER: 4}
+    entries = {
+        name: KeyEntry(sha256, max_sessions=limits.get(name, 0))
+        for name, (_, sha256) in made.items()
+    }
+    save_keys(folder / "keys.yaml", KeyFile(entries))
+    for name, (key, _) in made.items():
+        (folder / f"{name}.key").write_text(key)
+
+
+def make_certificate(folder: Path) -> None:
+    make_server(folder, ["127.0.0.1"], 7, force=True)
+
+
+class Service:
+    """One verifier process; several share a folder of files."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, name: str = "verifier") -> None:
+        self.options, self.folder, self.port = options, folder, 0
+        self.log, self.keys_path = folder / f"{name}.log", folder / "keys.yaml"
+        self.process: Process | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        certificate, key = str(self.folder / "server.pem"), str(self.folder / "server.key")
+        sessions = str(2 * self.options.devices + 32)
+        with self.log.open("a") as log:
+            self.process, self.port = await ready_verifier(
+                *("--model", "toy", "--port", str(self.port)),
+                *("--pass-ms", str(self.options.pass_ms), "--max-sessions", sessions),
+                *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
+                *("--drain-s", str(DRAIN_S)),
+                stderr=log,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    async def end(self) -> int:
+        assert self.process is not None
+        return await asyncio.wait_for(self.process.wait(), START_WITHIN_S)
+
+    async def kill(self) -> None:
+        """For the end of a run that went wrong."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    async def shows(self, certificate: str) -> bool:
+        """Whether a new connection is shown it."""
+        address = ("127.0.0.1", self.port)
+        shown = await asyncio.to_thread(ssl.get_server_certificate, address)
+        return shown.strip() == certificate.strip()
+
+    async def reloaded(self, count: int) -> None:
+        """Wait until the log tells of so many reloads."""
+        await until(lambda: self.log.read_text().count("reload: ") >= count, START_WITHIN_S)
+
+
+# --- clients that mean harm ----------------------------------------------------------------------
+
+FLOOD = ("stale-drafts", "wide-roots", "open-cancel", "info", "long-prompts", "no-open")
+WRONG_KEY_CLIENTS = 40
+
+
+class KeyedChannel:
+    """A channel whose every call shows a key; for the clients of ``hostile_clients.py``."""
+
+    def __init__(self, channel: Any, key: str) -> None:
+        self._channel, self._metadata = channel, (("authorization", f"Bearer {key}"),)
+
+    def stream_stream(self, *arguments: Any) -> Any:
+        return functools.partial(self._channel.stream_stream(*arguments), metadata=self._metadata)
+
+    def unary_unary(self, *arguments: Any) -> Any:
+        return functools.partial(self._channel.unary_unary(*arguments), metadata=self._metadata)
+
+
+async def try_keys(channel: Any, dice: random.Random, tally: Counter[str]) -> None:
+    """Another wrong key each time, at both calls."""
+    while True:
+        keyed = KeyedChannel(channel, f"edgespec-{dice.randbytes(32).hex()}")
+        try:
+            if dice.random() < 0.5:
+                await keyed.unary_unary(f"{SERVICE}Info", None, None)(b"")
+            else:
+                call = keyed.stream_stream(f"{SERVICE}Speculate", None, None)()
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            tally["let in"] += 1
+        except OVER as error:
+            code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+            tally["other" if code is None else code.name] += 1
+
+
+async def hostile(what: str, port: str, folder: Path, seconds: float) -> None:
+    """``wrong-keys`` tries another key with each call, forty calls at a time; ``flood`` plays some
+    kinds of ``hostile_clients.py`` at once, all with one key. Prints a JSON object with what became
+    of the calls; then the process is gone, its streams open."""
+    os.nice(10)
+    tally = Counter[str]()
+    roots = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+    local = [("grpc.use_local_subchannel_pool", 1)]
+    channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", roots, options=local)
+    work = []
+    if what == "wrong-keys":
+        for number in range(WRONG_KEY_CLIENTS):
+            work.append(try_keys(channel, random.Random(number), tally))
+    else:
+        keyed: Any = KeyedChannel(channel, (folder / f"{FLOODER}.key").read_text())
+        nowhere: Any = None  # these kinds need no link of their own
+        for name in FLOOD:
+            for number in range(KINDS[name].clients):
+                dice = random.Random(f"{name} {number}")
+                client = Client(nowhere, keyed, dice, tally, 4096)
+                work.append(again_and_again(client, KINDS[name].act))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*work)
+    print(json.dumps(dict(tally)), flush=True)
+    os._exit(0)  # its streams die with it
 
 
 # --- the devices -------------------------------------------------------------------------------
@@ -270,13 +418,9 @@ class Drills:
         await asyncio.sleep(self.options.seconds * 3 / 4)
 
     async def _hostile(self, what: str) -> None:
-        paths = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
         service, seconds = self.service, str(self.options.seconds)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(HERE / "keyed_clients.py"), what, str(service.port)),
-            *("--folder", str(service.folder), "--key", FLOODER, "--seconds", seconds),
-            stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
+        process = await start(
+            "service_drill.py", what, str(service.port), str(service.folder), seconds
         )
         tally = json.loads(await line_of(process))
         await process.wait()
@@ -356,6 +500,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> Drills:
 
 
 def main() -> int:
+    if sys.argv[1:2] in (["wrong-keys"], ["flood"]):
+        what, port, folder, seconds = sys.argv[1:]
+        asyncio.run(hostile(what, port, Path(folder), float(seconds)))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

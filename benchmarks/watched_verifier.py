@@ -1,15 +1,14 @@
 """The verifier command as users run it, in a process that a bench can look into.
 
-    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table] [--uvloop] [--costs]
+    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table]
     [options of edgespec verifier]
 
 At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, key-value blocks
 held, passes and their rows, the messages taken and sent so far, by type, the CPU time of the event
 loop's thread, of the target's and of the whole process, and when the latest passes were started.
 ``--profile`` runs it under cProfile and leaves the statistics of the event loop's thread in FILE.
-``--costs`` tells what the loop spends on whom (``loop_costs.py``).
-``--table`` looks the toy target's tokens up in a table, and ``--uvloop`` runs on that event loop.
-Nothing else differs.
+``--table`` looks the toy target's tokens up in a table: a model on an accelerator takes no time
+from the event loop, and the toy's own arithmetic would. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -25,11 +24,16 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from edgespec.__main__ import main as edgespec
+from edgespec.compose import TOY_MODEL
 from edgespec.core.protocol.messages import Draft, Message
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
+from edgespec.ports import ModelInfo
 
 # Of a point of ``daemon_load.py``: half a minute of passes.
 _STARTS_KEPT = 1_200
@@ -87,7 +91,6 @@ def watch(report: Path) -> None:
                 "target_cpu_s": sum(map(cpu_s, verifier._worker._thread._threads)),
                 "process_cpu_s": time.process_time(),
                 "gc_cpu_s": collecting.total_s,
-                "loop_costs_s": costs(),
                 "starts_s": list(starts),
             }
             draft = report.with_suffix(".part")
@@ -121,16 +124,8 @@ def cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def costs() -> dict[str, float]:
-    """What the event loop spent on whom so far; empty without ``--costs``."""
-    module = sys.modules.get("loop_costs")
-    return {} if module is None else dict(module.cpu_s)
-
-
 def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
-    from table_target import TableTarget
-
     from edgespec.targets.paced import PacedTarget
 
     command: Any = importlib.import_module("edgespec.cli.serving")
@@ -145,25 +140,87 @@ def look_tokens_up() -> None:
     command.load_target = load_table
 
 
+GREEDY = SamplingParams(ignore_eos=True)
+
+
+class TableTarget:
+    """The toy target as a table: its greedy choices, without its checks."""
+
+    def __init__(self, inner: object) -> None:
+        self._info: ModelInfo = inner.info  # type: ignore[attr-defined]
+        self._cache: CacheShape | None = inner.cache  # type: ignore[attr-defined]
+        self._tails: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[str, tuple[int, ...]] = {}
+        self._fed: dict[str, tuple[tuple[int, ...], PassRequest]] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self._cache
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._tails[key], self._texts[key] = (), tuple(text)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        return [self._run(request) for request in batch]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        tokens = self._fed[key][1].tokens
+        tail = (*self._tails[key], *[tokens[node] for node in nodes])
+        self._tails[key] = tail[-TOY_MODEL.order :]
+
+    def close(self, key: str) -> None:
+        self._tails.pop(key, None)
+        self._texts.pop(key, None)
+        self._fed.pop(key, None)
+
+    def _run(self, request: PassRequest) -> PassResult:
+        key = request.key
+        text, cached = self._texts[key], request.cache_length
+        # Of its prompt, a sequence may find a beginning that another one has fed.
+        tail = text[:cached] if cached <= len(text) else self._tails[key]
+        root = (*tail[-TOY_MODEL.order :], *request.feed)[-TOY_MODEL.order :]
+        self._tails[key], self._fed[key] = root, (root, request)
+        if not request.sample:
+            return PassResult(key, ())
+        tails = []
+        for token, parent in zip(request.tokens, request.parents, strict=True):
+            tails.append((*(tails[parent] if parent >= 0 else root)[1:], token))
+        return PassResult(key, tuple([next_token(root), *map(next_token, tails)]))
+
+
+_TABLE: dict[tuple[int, ...], int] = {}
+
+
+def next_token(tail: tuple[int, ...]) -> int:
+    token = _TABLE.get(tail)
+    if token is None:
+        token = _TABLE[tail] = choose(TOY_MODEL.logits(tail), GREEDY, 0, (), ())
+    return token
+
+
+def answer(prompt: Sequence[int], length: int) -> list[int]:
+    """The target's own text behind ``prompt``, of ``length`` tokens."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(next_token(tuple(tokens[-TOY_MODEL.order :])))
+    return tokens[len(prompt) :]
+
+
 def main() -> None:
     arguments = sys.argv[2:]
     watch(Path(sys.argv[1]))
     profile = None
     if arguments[:1] == ["--profile"]:
         profile, arguments = Path(arguments[1]), arguments[2:]
-    if "--costs" in arguments:
-        import loop_costs
-
-        arguments.remove("--costs")
-        loop_costs.install()
     if "--table" in arguments:
         arguments.remove("--table")
         look_tokens_up()
-    if "--uvloop" in arguments:
-        import uvloop
-
-        arguments.remove("--uvloop")
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     sys.argv = ["edgespec", "verifier", *arguments]
     if profile is None:
         edgespec()

@@ -4,7 +4,7 @@ Theory of operation. A *record* lives from a stream's ``Open`` until its generat
 device cancels, or the stream ends; then whoever listens gets it. Commits of passes are counted
 when they are handed to their stream: once, so what a device that comes back is sent again is not
 counted again. This runs for every message, so it adds small numbers and makes no objects but for
-what it has to remember (``benchmarks/telemetry_cost.py``).
+what it has to remember.
 
 The round trip is seen from here: from the hand-over of a commit to the ``Received`` that
 acknowledges exactly its last token. It includes what the device needs to read it.

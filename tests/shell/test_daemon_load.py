@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell.live_verifier import environment
+from tests.shell.raw_http2 import RawCall
 from tests.sources import ROOT
 
 SCRIPT = "benchmarks/daemon_load.py"
@@ -41,11 +42,8 @@ def test_the_load_is_what_it_says(tmp_path: Path) -> None:
         assert 0.0 < point["loop_us"] < point["process_us"]
 
 
-def test_a_raw_call_speaks_as_much_http2_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raw_call_speaks_as_much_http2_as_it_needs() -> None:
     """Oracle: frames written out by hand (RFC 9113), cut where they hurt."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from raw_http2 import RawCall  # type: ignore[import-not-found]
-
     settings = b"\0\0\0\4\0\0\0\0\0"
     ping = b"\0\0\x08\6\0\0\0\0\0" + b"12345678"
     headers = b"\0\0\1\1\4\0\0\0\1" + b"\x88"

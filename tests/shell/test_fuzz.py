@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from edgespec.transport import codec
 from edgespec.transport.wire_limits import WireLimits
+from tests.shell import fuzz_messages as messages
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
@@ -34,8 +34,6 @@ def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
 
 
 def test_a_fault_of_the_codec_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    messages = importlib.import_module("fuzz_messages")
     assert messages.fuzz_codec(500, 3)[1] == []
 
     def careless(wire: object, limits: WireLimits) -> object:
@@ -47,9 +45,7 @@ def test_a_fault_of_the_codec_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
     assert "IndexError" in findings[0]
 
 
-def test_hostile_messages_follow_from_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    messages = importlib.import_module("fuzz_messages")
+def test_hostile_messages_follow_from_their_seed() -> None:
     for make in (messages.hostile_uplink, messages.hostile_downlink):
         first, again = random.Random(5), random.Random(5)
         assert [make(first) for _ in range(50)] == [make(again) for _ in range(50)]

@@ -1,6 +1,6 @@
 """TCP of lossy links: rules of the RFCs and of Linux with exact figures, and what always holds.
 
-Where a figure is a kernel's, ``benchmarks/kernel_network.py`` is what measured it.
+Where a figure is a kernel's, it was measured (``docs/measurements.md``).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A model for comparing settings with one another, not for predicting a machine: its times are of one
 core of a server's CPU, its acceptance that of a usual pair. What counts is that a step takes longer
 the more weights and cached rows it reads, and that a short window and coarse numbers cost some
-acceptance. What coarse numbers cost was measured with the bundled pair
-(``benchmarks/memory_acceptance.py``) and rounded up. What a short window costs cannot be learned
-from so small a draft, which looks back little: it is a guess on the side of long windows.
+acceptance. What coarse numbers cost was measured with the bundled pair and rounded up. What a short
+window costs cannot be learned from so small a draft, which looks back little: it is a guess on the
+side of long windows.
 """
 
 from __future__ import annotations

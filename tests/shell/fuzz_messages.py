@@ -153,7 +153,7 @@ def odd_uplink(dice: random.Random) -> bytes:
         prompt=tokens(dice, 90),
         committed=tokens(dice),
         sampling=odd if dice.random() < 0.7 else None,
-        run_ahead=dice.choice((0, 1, 2, 3)),
+        run_ahead=dice.choice((0, 1, 2, 3)),  # type: ignore[arg-type] # that is the point
         rule=dice.choice(("", "", "typical")),
         session_secret=dice.randbytes(dice.choice((0, 64, 65))),
     )
