@@ -61,7 +61,7 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
             return policy.ladder.why
         policy = policy.standing
     if price.credit == 0:
-        return "the verifier is full: it takes no drafts now"
+        return _priced_out(price)
     chance = estimates.acceptance.rate(0)
     if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.asked > chance:
         return (
@@ -75,6 +75,12 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
                 f"a draft step would save {gain:.3f} tokens, and has to save {policy.least_gain:g}"
             )
     return None
+
+
+def _priced_out(price: RowPrice) -> str:
+    """Not that the verifier has no place for sessions: its passes are what is short."""
+    why = "the verifier's passes are busy: it takes no drafts now"
+    return f"{why}, a row pays from a chance of {price.asked:.2f} on" if price.asked else why
 
 
 def _paying(found: DraftingStatus, chance: float, price: RowPrice) -> str:

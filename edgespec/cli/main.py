@@ -22,7 +22,6 @@ COMMANDS = {
     "export": "edgespec.cli.export:export",
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.profile:profile",
-    "top": "edgespec.cli.top:top",
     "plan": "edgespec.cli.plan:plan",
     "draft": "edgespec.cli.draft:draft",
     "keys": "edgespec.cli.keys:keys",

@@ -124,7 +124,7 @@ async def _serve(
         for line in _chosen(config, watch, bool(key)):
             say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
-        say(f"  see: {url} shows how it is doing; edgespec top {url}")
+        say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
         say(_curl(url, text is not None and text.chat_template() is not None, bool(key)))
         await _until_asked(stop, server, lending)
         going_on = ""

@@ -1,4 +1,4 @@
-"""What an agent does at one moment, as plain values for a page, a terminal or a metric.
+"""What an agent does at one moment, as plain values for a page, the chat or a metric.
 
 A status is bounded however long an agent runs, and holds no prompt and no text: addresses, counts,
 times and reasons only. All times are seconds; those named ``at_s`` are of the agent's own clock,

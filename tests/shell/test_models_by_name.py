@@ -18,7 +18,6 @@ import edgespec
 from edgespec.agent.agent import Agent
 from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
 from edgespec.agent.status import StatusSource
-from edgespec.cli.top_view.reading import agent_reading
 from edgespec.compose import TOY_MODEL, build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.offline import Correction, Offline
@@ -105,9 +104,6 @@ async def test_a_status_tells_which_text_is_of_which_model() -> None:
     assert [one.model for one in found.generations] == ["toy", "sql"]
     shown = json.dumps(found.as_json())
     assert [one["model"] for one in json.loads(shown)["generations"]] == ["toy", "sql"]
-    notes = [row.note for row in agent_reading(shown).rows if row.name.startswith("text ")]
-    assert ["toy" in note for note in notes] == [True, False]
-    assert ["sql" in note for note in notes] == [False, True]
     assert source.snapshot().generations == ()
 
 
