@@ -232,8 +232,8 @@ async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
     """Until ``endpoint`` has a tokenizer. Raises ``SetupError`` where a verifier lends none."""
     if endpoint.tokenizer is not None:
         return
-    say("no verifier answers yet; requests wait for one that lends its tokenizer, since neither")
-    say("--draft nor --tokenizer names one")
+    say(f"no verifier answers yet; {_waiting(fits.config)}. It has to lend its tokenizer, since")
+    say("neither --draft nor --tokenizer names one")
     watch = endpoint.verifiers
     while True:
         while not watch.ready:
@@ -266,7 +266,7 @@ def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[st
     """Five lines: what was chosen, and why."""
     return [
         f"  draft     {_draft(config)}",
-        *(f"  verifier  {_verifier(status)}" for status in watch.statuses),
+        *(f"  verifier  {_verifier(config, status)}" for status in watch.statuses),
         f"  memory    {_memory(config)}",
         f"  policy    {_policy(config)}",
         f"  clients   {_clients(config, has_key)}",
@@ -286,7 +286,12 @@ def _draft(config: AgentConfig) -> str:
     return f"{model}{beside} ({why}); its vocabulary has to be the verifier's"
 
 
-def _verifier(status: VerifierStatus) -> str:
+def _waiting(config: AgentConfig) -> str:
+    """What becomes of a request while no verifier is there."""
+    return f"a request waits {config.patience.give_up_first_s:g} s for one, then fails with 503"
+
+
+def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
     from edgespec.endpoint.verifiers import Presence, context_of
 
     if status.presence is Presence.READY and status.info is not None:
@@ -297,7 +302,7 @@ def _verifier(status: VerifierStatus) -> str:
         )
     if status.presence is Presence.AWAY:
         first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
-        return f"{first}; requests wait for it; {second.strip()}"
+        return f"{first}; {_waiting(config)}; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"
 
 

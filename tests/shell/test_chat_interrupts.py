@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from edgespec.agent.agent import GenerationError
 from edgespec.agent.reply import Chunk, Piece
 from edgespec.cli.talk import loop
 from edgespec.cli.talk.record import KeptFile, Record, read
@@ -115,4 +116,26 @@ def test_ctrl_c_before_a_reply_begins_and_where_nothing_runs(
     assert agent.stopped == 1
     assert contents(path) == ["one", "word"]
     told = capsys.readouterr().err
-    assert told.index("(Ctrl-D or /quit leaves)") < told.index("(stopped; your message was not")
+    assert told.index("(Ctrl-D or /quit leaves)") < told.index("(stopped; an empty line sends")
+
+
+def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
+    runner: asyncio.Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    errors = [GenerationError("gave up on the verifier", None)] * 2
+
+    async def away_twice(
+        agent: Any, prompt: Any, sampling: Any, shown: Any, *_: Any, **__: Any
+    ) -> None:
+        if errors:
+            raise errors.pop()
+        shown.parts.append("word")
+
+    monkeypatch.setattr(loop, "stream", away_twice)
+    path = tmp_path / "talk.json"
+    talk(runner, SlowAgent(while_stopping=lambda: None), path, "", "a question", "", "", "", "two")
+    assert contents(path) == ["a question", "word", "two", "word"]
+    assert capsys.readouterr().err.count("(an empty line sends your message again)") == 2

@@ -41,6 +41,7 @@ from edgespec.ports import ModelInfo
 
 _SHOWN = 60
 """Characters of a message that are quoted."""
+_AGAIN = "an empty line sends your message again"
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Conversation:
     color: bool = False
     markdown: bool = False
     last: Progress | None = None
+    unanswered: str = ""
+    """The message that got no reply; an empty line sends it again."""
     _name: str = field(default_factory=partial(secrets.token_hex, 8))
     """Of a conversation that is not kept; one that is has its file's name."""
     _ctrl_c: CtrlC = field(default_factory=CtrlC)
@@ -92,8 +95,8 @@ class Conversation:
             say("error: your message is not UTF-8, which it must be; it was not kept")
         elif is_command(line):
             return self.command(line)
-        elif line:
-            self.turn(message_of(line))
+        elif line or self.unanswered:
+            self.turn(message_of(line) if line else self.unanswered)
         return True
 
     # --- commands --------------------------------------------------------------------------
@@ -194,8 +197,10 @@ class Conversation:
     # --- turns -----------------------------------------------------------------------------
 
     def turn(self, line: str) -> None:
-        """One message and its reply; a turn that fails leaves the conversation as it was."""
+        """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
+        the message for an empty line."""
         message = {"role": "user", "content": line}
+        self.unanswered = line
         reply = _Reply(self._view())
         try:
             self._ctrl_c.arm()
@@ -205,13 +210,15 @@ class Conversation:
             self.last = Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            say("(stopped)" if reply.parts else "(stopped; your message was not kept)")
+            say("(stopped)" if reply.parts else f"(stopped; {_AGAIN})")
             if not reply.parts:
                 return
         except (GenerationError, SetupError, ValueError) as error:
             self._ctrl_c.disarm()
-            say(f"error: {error}\n(your message was not kept; /reset makes room)")
+            room = "" if isinstance(error, GenerationError) else "/reset makes room; "
+            say(f"error: {error}\n({room}{_AGAIN})")
             return
+        self.unanswered = ""
         if self.color and not self.markdown and not self._legend_shown:
             self._legend_shown = True
             Console(stderr=True).print(legend())
