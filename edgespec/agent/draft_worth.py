@@ -28,11 +28,10 @@ def draft_worth(
 ) -> DraftingStatus:
     """What the policy makes of the price and of what the last generation measured; ``estimates``
     and ``counters`` are None before the first."""
-    chance = None if estimates is None else estimates.acceptance.rate(0)
     found = DraftingStatus(
         None,
         "nothing was drafted yet",
-        acceptance=chance,
+        acceptance=None if counters is None else counters.acceptance,
         least_chance=price.least_chance,
         credit=price.credit,
     )
@@ -46,12 +45,11 @@ def draft_worth(
     if counters.draft_failure:
         why = f"the draft model failed: {counters.draft_failure}"
         return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
-    assert chance is not None
     if (rests := why_resting(policy, price, estimates)) is not None:
         return replace(found, worth=False, why=rests)
     if not counters.tried:
         return found
-    return replace(found, worth=True, why=_paying(found, chance, price))
+    return replace(found, worth=True, why=_paying(found, price))
 
 
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
@@ -66,7 +64,7 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
     if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.asked > chance:
         return (
             f"a row is dear: it pays from a chance of {price.asked:.2f} on, and the draft's"
-            f" first choice is right with {chance:.2f}"
+            f" first choice is expected right with {chance:.2f}"
         )
     if isinstance(policy, GoodputPolicy):
         gain = policy.fresh_gain(estimates)
@@ -83,9 +81,9 @@ def _priced_out(price: RowPrice) -> str:
     return f"{why}, a row pays from a chance of {price.asked:.2f} on" if price.asked else why
 
 
-def _paying(found: DraftingStatus, chance: float, price: RowPrice) -> str:
-    why = f"the draft's first choice is right with {chance:.2f}"
-    why += f", and {price.least_chance:.2f} would pay" if price.least_chance else ""
+def _paying(found: DraftingStatus, price: RowPrice) -> str:
+    why = f"{found.acceptance:.0%} of the draft's first choices were right"
+    why += f", and a chance of {price.least_chance:.2f} would pay" if price.least_chance else ""
     if found.tokens_per_pass is not None:
         why += f"; a pass brings {found.tokens_per_pass:.1f} tokens"
     return why

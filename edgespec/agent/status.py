@@ -42,6 +42,7 @@ ASK_EVERY_S: Final = 5.0
 ASK_WITHIN_S: Final = 3.0
 BATTERY_EVERY_S: Final = 10.0
 _MAX_VERIFIERS: Final = 64
+_THERE: Final = (VerifierState.READY, VerifierState.SERVING)
 _MAX_WRAPPERS: Final = 8
 
 
@@ -81,7 +82,7 @@ class StatusSource:
         now = activity.clock()
         with activity.lock:
             running = tuple(activity.running.values())
-        events = activity.events_after(after)
+        events, lost = activity.events_after(after)
         return AgentStatus(
             version=self._version,
             clock_s=now,
@@ -96,6 +97,7 @@ class StatusSource:
             battery=self._battery_now(now),
             events=events,
             last_event=events[-1].number if events else max(after, 0),
+            lost_events=lost,
             draft="" if agent.drafter is None else agent.drafter.info.name,
             policy=type(agent.options.policy).__name__.removesuffix("Policy").lower(),
         )
@@ -222,13 +224,20 @@ class StatusSource:
 
     def _timed(self, status: VerifierStatus, now: float) -> VerifierStatus:
         """With the time for which it has been in its state, as far as anybody looked."""
-        reach = self._agent.activity.reach
-        if not isinstance(self._agent.transport, VerifierPool) and status.state is reach.state:
+        activity, pooled = self._agent.activity, isinstance(self._agent.transport, VerifierPool)
+        reach, is_there = activity.reach, status.state in _THERE
+        if not pooled and not is_there and status.state is reach.state:
             return replace(status, since_s=max(0.0, now - reach.since))
+        kind = VerifierState.READY if is_there else status.state
         state, since = self._since.get(status.address, (None, now))
-        if state is not status.state:
+        if state is not kind:
             since = now
-            self._since[status.address] = (status.state, now)
+        address = status.address if pooled else ""
+        if is_there:  # it may have served for long when somebody looks
+            since = min(since, activity.there.get(address, since))
+        elif status.state is VerifierState.AWAY:
+            activity.left(address)
+        self._since[status.address] = (kind, since)
         return replace(status, since_s=max(0.0, now - since))
 
     def _generation(self, notes: GenerationNotes, now: float) -> GenerationStatus:
@@ -245,7 +254,7 @@ class StatusSource:
             prompt_tokens=len(session.request.prompt),
             tokens=tokens,
             tokens_per_s=later / took_s if known else None,
-            acceptance=counters.acceptance if counters.tried else None,
+            acceptance=counters.acceptance,
             drafting=session.drafting,
             accepted=counters.accepted,
             sent=counters.sent,

@@ -185,10 +185,11 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
     if stats is not None:
         c = stats.counters
         share = c.passes / c.committed if c.committed else 0.0
+        rate = "–" if c.acceptance is None else f"{c.acceptance:.0%}"
         lines.append(
             f"accepted {c.accepted}, corrected {c.corrected}, decoded"
             f" {c.committed - c.accepted - c.corrected}; {share:.2f} passes a token;"
-            f" acceptance {c.acceptance:.0%}; sent {c.sent} nodes, wasted {c.wasted};"
+            f" acceptance {rate}; sent {c.sent} nodes, wasted {c.wasted};"
             f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
         )
         if stats.verifiers:

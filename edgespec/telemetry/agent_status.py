@@ -7,7 +7,7 @@ whose value at the moment of the status is ``clock_s``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -15,8 +15,8 @@ FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1
 MAX_GENERATIONS: Final = 32
 """Running generations that a status lists; ``running`` counts all."""
-MAX_EVENTS: Final = 1024
-"""Events of the timeline that are kept."""
+MAX_EVENTS: Final = 4096
+"""Events of the timeline that are kept: ten seconds of four kinds, folded every 10 ms."""
 
 
 class VerifierState(Enum):
@@ -51,7 +51,10 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Something that happened to the generation ``generation``. ``number`` counts all events."""
+    """Something that happened to the generation ``generation`` (0: to several). ``number`` counts
+    all events. One may stand for several of its kind that ended within 10 ms of the first: then
+    ``at_s`` is the end of the last, ``took_s`` reaches back to the beginning of the first, and the
+    counts are sums."""
 
     number: int
     at_s: float
@@ -60,6 +63,8 @@ class TimelineEvent:
     count: int = 0
     accepted: int = 0
     took_s: float = 0.0
+    events: int = 1
+    """For how many it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class VerifierStatus:
     address: str
     state: VerifierState
     since_s: float | None = None
-    """For how long it has been in this state."""
+    """For how long it has been in this state; ``ready`` and ``serving`` count as one."""
     why: str = ""
     """Why it is away."""
     model: str = ""
@@ -147,7 +152,7 @@ class DraftingStatus:
     """None: there is nothing to judge by yet."""
     why: str
     acceptance: float | None = None
-    """Estimated chance that the draft's first choice is the target's token."""
+    """Of the generation that is judged; None until a draft of it was."""
     least_chance: float = 0.0
     """The verifier's price: a less likely node does not pay for its row."""
     credit: int | None = None
@@ -199,6 +204,8 @@ class AgentStatus:
     events: tuple[TimelineEvent, ...] = ()
     last_event: int = 0
     """The number of the newest event, to ask for those behind it."""
+    lost_events: int = 0
+    """Of those behind the number that was asked for, how many are not kept any more."""
     draft: str = ""
     """The name of the draft model; empty without."""
     policy: str = ""
@@ -214,7 +221,14 @@ class AgentStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``json.dumps``."""
-        return {"format": FORMAT, "version_of_format": VERSION, **_plain(asdict(self))}
+        found = _plain(asdict(replace(self, events=())))
+        found["events"] = [_plain(_event_fields(one)) for one in self.events]
+        return {"format": FORMAT, "version_of_format": VERSION, **found}
+
+
+def _event_fields(one: TimelineEvent) -> dict[str, Any]:
+    """As ``asdict``, which takes several times as long for thousands of them."""
+    return {name: getattr(one, name) for name in TimelineEvent.__slots__}
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -29,6 +30,7 @@ from edgespec.telemetry.agent_status import (
     BatteryStatus,
     EventKind,
     RecentRate,
+    TimelineEvent,
     VerifierState,
 )
 from tests.shell.live_verifier import nobody, serving
@@ -128,15 +130,74 @@ async def test_no_text_is_in_it() -> None:
     assert "prompt_tokens" in shown
 
 
-async def test_the_ring_is_bounded() -> None:
+def test_the_ring_is_bounded_and_says_what_it_lost() -> None:
     activity = Activity()
-    for _ in range(3 * MAX_EVENTS):
-        activity.note(0.0, 1, EventKind.SEND, 1)
-    events = activity.events_after(0)
-    assert len(events) == MAX_EVENTS
+    for number in range(3 * MAX_EVENTS):
+        activity.note(float(number), 1, EventKind.SEND, 1)
+    events, lost = activity.events_after(0)
+    assert (len(events), lost) == (MAX_EVENTS, 2 * MAX_EVENTS)
     assert events[-1].number == activity.last_event == 3 * MAX_EVENTS
-    assert len(activity.events_after(3 * MAX_EVENTS - 5)) == 5
-    assert activity.events_after(3 * MAX_EVENTS + 5) == ()
+    assert len(activity.events_after(3 * MAX_EVENTS - 5)[0]) == 5
+    assert activity.events_after(MAX_EVENTS)[1] == MAX_EVENTS
+    assert activity.events_after(3 * MAX_EVENTS + 5) == ((), 0)
+
+
+def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_made() -> None:
+    """Steps that follow one another without a pause, of two texts, looked at once a second."""
+    activity, step_s = Activity(), 4 / 5700
+    polls: list[tuple[TimelineEvent, ...]] = []
+    last, second = 0, 1.0
+    for step in range(1, int(10 / step_s)):
+        at_s = step * step_s
+        activity.note(at_s, step % 2, EventKind.DRAFT, 2, took_s=step_s)
+        activity.note(at_s, step % 2, EventKind.SEND, 1)
+        activity.note(at_s, step % 2, EventKind.PASS, 1, took_s=step_s)
+        activity.note(at_s, step % 2, EventKind.COMMIT, 3, accepted=1)
+        if at_s >= second:
+            found, lost = activity.events_after(last)
+            assert lost == 0
+            polls.append(found)
+            last, second = found[-1].number, second + 1.0
+    polls.append(activity.events_after(last)[0])
+    seen = [event for poll in polls for event in poll]
+    assert [event.number for event in seen] == list(range(1, len(seen) + 1))
+    assert max(map(len, polls)) <= 450
+    for kind, each in ((EventKind.DRAFT, 2), (EventKind.SEND, 1), (EventKind.COMMIT, 3)):
+        assert sum(one.events for one in seen if one.kind is kind) == step
+        assert sum(one.count for one in seen if one.kind is kind) == each * step
+    assert sum(one.accepted for one in seen) == step
+    drafts = [one for one in seen if one.kind is EventKind.DRAFT]
+    for before, after in pairwise(drafts):
+        assert after.at_s - after.took_s == pytest.approx(before.at_s)
+
+
+def test_an_entry_that_was_given_away_stays_as_it_is_and_one_of_several_texts_names_none() -> None:
+    activity = Activity()
+    activity.note(1.0, 1, EventKind.SEND, 1)
+    (first,), _ = activity.events_after(0)
+    activity.note(1.001, 1, EventKind.SEND, 2)
+    activity.note(1.002, 2, EventKind.SEND, 4)
+    activity.note(1.003, 1, EventKind.LINK, 0)
+    activity.note(1.003, 1, EventKind.LINK, 1)
+    (second, *links), _ = activity.events_after(first.number)
+    assert (first.count, second.count, second.events) == (1, 6, 2)
+    assert (first.generation, second.generation) == (1, 0)
+    assert [link.count for link in links] == [0, 1]
+
+
+async def test_how_long_a_verifier_serves_does_not_depend_on_who_looks(gone: str) -> None:
+    """One verifier, and one of two: the first look is after two texts."""
+    async with serving() as (address, _):
+        for addresses in (address, (address, gone)):
+            async with agent_for(addresses) as agent:
+                await text_of(agent)
+                between = agent.activity.clock()
+                await text_of(agent)
+                asked = (address, gone) if isinstance(addresses, tuple) else (address,)
+                found = StatusSource(agent, asked).snapshot()
+                (one,) = (each for each in found.verifiers if each.address == address)
+                assert one.since_s is not None
+                assert found.clock_s - one.since_s < between
 
 
 async def test_a_verifier_that_is_away_is_a_state(gone: str) -> None:
@@ -237,7 +298,7 @@ def judged(**changes: object) -> tuple[bool | None, str]:
 def test_drafting_is_judged_by_the_verifiers_price() -> None:
     assert judged() == (
         True,
-        "the draft's first choice is right with 0.70; a pass brings 2.0 tokens",
+        "80% of the draft's first choices were right; a pass brings 2.0 tokens",
     )
     assert judged(least_chance=0.3)[0] is True
     worth, why = judged(least_chance=0.8)
@@ -251,6 +312,10 @@ def test_drafting_is_judged_by_the_verifiers_price() -> None:
     assert worth is False
     assert "no memory" in why
     assert draft_worth(WindowedPolicy(), RowPrice(), None, None).worth is None
+    fresh = draft_worth(WindowedPolicy(), RowPrice(), DraftEstimates(), DraftCounters())
+    assert (fresh.worth, fresh.acceptance) == (None, None), "the estimate's prior is no measurement"
+    half = DraftCounters(tried=10, hits=5)
+    assert draft_worth(FixedPolicy(), RowPrice(), DraftEstimates(), half).acceptance == 0.5
     dear = RowPrice(least_chance=0.8)
     counters = DraftCounters(tried=1)
     found = draft_worth(FixedPolicy(), dear, DraftEstimates(price=dear), counters)

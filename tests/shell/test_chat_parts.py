@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import ConsoleDimensions
 
-from edgespec.agent.agent import Chunk, Piece
+from edgespec.agent.agent import Chunk, GenerationStats, Piece
+from edgespec.cli.streaming import Progress, summary
 from edgespec.cli.talk import markdown_view
 from edgespec.cli.talk.commands import (
     Command,
@@ -25,11 +28,16 @@ from edgespec.cli.talk.commands import (
     message_of,
     parse,
 )
+from edgespec.cli.talk.editor import PlainEditor
 from edgespec.cli.talk.live_region import LiveRegion
+from edgespec.cli.talk.loop import Conversation
 from edgespec.cli.talk.markdown_blocks import BlockSplitter
 from edgespec.cli.talk.markdown_view import MarkdownView
+from edgespec.cli.talk.record import Record
 from edgespec.cli.talk.status_line import status_line
-from edgespec.core.device.events import TokenKind
+from edgespec.config import AgentConfig
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,
@@ -321,3 +329,21 @@ def test_a_verifier_that_is_away_comes_first() -> None:
     gone = replace(STATUS.verifiers[0], state=VerifierState.AWAY, since_s=12.2)
     line = status_line(replace(STATUS, verifiers=(gone,)), 60)
     assert line.startswith("gpu-box:7420 away for 12 s · 42.1 tok/s")
+
+
+def test_a_reply_has_one_acceptance() -> None:
+    """The line of numbers and /stats; the policy's estimate may be another."""
+    anything: Any = None
+    for counters, line, said in (
+        (DraftCounters(tried=100, hits=97), "accepted 97%", "acceptance 97%"),
+        (DraftCounters(), "", "acceptance –"),
+    ):
+        stats = GenerationStats(counters, DraftEstimates())
+        agent: Any = SimpleNamespace(stats=stats)
+        source: Any = SimpleNamespace(snapshot=lambda after=0: STATUS)
+        talk = Conversation(
+            agent, anything, AgentConfig(), anything, None, source, Record(), PlainEditor()
+        )
+        assert line in talk.line(120)
+        assert ("accepted" in talk.line(120)) is bool(line)
+        assert said in summary(Progress(), stats)

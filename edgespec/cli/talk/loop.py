@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,9 @@ class Conversation:
         """The numbers of the moment, in one line."""
         last_s = None if self.last is None else self.last.per_token_s
         status = self.status.snapshot(after=1 << 62)  # without events
+        if (stats := self.agent.stats) is not None:  # of this reply, as /stats says it
+            drafting = replace(status.drafting, acceptance=stats.counters.acceptance)
+            status = replace(status, drafting=drafting)
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
     async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:

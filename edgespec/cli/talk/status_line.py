@@ -25,11 +25,11 @@ def _parts(status: AgentStatus, per_s: float | None) -> list[str]:
     """By how much they matter."""
     verifier = status.verifier
     away = verifier is not None and verifier.state is VerifierState.AWAY
-    acceptance, tried = status.drafting.acceptance, status.totals.tried
+    acceptance = status.drafting.acceptance
     return [
         _away(verifier) if away and verifier is not None else "",
         f"{per_s:.1f} tok/s" if per_s is not None else "",
-        f"accepted {acceptance:.0%}" if acceptance is not None and tried else "",
+        f"accepted {acceptance:.0%}" if acceptance is not None else "",
         _round_trip(verifier),
         _memory(status),
         _battery(status),

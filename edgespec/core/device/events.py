@@ -213,9 +213,9 @@ class DraftCounters:
     verify_s: float = 0.0
 
     @property
-    def acceptance(self) -> float:
-        """The acceptance rate: hits / tried."""
-        return self.hits / self.tried if self.tried else 0.0
+    def acceptance(self) -> float | None:
+        """The acceptance rate, hits / tried; None before a draft was judged."""
+        return self.hits / self.tried if self.tried else None
 
     @property
     def wasted(self) -> int:

@@ -25,6 +25,7 @@ const STATES = {
   serving: ["serving", "good"], away: ["not reachable", "bad"],
 };
 let events = [], last = 0, heard = null, offset = 0;
+let gaps = [];  // times of which the agent kept no events: from, to, how many
 
 function showVerifiers(found) {
   const best = ["serving", "ready", "connecting"].map(
@@ -48,13 +49,13 @@ function showVerifiers(found) {
   }));
 }
 
-function showDrafting(found, drafted) {
+function showDrafting(found) {
   const words = found.worth === null ? "Not known yet:" : found.worth ? "Yes:" : "Not now:";
   say("worth", words);
   say("why", found.why + ".");
   const verdict = document.querySelector(".verdict");
   verdict.className = "verdict" + (found.worth === null ? "" : found.worth ? " good" : " bad");
-  say("acceptance", drafted ? percent(found.acceptance) : "–");
+  say("acceptance", percent(found.acceptance));
   say("per-pass", found.tokens_per_pass === null ? "" :
     number(found.tokens_per_pass, 1) + " tokens a pass");
 }
@@ -144,12 +145,16 @@ function drawTimeline() {
   pen.beginPath();
   pen.rect(left, 0, width - left - 8, height - foot);
   pen.clip();
+  for (const gap of gaps) {
+    pen.fillStyle = css("--line");
+    pen.fillRect(x(gap.from), 0, x(gap.to) - x(gap.from), height - foot);
+  }
   for (const one of events) drawEvent(pen, one, x, lane);
   pen.restore();
 }
 
 function drawEvent(pen, one, x, lane) {
-  const index = LANES.indexOf(one.kind), end = x(one.at_s);
+  const index = LANES.indexOf(one.kind), end = x(one.at_s), mean = one.count / one.events;
   if (one.kind === "link") {
     pen.fillStyle = css(one.count ? "--good" : "--bad");
     pen.fillRect(end - 1, 0, 2, lane * LANES.length);
@@ -161,11 +166,11 @@ function drawEvent(pen, one, x, lane) {
     pen.fillStyle = css(one.kind === "draft" ? "--draft" : "--pass");
     pen.fillRect(begin, top, Math.max(1.5, end - begin - 0.5), room);
   } else if (one.kind === "send") {
-    const high = room * Math.min(1, 0.25 + one.count / 8);
+    const high = room * Math.min(1, 0.25 + mean / 8);
     pen.fillStyle = css("--send");
     pen.fillRect(end - 1, top + room - high, 2, high);
   } else {
-    const high = room * Math.min(1, one.count / 8), ours = high * one.accepted / one.count;
+    const high = room * Math.min(1, mean / 8), ours = high * one.accepted / one.count;
     pen.fillStyle = css("--decoded");
     pen.fillRect(end - 2, top + room - high, 4, high - ours);
     pen.fillStyle = css("--accepted");
@@ -175,12 +180,17 @@ function drawEvent(pen, one, x, lane) {
 
 function show(found) {
   offset = found.clock_s - performance.now() / 1e3;
-  if (found.last_event < last) events = [];
+  if (found.last_event < last) events = gaps = [];
+  if (found.lost_events) gaps = gaps.concat({ count: found.lost_events, to: found.events[0].at_s,
+    from: events.length ? events[events.length - 1].at_s : found.clock_s - found.uptime_s });
+  gaps = gaps.filter(one => one.to > found.clock_s - SPAN_S);
+  const lost = gaps.reduce((sum, one) => sum + one.count, 0);
+  say("lost", lost ? `${number(lost)} entries are lost: the shaded time is not known.` : "");
   last = found.last_event;
   events = events.concat(found.events).filter(one => one.at_s > found.clock_s - SPAN_S - 1);
   say("speed", number(found.tokens_per_s, 1));
   showVerifiers(found.verifiers);
-  showDrafting(found.drafting, found.totals.tried);
+  showDrafting(found.drafting);
   showMemory(found.memory);
   showGenerations(found.generations, found.running);
   showTotals(found.totals);

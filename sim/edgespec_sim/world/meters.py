@@ -276,7 +276,7 @@ def _row(one: RequestRecord) -> RequestRow:
         one.tpot_s,
         one.tokens,
         _ratio(one.counters.committed, one.counters.passes),
-        one.counters.acceptance if one.counters.tried else None,
+        one.counters.acceptance,
         one.failed or ("" if one.complete else "the world ended first"),
         x_m=x_m,
         y_m=y_m,
