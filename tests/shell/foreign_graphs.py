@@ -336,6 +336,7 @@ def write_folder(
         path.parent.mkdir(parents=True, exist_ok=True)
         copy = onnx.ModelProto()
         copy.CopyFrom(model)  # saving empties the model that it moves the weights out of
+        copy.producer_name = "another exporter"  # also where the graph began as one of ours
         onnx.save_model(
             copy,
             path,

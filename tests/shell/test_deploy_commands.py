@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
 import typer
 
@@ -68,10 +69,12 @@ def test_the_command_line_knows_every_word(where: str) -> None:
 def _unknown(words: list[str]) -> list[str]:
     """The command or the options of a line that there are not."""
     command, rest = PROGRAM, list(words)
-    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
-        if rest[0] not in command.commands:
+    while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
+        found = command.get_command(click.Context(command), rest[0])
+        if found is None:
             return [rest[0]]
-        command = command.commands[rest.pop(0)]
+        command = found
+        del rest[0]
     known = {"--help"} | {
         name for one in command.params for name in (*one.opts, *one.secondary_opts)
     }
