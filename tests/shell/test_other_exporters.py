@@ -149,7 +149,7 @@ def test_what_goes_wrong_is_told_and_leaves_nothing(
     ("options", "by", "message"),
     [
         ((), "nobody", "--exporter is 'nobody', but must be one of: edgespec, optimum"),
-        (("--layers", "1"), "optimum", "--kv-type and --trained-length are of --exporter edgespec only"),
+        (("--layers", "1"), "optimum", "--trained-length are of --exporter edgespec only"),
         ((), "edgespec", "--exporter-python goes with --exporter optimum|genai|torch"),
         (("--bits", "8"), "genai", "bits is 8, but genai writes one of (4, 32)"),
         ((), "torch", "nowhere/python: No such file"),
