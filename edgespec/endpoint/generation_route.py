@@ -27,6 +27,8 @@ from edgespec.endpoint.run import Run
 from edgespec.endpoint.service import Answer, Endpoint
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
+_LARGE: Final = 1 << 18
+"""Bodies beyond this are read one after the other: in memory they are many times as much."""
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,7 +50,8 @@ class GenerationRoute:
             async with asyncio.timeout(settings.body_within_s):
                 body = await read_body(receive, settings.max_body_bytes)
             if body is not None:
-                work = self._serve(body, scope, receive, send)
+                work = self._serve([body], scope, receive, send)
+                del body
                 outcome = await while_connected(receive, work) or _GONE
         except TimeoutError:
             late = f"the request did not arrive within {settings.body_within_s:g} s"
@@ -65,14 +68,17 @@ class GenerationRoute:
         await error_response(error, unread)(scope, receive, send)
         return str(error.status)
 
-    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> str:
-        """What became of it. Never raises what a client could not be told."""
+    async def _serve(self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send) -> str:
+        """What became of the one of ``bodies``, which is let go once it is read. Never raises what
+        a client could not be told."""
         writer = _Writer(send, self._endpoint.settings.write_within_s)
         try:
             if self._endpoint.stopping:
                 raise stopping()
             self._endpoint.admission.check()
-            answer = await self._prepare(await asyncio.to_thread(read_object, body))
+            large = len(bodies[0]) > _LARGE
+            async with self._endpoint.large_bodies if large else contextlib.nullcontext():
+                answer = await self._prepare(await asyncio.to_thread(read_object, bodies.pop()))
             async with self._turn(answer, writer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)

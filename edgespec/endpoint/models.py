@@ -43,6 +43,10 @@ class Chosen:
     served: ServedModel | None
     """None: no verifier has told yet what it serves."""
 
+    @property
+    def context_length(self) -> int | None:
+        return None if self.served is None else self.served.context_length
+
 
 class ServedModels:
     """Of the verifiers behind ``watch``. ``only``: no other name is answered; empty: all are."""

@@ -1,12 +1,18 @@
-"""From a request's words to token ids and the jobs that an agent runs."""
+"""From a request's words to token ids and the jobs that an agent runs.
+
+A text is tokenized in a thread. The memory that this takes is some hundred times the text, so that
+a long text is first counted piece by piece, as far as the context reaches: 4 MB for a context of
+512 tokens are refused after one piece of 64 KiB.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.endpoint.answer import Choice, ToolUse
 from edgespec.endpoint.errors import ApiError, invalid
 from edgespec.endpoint.marked_text import MarkedText
@@ -16,8 +22,16 @@ from edgespec.endpoint.structured import forced_call, no_format
 from edgespec.endpoint.tool_calls import MARKS, tool_format, tool_reader
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 
+_PIECE: Final = 1 << 16
+"""Characters that are counted at once."""
+_SLACK: Final = 2
+"""A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
+makes half of them by it."""
 
-async def chat_tokens(tokenizer: ChatTokenizer, request: ChatRequest) -> list[int]:
+
+async def chat_tokens(
+    tokenizer: ChatTokenizer, request: ChatRequest, context_length: int | None
+) -> list[int]:
     """The prompt of a conversation. Templates and long texts take a while, so this runs in a
     thread. Raises ``ApiError``."""
     template = tokenizer.chat_template(tools=bool(request.tools))
@@ -30,19 +44,57 @@ async def chat_tokens(tokenizer: ChatTokenizer, request: ChatRequest) -> list[in
     try:
         if request.tools and not template.knows_tools:
             raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-        return await asyncio.to_thread(
-            tokenizer.encode_chat,
+        text = await asyncio.to_thread(
+            tokenizer.render_chat,
             request.messages,
             tools=request.tools or None,
             variables=request.variables,
         )
+        await asyncio.to_thread(_check_length, tokenizer, text, context_length, "messages")
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     except TokenizerError as error:
         raise invalid("messages", str(error)) from None
 
 
-async def prompt_tokens(tokenizer: ChatTokenizer, prompt: Prompt) -> Sequence[int]:
-    """The ids of a text, as ``edgespec generate`` makes them, or those given."""
-    return await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+async def prompt_tokens(
+    tokenizer: ChatTokenizer, prompt: Prompt, context_length: int | None
+) -> Sequence[int]:
+    """The ids of a text, as ``edgespec generate`` makes them, or those given. Raises
+    ``ApiError``."""
+    if not isinstance(prompt, str):
+        return prompt
+    await asyncio.to_thread(_check_length, tokenizer, prompt, context_length, "prompt")
+    return await asyncio.to_thread(tokenizer.encode, prompt)
+
+
+def _check_length(
+    tokenizer: ChatTokenizer, text: str, context_length: int | None, param: str
+) -> None:
+    """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is still
+    to be counted. ``context_length`` None: the longest that a verifier can have."""
+    if len(text) <= _PIECE:
+        return
+    longest, counted = context_length or MAX_TOKENS, 0
+    for start in range(0, len(text), _PIECE):
+        piece = text[start : start + _PIECE]
+        counted += len(tokenizer.encode(piece, add_special_tokens=False))
+        if counted > _SLACK * longest:
+            read = start + len(piece)
+            raise _too_long(
+                f"the first {read} of the prompt's {len(text)} characters are some {counted}"
+                " tokens",
+                longest,
+                param,
+            )
+
+
+def _too_long(why: str, context_length: int, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{why}, which leaves no room for output in the context of {context_length} tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def with_forced_call(tokenizer: ChatTokenizer, request: ChatRequest) -> ChatRequest:
@@ -76,13 +128,7 @@ def sampling_of(
     if context_length is not None:
         room = context_length - len(tokens)
         if room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(tokens)} tokens, which leaves no room for output in the"
-                f" context of {context_length} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
         longest = min(longest, room)
     return replace(asked.sampling, max_tokens=longest)
 

@@ -77,6 +77,8 @@ class Endpoint:
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
         self._prompt_log = prompt_log
         self.admission = Admission(settings.max_concurrent, settings.max_queue)
+        self.large_bodies = asyncio.Semaphore(1)
+        """Hold it while a large body becomes token ids."""
         self.counts = EndpointCounts()
         self.started = int(time.time())
         self.stopping = False
@@ -122,19 +124,19 @@ class Endpoint:
         """Raises ``ApiError``."""
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
-        await self.choose_model(request.asked.model)
+        chosen = await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
-        tokens = await chat_tokens(tokenizer, request)
-        request = with_forced_call(tokenizer, request)
+        tokens = await chat_tokens(tokenizer, request, chosen.context_length)
+        request = await asyncio.to_thread(with_forced_call, tokenizer, request)
         return self._answer(ChatShape(), tokenizer, request.asked, [tokens], request)
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
-        await self.choose_model(request.asked.model)
-        tokenizer = await self._its_tokenizer()
-        prompts = [await prompt_tokens(tokenizer, one) for one in request.prompts]
+        chosen = await self.choose_model(request.asked.model)
+        tokenizer, context = await self._its_tokenizer(), chosen.context_length
+        prompts = [await prompt_tokens(tokenizer, one, context) for one in request.prompts]
         return self._answer(CompletionShape(), tokenizer, request.asked, prompts)
 
     @asynccontextmanager
@@ -179,7 +181,7 @@ class Endpoint:
     ) -> Answer:
         chosen = self.models.choose(asked.model)
         served = chosen.served
-        context = None if served is None else served.context_length
+        context = chosen.context_length
         longest = self.settings.default_max_tokens or self.sampling.max_tokens
         if request is not None and context and self.settings.default_max_tokens is None:
             longest = context

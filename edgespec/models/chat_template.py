@@ -119,6 +119,16 @@ class ChatTokenizer(Protocol):
     ) -> list[int]:
         """The prompt of a conversation. Raises ``TokenizerError``."""
 
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Its text: ``encode`` without special tokens makes ``encode_chat`` of it. Raises
+        ``TokenizerError``."""
+
     def special_id(self, text: str) -> int | None:
         """The id of the special token written so; None: there is none, or text shows it."""
 

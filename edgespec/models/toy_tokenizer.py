@@ -42,7 +42,16 @@ class ToyTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        return self.encode(" ".join(message["content"] for message in messages) + " ")
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        return " ".join(message["content"] for message in messages) + " "
 
     def special_id(self, text: str) -> int | None:
         return None

@@ -7,10 +7,12 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgespec import models
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint import generation_route, service
@@ -18,8 +20,16 @@ from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.request_json import MAX_VALUES, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.chat_template import MAX_MESSAGES
+from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy_tokenizer import ToyTokenizer
-from tests.endpoint.live_endpoint import ScriptedAgent, ask, exchange, over_script, request_bytes
+from tests.endpoint.live_endpoint import (
+    ScriptedAgent,
+    ask,
+    exchange,
+    over_script,
+    over_toy,
+    request_bytes,
+)
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WITHIN_S = 60
@@ -156,3 +166,85 @@ async def test_a_full_queue_is_told_before_the_prompt_is_read() -> None:
         gate.set()
         assert (await first).status == 200
     assert read == ["abc"]
+
+
+def _bundled() -> TextTokenizer:
+    return TextTokenizer(Path(models.__file__).parent / "bundled" / "target")
+
+
+class _Pieces(ToyTokenizer):
+    """Notes how much it is given at once."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.read.append(len(text))
+        return super().encode(text)
+
+
+async def test_of_a_text_far_beyond_the_context_only_a_piece_is_tokenized() -> None:
+    async with over_toy() as live:
+        context = live.endpoint.models.listed[0].context_length
+        text = "a" * 4_000_000
+        message = {"role": "user", "content": text}
+        for path, param, data in (
+            (TEXT, "prompt", {"prompt": text}),
+            (TEXT, "prompt", {"prompt": ["a", text]}),
+            (CHAT, "messages", {"messages": [message]}),
+        ):
+            live.endpoint.tokenizer = pieces = _Pieces()
+            reply = await ask(live, path, data)
+            assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+            assert reply.error["param"] == param
+            assert f"the context of {context} tokens" in reply.error["message"]
+            assert sum(pieces.read) < 2 * context + 2 * (1 << 16)
+
+
+async def test_large_requests_become_tokens_one_after_the_other() -> None:
+    """Without a verifier no context is known, so that all of each is read."""
+    beside = most = 0
+    lock = threading.Lock()
+
+    class Counting(ToyTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            nonlocal beside, most
+            with lock:
+                beside += 1
+                most = max(most, beside)
+            try:
+                return super().encode(text)
+            finally:
+                with lock:
+                    beside -= 1
+
+    async with over_script(ScriptedAgent(["a"]), Counting()) as live:
+        text = {"prompt": "a" * 300_000}
+        replies = await asyncio.gather(*(ask(live, TEXT, text) for _ in range(8)))
+        assert [one.status for one in replies] == [200] * 8
+    assert most == 1
+
+
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
+    """The library's own thread releases the interpreter: what a thread counts meanwhile goes on."""
+    tokenizer, text = _bundled(), "a quick brown fox " * 100_000
+    turns, over = 0, threading.Event()
+
+    def work() -> None:
+        tokenizer.encode(text)
+        over.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while not over.wait(0.001):
+        turns += 1
+    worker.join()
+    assert turns > 20  # held all the while, there would be a few before it and one after it
+
+
+def test_a_text_has_the_tokens_that_the_library_gives_it_alone() -> None:
+    tokenizer = _bundled()
+    for text in ("", " ", "héllo \U0001f600 wörld\n\n  x", "<|endoftext|>a"):
+        for special in (False, True):
+            alone = tokenizer._tokenizer.encode(text, add_special_tokens=special).ids
+            assert tokenizer.encode(text, add_special_tokens=special) == alone

@@ -60,7 +60,16 @@ class LettersTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        return self.encode(self._template.render(messages, tools=tools, variables=variables))
+        return self.encode(self.render_chat(messages, tools=tools, variables=variables))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        return self._template.render(messages, tools=tools, variables=variables)
 
     def special_id(self, text: str) -> int | None:
         return None
