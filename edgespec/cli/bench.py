@@ -326,8 +326,8 @@ class _Bench:
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None
         if self._chat:
-            return self._tokenizer.encode_chat([{"role": "user", "content": text}])
-        return self._tokenizer.encode(text)
+            text = self._tokenizer.render_chat([{"role": "user", "content": text}])
+        return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
     def _report(self, path: Path | None, *, interrupted: bool, failure: str | None) -> int:
         """Print and write what there is; the number of mismatches."""

@@ -77,8 +77,10 @@ class GenerationRoute:
                 raise stopping()
             self._endpoint.admission.check()
             large = len(bodies[0]) > _LARGE
-            async with self._endpoint.large_bodies if large else contextlib.nullcontext():
-                answer = await self._prepare(await asyncio.to_thread(read_object, bodies.pop()))
+            async with self._endpoint.one_large if large else contextlib.nullcontext():
+                data = await asyncio.to_thread(read_object, bodies.pop())
+            answer = await self._prepare(data)
+            del data
             async with self._turn(answer, writer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)

@@ -8,6 +8,7 @@ a long text is first counted piece by piece, as far as the context reaches: 4 MB
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -30,15 +31,18 @@ makes half of them by it."""
 
 
 async def chat_tokens(
-    tokenizer: ChatTokenizer, request: ChatRequest, context_length: int | None
+    tokenizer: ChatTokenizer,
+    request: ChatRequest,
+    context_length: int | None,
+    one_long: asyncio.Lock,
 ) -> list[int]:
     """The prompt of a conversation. Templates and long texts take a while, so this runs in a
-    thread. Raises ``ApiError``."""
+    thread; ``one_long`` as in ``_encode``. Raises ``ApiError``."""
     template = tokenizer.chat_template(tools=bool(request.tools))
     if template is None:
         raise invalid(
             "messages",
-            "the tokenizer of this model has no chat template; use /v1/completions",
+            "this model has no chat template; use /v1/completions",
             "no_chat_template",
         )
     try:
@@ -50,21 +54,41 @@ async def chat_tokens(
             tools=request.tools or None,
             variables=request.variables,
         )
-        await asyncio.to_thread(_check_length, tokenizer, text, context_length, "messages")
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+        return await _encode(
+            tokenizer, text, context_length, "messages", one_long, add_special_tokens=False
+        )
     except TokenizerError as error:
         raise invalid("messages", str(error)) from None
 
 
 async def prompt_tokens(
-    tokenizer: ChatTokenizer, prompt: Prompt, context_length: int | None
+    tokenizer: ChatTokenizer, prompt: Prompt, context_length: int | None, one_long: asyncio.Lock
 ) -> Sequence[int]:
     """The ids of a text, as ``edgespec generate`` makes them, or those given. Raises
     ``ApiError``."""
     if not isinstance(prompt, str):
         return prompt
-    await asyncio.to_thread(_check_length, tokenizer, prompt, context_length, "prompt")
-    return await asyncio.to_thread(tokenizer.encode, prompt)
+    return await _encode(tokenizer, prompt, context_length, "prompt", one_long)
+
+
+async def _encode(
+    tokenizer: ChatTokenizer,
+    text: str,
+    context_length: int | None,
+    param: str,
+    one_long: asyncio.Lock,
+    *,
+    add_special_tokens: bool = True,
+) -> list[int]:
+    """In a thread; a long text while it holds ``one_long``, which bounds the memory that all of
+    them take. Raises ``ApiError``."""
+    long = len(text) > _PIECE
+    async with one_long if long else contextlib.nullcontext():
+        if long:
+            await asyncio.to_thread(_check_length, tokenizer, text, context_length, param)
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
 
 
 def _check_length(
@@ -72,8 +96,6 @@ def _check_length(
 ) -> None:
     """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is still
     to be counted. ``context_length`` None: the longest that a verifier can have."""
-    if len(text) <= _PIECE:
-        return
     longest, counted = context_length or MAX_TOKENS, 0
     for start in range(0, len(text), _PIECE):
         piece = text[start : start + _PIECE]

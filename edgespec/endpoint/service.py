@@ -77,8 +77,9 @@ class Endpoint:
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
         self._prompt_log = prompt_log
         self.admission = Admission(settings.max_concurrent, settings.max_queue)
-        self.large_bodies = asyncio.Semaphore(1)
-        """Hold it while a large body becomes token ids."""
+        self.one_large = asyncio.Lock()
+        """Held while a large body is read."""
+        self._one_long = asyncio.Lock()
         self.counts = EndpointCounts()
         self.started = int(time.time())
         self.stopping = False
@@ -126,7 +127,7 @@ class Endpoint:
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
         chosen = await self.choose_model(request.asked.model)
         tokenizer = await self._its_tokenizer()
-        tokens = await chat_tokens(tokenizer, request, chosen.context_length)
+        tokens = await chat_tokens(tokenizer, request, chosen.context_length, self._one_long)
         request = await asyncio.to_thread(with_forced_call, tokenizer, request)
         return self._answer(ChatShape(), tokenizer, request.asked, [tokens], request)
 
@@ -136,7 +137,9 @@ class Endpoint:
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
         chosen = await self.choose_model(request.asked.model)
         tokenizer, context = await self._its_tokenizer(), chosen.context_length
-        prompts = [await prompt_tokens(tokenizer, one, context) for one in request.prompts]
+        prompts = [
+            await prompt_tokens(tokenizer, one, context, self._one_long) for one in request.prompts
+        ]
         return self._answer(CompletionShape(), tokenizer, request.asked, prompts)
 
     @asynccontextmanager

@@ -110,15 +110,6 @@ class ChatTokenizer(Protocol):
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's template, the one for tools if it has such; None: it has none."""
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The prompt of a conversation. Raises ``TokenizerError``."""
-
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -126,8 +117,8 @@ class ChatTokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Its text: ``encode`` without special tokens makes ``encode_chat`` of it. Raises
-        ``TokenizerError``."""
+        """The prompt of a conversation; it writes the special tokens itself, so ``encode`` adds
+        none. Raises ``TokenizerError``."""
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token written so; None: there is none, or text shows it."""

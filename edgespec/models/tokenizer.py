@@ -104,7 +104,8 @@ class TextTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of ``messages`` ({"role", "content"}) by the model's own template.
+        """The prompt text of ``messages`` ({"role", "content"}) by the model's own template, which
+        writes the special tokens itself: ``encode`` adds none.
 
         Raises ``TokenizerError`` when there is none or it refuses the messages.
         """
@@ -120,17 +121,6 @@ class TextTokenizer:
             add_generation_prompt=add_generation_prompt,
             variables=variables,
         )
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Ids of ``render_chat``; the template itself writes the special tokens."""
-        text = self.render_chat(messages, tools=tools, variables=variables)
-        return self.encode(text, add_special_tokens=False)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so: one that no decoded text shows."""

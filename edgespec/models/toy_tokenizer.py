@@ -35,15 +35,6 @@ class ToyTokenizer:
         """Of the toy: contents and spaces."""
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        return self.encode(self.render_chat(messages))
-
     def render_chat(
         self,
         messages: Sequence[Message],

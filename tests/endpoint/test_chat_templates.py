@@ -144,7 +144,7 @@ def test_half_a_surrogate_pair_is_no_prompt(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = TextTokenizer(tmp_path)
     with pytest.raises(TokenizerError, match="half of a surrogate pair"):
-        tokenizer.encode_chat([USER], tools=[{"a": "\ud800"}])
+        tokenizer.render_chat([USER], tools=[{"a": "\ud800"}])
     template = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(ChatTemplateError, match="half of a surrogate pair"):
         template.render([{"role": "user", "content": "\ud800"}])

@@ -44,7 +44,9 @@ def said(prompt: str, **sampling: Any) -> str:
 
 
 def chatted(**sampling: Any) -> str:
-    return TEXT.decode(toy_text(TEXT.encode_chat(MESSAGES), SamplingParams(**sampling)))
+    return TEXT.decode(
+        toy_text(TEXT.encode(TEXT.render_chat(MESSAGES)), SamplingParams(**sampling))
+    )
 
 
 async def test_a_chat_at_once(client: Any) -> None:
@@ -56,7 +58,7 @@ async def test_a_chat_at_once(client: Any) -> None:
     assert done.object == "chat.completion"
     assert done.model == "toy"
     assert done.usage is not None
-    prompt = len(TEXT.encode_chat(MESSAGES))
+    prompt = len(TEXT.encode(TEXT.render_chat(MESSAGES)))
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (prompt, 24)
     assert done.usage.total_tokens == prompt + 24
 
@@ -184,7 +186,9 @@ async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
     scores = []
     async with connect(served.address, draft="toy") as agent:
         params = SamplingParams(max_tokens=12)
-        async for chunk in agent.generate(TEXT.encode_chat(MESSAGES), params, logprobs=3):
+        async for chunk in agent.generate(
+            TEXT.encode(TEXT.render_chat(MESSAGES)), params, logprobs=3
+        ):
             scores += list(zip(chunk.tokens, chunk.logprobs, strict=True))
     asked: Any = {"model": "toy", "messages": MESSAGES, "max_tokens": 12}
     asked |= {"logprobs": True, "top_logprobs": 3}

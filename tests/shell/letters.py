@@ -53,15 +53,6 @@ class LettersTokenizer:
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         return self._template
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        return self.encode(self.render_chat(messages, tools=tools, variables=variables))
-
     def render_chat(
         self,
         messages: Sequence[Message],

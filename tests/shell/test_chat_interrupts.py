@@ -57,10 +57,13 @@ class Lines:
 
 
 class Text:
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
         if messages[-1]["content"] == "a long text":
             press()
-        return [1] * len(messages)
+        return "a" * len(messages)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1] * len(text)
 
 
 @pytest.fixture

@@ -204,7 +204,8 @@ class Conversation:
         reply = _Reply(self._view())
         try:
             self._ctrl_c.arm()
-            prompt = self.tokenizer.encode_chat([*self.record.asked, message])
+            text = self.tokenizer.render_chat([*self.record.asked, message])
+            prompt = self.tokenizer.encode(text, add_special_tokens=False)
             if self.info is not None:
                 check_prompt(prompt, self.info)
             self.last = Progress()
