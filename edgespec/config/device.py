@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from edgespec.config.common import (
@@ -22,7 +23,7 @@ from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
-from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
+from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
@@ -139,7 +140,8 @@ class PolicySection:
     run_ahead: RunAhead = RunAhead.AUTO
     """May the verifier decode on without a draft?"""
     leaves: int = 1
-    """Nodes that ``windowed`` may draft behind in one step, as many as pay for their time."""
+    """Nodes that ``goodput`` and ``windowed`` may draft behind in one step, as many as pay for
+    their time."""
     prefer: Prefer = Prefer.SPEED
     """What a step has to bring (``core/device/preference.py``); with another one than ``speed``
     ``windowed`` decides as ``goodput`` does, and drafts behind one node a step."""
@@ -147,10 +149,20 @@ class PolicySection:
     def __post_init__(self) -> None:
         if self.gamma is not None:
             bounded("gamma", self.gamma, 1, MAX_GAMMA)
+            if self.name not in GAMMA_OF:
+                raise ValueError(_of_others("gamma", self.gamma, self.name, GAMMA_OF))
         bounded("width", self.width, 1, 16)
         bounded("leaves", self.leaves, 1, 16)
         if self.window is not None:
             bounded("window", self.window, 1, 256)
+            if self.name not in WINDOW_OF:
+                raise ValueError(_of_others("window", self.window, self.name, WINDOW_OF))
+
+
+def _of_others(key: str, value: int, name: PolicyName, users: Sequence[PolicyName]) -> str:
+    """Why a value is refused that the policy would not look at."""
+    names = " or ".join(one.value for one in users)
+    return f"{key} is {value}, but policy {name.value!r} has none: leave it out, or choose {names}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ("link: {loss: .nan}", "link.loss is nan"),
         ("policy: {gamma: 2.5}", "policy.gamma is 2.5, but must be a whole number"),
         ("policy: {gamma: 99}", "policy.gamma is 99, but must be in [1, 32]"),
+        (
+            "policy: {gamma: 4}",
+            "policy.gamma is 4, but policy 'goodput' has none: leave it out, or choose fixed or",
+        ),
+        ("policy: {name: pearl, window: 4}", "policy.window is 4, but policy 'pearl' has none"),
         ("policy: {name: eagle}", "policy.name is 'eagle', but must be one of windowed, pearl"),
         ("policy: {run_ahead: yes}", "policy.run_ahead is True, but must be one of auto"),
         ("sampling: {temperature: -1}", "sampling.temperature is -1.0, but must be in [0.0"),

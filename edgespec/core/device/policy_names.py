@@ -28,6 +28,10 @@ class PolicyName(Enum):
 
 
 DEFAULT_POLICY: Final = PolicyName.GOODPUT
+GAMMA_OF: Final = (PolicyName.FIXED, PolicyName.PEARL)
+"""Those with a draft length."""
+WINDOW_OF: Final = (PolicyName.GOODPUT, PolicyName.WINDOWED)
+"""Those with a bound on steps outstanding."""
 
 
 def named_policy(
