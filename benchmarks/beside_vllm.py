@@ -63,7 +63,7 @@ def chain(rows: int) -> tuple[int, ...]:
 
 
 def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
-    from edgespec.target_loading import prefer_huge_pages, prefer_reproducible_products
+    from edgespec.verifier.build import prefer_huge_pages, prefer_reproducible_products
 
     prefer_huge_pages()  # as `edgespec verifier` does
     if NATIVE[arm]["canonical"]:
@@ -71,7 +71,7 @@ def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
     import torch
     from verifier import Bench
 
-    from edgespec.ports import PassRequest
+    from edgespec.core.ports import PassRequest
 
     torch.set_num_threads(options.threads)
     given = {"dtype": options.dtype, "device": "cpu", "threads": options.threads, **NATIVE[arm]}
@@ -103,11 +103,11 @@ def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
 def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     from vllm_engine import ARMS, Text, set_arm
 
+    from edgespec.core.ports import ModelInfo
     from edgespec.core.protocol.sampling import SamplingParams
-    from edgespec.engines.vllm.core import VllmCore, VllmOptions
-    from edgespec.engines.vllm.install import check_install
-    from edgespec.engines.vllm.target import VllmTarget
-    from edgespec.ports import ModelInfo
+    from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
+    from edgespec.verifier.engines.vllm.install import check_install
+    from edgespec.verifier.engines.vllm.target import VllmTarget
 
     version = check_install()
     room = options.context + 8 * (options.passes + WARM_UP) + 64
@@ -312,7 +312,7 @@ def main() -> int:
         return 0
     from verifier import SHAPES, write_shape
 
-    from edgespec.benchmark.report import machine, versions
+    from edgespec.bench.report import machine, versions
 
     if options.layers:
         SHAPES[options.shape]["num_hidden_layers"] = options.layers

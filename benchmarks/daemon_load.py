@@ -37,14 +37,14 @@ from typing import Any
 from load_processes import Verifier, kill, line_of, start, tell
 from watched_verifier import answer
 
-from edgespec.benchmark.report import machine, versions
-from edgespec.compose import TOY_CONTEXT_LENGTH, TOY_MODEL
+from edgespec.bench.report import machine, versions
 from edgespec.core.device.commit_reader import RECEIVED_EVERY
 from edgespec.core.protocol.messages import Draft, Open, Received, RunAhead
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.transport.codec import encode_uplink
-from edgespec.transport.pb import speculation_pb2 as pb
+from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL
+from edgespec.wire.codec import encode_uplink
+from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.raw_http2 import RawCall
 
 EMULATED = "emulated-devices"

@@ -24,33 +24,33 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from edgespec.agent.agent import Agent
-from edgespec.benchmark.arm_options import arm_options
-from edgespec.benchmark.arms import Arm
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.benchmark.measurement import Measurement, measure
-from edgespec.benchmark.prompts import DEFAULT_PROMPTS
-from edgespec.benchmark.report import machine, versions
-from edgespec.benchmark.tape_recorder import record_tape, tape_about
-from edgespec.benchmark.workload import Workload, choose_workload
+from edgespec.bench.arm_options import arm_options
+from edgespec.bench.arms import Arm
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.measurement import Measurement, measure
+from edgespec.bench.prompts import DEFAULT_PROMPTS
+from edgespec.bench.report import machine, versions
+from edgespec.bench.tape_recorder import record_tape, tape_about
+from edgespec.bench.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
-from edgespec.compose import (
-    PromptTokenizer,
-    connect,
-    load_drafter,
-    load_target,
-    load_tokenizer,
-    tokenizer_reference,
-)
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.association.policies import association_policy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Drafter, TargetModel
+from edgespec.device.agent import Agent
+from edgespec.device.build import (
+    PromptTokenizer,
+    connect,
+    load_drafter,
+    load_tokenizer,
+    tokenizer_reference,
+)
 from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
-from edgespec.transport.shaped import ShapedTransport
+from edgespec.verifier.build import load_target
+from edgespec.wire.shaped import ShapedTransport
 from edgespec_sim.links.from_trace import link_pair
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (

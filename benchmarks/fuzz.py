@@ -29,15 +29,15 @@ import grpc
 import grpc.aio
 import psutil
 
-from edgespec.agent.agent import Agent
-from edgespec.benchmark.report import machine, versions
-from edgespec.compose import build_agent
+from edgespec.bench.report import machine, versions
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig, dump_config
 from edgespec.core.protocol.messages import Cancel, Draft, Received
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.transport.codec import encode_uplink
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
+from edgespec.wire.codec import encode_uplink
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.wire_limits import WireLimits
 from tests.shell.fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 from tests.shell.gate import Gate
 

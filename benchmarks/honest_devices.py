@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.agent.agent import Agent, GenerationError
-from edgespec.compose import TOY_MODEL, build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_MODEL
 from tests.shell.gate import Gate
 
 # A verifier that is overrun may keep a newcomer waiting; nobody should be lost for that.

@@ -54,7 +54,7 @@ from honest_devices import (
 from hostile_clients import CONTROL, KINDS, kinds
 from load_processes import FLOODER, ROOT, Crowd, Hostile, Verifier, kill
 
-from edgespec.benchmark.report import machine, versions
+from edgespec.bench.report import machine, versions
 
 VICTIMS = 4
 ASKED_RATIO = 1.5

@@ -24,10 +24,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from edgespec.benchmark.intervals import mean_interval, ratio_interval
-from edgespec.benchmark.prompts import DEFAULT_PROMPTS, read_prompts
-from edgespec.benchmark.report import machine, versions
-from edgespec.compose import load_target, load_tokenizer
+from edgespec.bench.intervals import mean_interval, ratio_interval
+from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
+from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.events import Finish
 from edgespec.core.device.learned import Learned
@@ -35,15 +34,17 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.build import load_tokenizer
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, resolve_model
-from edgespec.ports import TargetModel
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
+from edgespec.verifier.build import load_target
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream

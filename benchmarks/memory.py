@@ -30,20 +30,20 @@ import numpy as np
 from memory_device import ROOT, ControlGroup, NoControlGroup
 from numpy.typing import NDArray
 
-from edgespec.benchmark.report import machine, versions
+from edgespec.bench.report import machine, versions
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_size import MIB
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters import export, export_graph
-from edgespec.drafters.checkpoint import Checkpoint
-from edgespec.drafters.manifest import DraftManifest
-from edgespec.drafters.quantize import BLOCK_SIZE, QuantizedMatrix
-from edgespec.transport.grpc_server import GrpcServer
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.device.drafters.manifest import DraftManifest
+from edgespec.device.export import export, export_graph
+from edgespec.device.export.checkpoint import Checkpoint
+from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.grpc_server import GrpcServer
+from edgespec.wire.wire_limits import WireLimits
 
 HERE = Path(__file__).parent
 CONTEXT = 8192

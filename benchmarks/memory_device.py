@@ -23,17 +23,24 @@ import numpy as np
 import onnxruntime  # noqa: F401 # counted with the runtime
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
-from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.compose import build_policy, connect
 from edgespec.config import DraftSection
 from edgespec.core.device.memory_model import DraftSettings, memory_terms
 from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    Transport,
+    never_cancelled,
+)
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.draft_memory import exported_variant, planned_drafter, without_tokenizer
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import build_policy, connect
+from edgespec.device.draft_memory import exported_variant, planned_drafter, without_tokenizer
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import read_config
-from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, Transport, never_cancelled
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 
 ROOT = Path("/sys/fs/cgroup")

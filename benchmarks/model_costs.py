@@ -20,13 +20,13 @@ from pathlib import Path
 from memory import SHAPES as DRAFT_SHAPES
 from memory import make_draft
 
-from edgespec.benchmark.report import machine, versions
+from edgespec.bench.report import machine, versions
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.export import export_draft
 from edgespec.models.folders import Role, model_info, resolve_model
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 CONTEXT, GREEDY = 300, SamplingParams(max_tokens=64)
 SHAPES = ((1, 0), (1, 7), (1, 15), (1, 31), (4, 7), (8, 7))

@@ -53,13 +53,13 @@ from honest_devices import PATIENT, Request, make_requests, toy_text
 from hostile_clients import KINDS, OVER, SERVICE, Client, again_and_again
 from load_processes import START_WITHIN_S, line_of, ready_verifier, start
 
-from edgespec.agent.agent import Agent, GenerationError
-from edgespec.benchmark.report import machine, versions
-from edgespec.compose import build_agent
+from edgespec.bench.report import machine, versions
 from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
 from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
 from edgespec.core.protocol.messages import FaultCode
-from edgespec.transport.certificates import make_ca, make_server
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.build import build_agent
+from edgespec.wire.certificates import make_ca, make_server
 
 FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
 LEAVER, FLOODER = "leaver", "flooder"

@@ -38,14 +38,14 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from edgespec.benchmark.report import machine, versions
+from edgespec.bench.report import machine, versions
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets import torch_target
-from edgespec.targets.kv_pool import BLOCK_SIZE
-from edgespec.targets.loading import DTYPES
-from edgespec.targets.packed_linear import PackedLinear
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import torch_target
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
+from edgespec.verifier.targets.loading import DTYPES
+from edgespec.verifier.targets.packed_linear import PackedLinear
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams(max_tokens=1 << 20)
 SHAPES: dict[str, dict[str, Any]] = {

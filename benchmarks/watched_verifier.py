@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.__main__ import main as edgespec
-from edgespec.compose import TOY_MODEL
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
-from edgespec.ports import ModelInfo
+from edgespec.models.toy import TOY_MODEL
 
 # Of a point of ``daemon_load.py``: half a minute of passes.
 _STARTS_KEPT = 1_200
@@ -126,7 +126,7 @@ def cpu_s(thread: threading.Thread) -> float:
 
 def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
-    from edgespec.targets.paced import PacedTarget
+    from edgespec.verifier.targets.paced import PacedTarget
 
     command: Any = importlib.import_module("edgespec.cli.serving")
     load = command.load_target

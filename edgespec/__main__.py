@@ -17,7 +17,7 @@ def main() -> None:
 
 def simulator() -> None:
     """Run ``edgespec-sim`` with the arguments of this process, and exit."""
-    _run("edgespec.cli.sim.main")
+    _run("edgespec_sim.commands.main")
 
 
 def _run(module: str) -> None:

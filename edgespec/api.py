@@ -13,16 +13,6 @@ from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Sequ
 from contextlib import closing
 from typing import Any, Self, TypeVar
 
-from edgespec.agent.agent import (
-    Agent,
-    AgentOptions,
-    Chunk,
-    GenerationError,
-    GenerationStats,
-    Piece,
-)
-from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
-from edgespec.compose import LOOKUP, NONE, SetupError, build_agent
 from edgespec.config import (
     DEFAULT_ADDRESS,
     AgentConfig,
@@ -31,15 +21,26 @@ from edgespec.config import (
     PolicySection,
     load_config,
 )
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.device.preference import Prefer
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import TokenScore
-from edgespec.ports import ModelInfo
+from edgespec.device.agent import (
+    Agent,
+    AgentOptions,
+    Chunk,
+    GenerationError,
+    GenerationStats,
+    Piece,
+)
+from edgespec.device.build import LOOKUP, NONE, build_agent
+from edgespec.device.reply import ReplyEvent, ReplyText, UnverifiedChunk
 
 __all__ = [
     "Agent",
@@ -136,8 +137,8 @@ def connect(
     }
     config = load_config(AgentConfig, None, settings, overrides_from="connect")
     if config.draft.model in (NONE, LOOKUP):
-        from edgespec.borrowed_tokenizer import borrows_tokenizer
-        from edgespec.borrowing_agent import BorrowingAgent
+        from edgespec.device.borrowed_tokenizer import borrows_tokenizer
+        from edgespec.device.borrowing_agent import BorrowingAgent
 
         if borrows_tokenizer(config):
             return BorrowingAgent(config)

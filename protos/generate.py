@@ -1,4 +1,4 @@
-"""Generate ``edgespec/transport/pb`` from ``protos/edgespec/v1/*.proto``.
+"""Generate ``edgespec/wire/pb`` from ``protos/edgespec/v1/*.proto``.
 
     python protos/generate.py [FOLDER]
 
@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 GENERATOR = "1.80.0"
-PACKAGE = "edgespec/transport/pb"
+PACKAGE = "edgespec/wire/pb"
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "protos" / "edgespec" / "v1"
 

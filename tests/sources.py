@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = "edgespec/transport/pb/"
+GENERATED = "edgespec/wire/pb/"
 # Import name -> folder. ``sim`` is not a package: its packages are imported by their own names.
 PACKAGES = {
     "edgespec": "edgespec",

@@ -63,207 +63,91 @@ class Floor:
         return None
 
 
-CORE, PORTS, TELEMETRY, CONFIG = (
-    f"edgespec.{name}" for name in ("core", "ports", "telemetry", "config")
-)
-WHOLE_FILE, BOUNDED_FILE = "edgespec.whole_file", "edgespec.bounded_file"
-WORK_FOLDER = "edgespec.work_folder"
-VLLM = "edgespec.engines.vllm"
-
-
 def named(names: str) -> tuple[str, ...]:
     return tuple(f"edgespec.{name}" for name in names.split())
 
 
-COMPOSED = named(
-    "core ports telemetry config drafters targets engines transport models agent verifier "
-    "export_cache draft_memory target_loading target_memory foreign_drafts model_drafter access "
-    "setup_error many_verifiers constraint_readers row_cost_file thread_choice machine_key "
-    "provider_choice"
+CORE, SAMPLING, CONFIG, TELEMETRY, MODELS, WIRE = named(
+    "core sampling config telemetry models wire"
 )
-# The rooms of the core: what both ends share, and what each has for itself.
+DEVICE, VERIFIER, ENDPOINT, BENCH = named("device verifier endpoint bench")
+DRAFTERS, EXPORT, TARGETS = named("device.drafters device.export verifier.targets")
+VLLM = f"{VERIFIER}.engines.vllm"
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
-ROOMS = (
-    Floor(PROTOCOL, (FROZEN,), IMPURE, stdlib_only=True),
-    Floor(f"{CORE}.device", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
-    Floor(f"{CORE}.verifier", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
-    Floor(f"{CORE}.network", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
-    Floor(f"{CORE}.association", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True),
-)
+BELOW = (CORE, SAMPLING, CONFIG, TELEMETRY)
+ENDS = (*BELOW, MODELS, WIRE)
 # The arms of a comparison are settings of the core's policies; reports and the simulator name them.
-ARMS = "edgespec.benchmark.arms"
-TOY_PARTS = ("constrained_rows", "request_checks", "toy_memory")
-# The first floor that holds a module is its floor. The toys come before their packages: they are
-# the simulator's models, so they keep its rules.
+ARMS = f"{BENCH}.arms"
+# The toys are the simulator's models, so they keep its rules: no clock, no chance, no library.
+TOYS = named(
+    "device.drafters.toy device.drafters.token_cache device.drafters.twins "
+    "device.drafters.tree_rows device.drafters.draft_window verifier.targets.toy "
+    "verifier.targets.toy_memory verifier.targets.constrained_rows "
+    "verifier.targets.request_checks sampling.token_counts"
+)
+GUARDED = f"{DRAFTERS}.guarded"
+ON_TENSORS = tuple(
+    f"{SAMPLING}.torch_{part}"
+    for part in "device_copies forbid large_rows noise sampler scores token_counts".split()
+)
+# The first floor that holds a module is its floor.
 FLOORS = (
-    *ROOMS,
+    Floor(PROTOCOL, (FROZEN,), IMPURE, stdlib_only=True),
+    # The rooms of the core: what both ends share, and what each has for itself.
+    *(
+        Floor(f"{CORE}.{room}", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True)
+        for room in ("device", "verifier", "network", "association")
+    ),
     Floor(CORE, (), IMPURE, stdlib_only=True),
-    Floor(PORTS, (CORE,), IMPURE, stdlib_only=True),
+    *(Floor(toy, (CORE, *TOYS), HEAVY | IMPURE) for toy in TOYS),
+    # A guarded draft runs in the simulator too; a log is no harm to it.
+    Floor(GUARDED, (CORE, *TOYS), HEAVY | (IMPURE - {"logging"}), stdlib_only=True),
+    # One sampling law, on arrays for drafters, on tensors for targets.
+    *(Floor(part, (CORE, SAMPLING), HEAVY - {"torch"}) for part in ON_TENSORS),
+    Floor(SAMPLING, (CORE,), HEAVY),
     Floor(TELEMETRY, (CORE,), HEAVY),
-    Floor(WHOLE_FILE, (), HEAVY, stdlib_only=True),
-    Floor(WORK_FOLDER, (), HEAVY, stdlib_only=True),
-    Floor(BOUNDED_FILE, (), HEAVY, stdlib_only=True),
-    Floor(CONFIG, (CORE, WHOLE_FILE, BOUNDED_FILE), HEAVY),
-    Floor("edgespec.drafters.token_counts", (), HEAVY | IMPURE, stdlib_only=True),
-    Floor(
-        "edgespec.drafters.token_cache",
-        (CORE, PORTS, "edgespec.drafters.token_counts"),
-        HEAVY | IMPURE,
-    ),
-    Floor("edgespec.drafters.toy", (CORE, PORTS, "edgespec.drafters.token_cache"), HEAVY | IMPURE),
-    # A guarded draft's window and governor are the simulator's too; a log is no harm to it.
-    Floor("edgespec.drafters.draft_window", (), HEAVY | IMPURE, stdlib_only=True),
-    Floor(
-        "edgespec.drafters.guarded",
-        (CORE, PORTS, "edgespec.drafters.twins"),
-        HEAVY | (IMPURE - {"logging"}),
-        stdlib_only=True,
-    ),
-    Floor("edgespec.drafters.twins", (PORTS,), HEAVY | IMPURE, stdlib_only=True),
-    Floor(
-        "edgespec.drafters.tree_rows",
-        (CORE, PORTS, "edgespec.drafters.twins"),
-        HEAVY | IMPURE,
-    ),
-    Floor("edgespec.targets.constrained_rows", (CORE, PORTS), HEAVY | IMPURE),
-    Floor("edgespec.targets.toy_memory", (CORE, PORTS), HEAVY | IMPURE),
-    Floor("edgespec.targets.request_checks", (CORE, PORTS), HEAVY | IMPURE),
-    Floor(
-        "edgespec.targets.toy",
-        (CORE, PORTS, *(f"edgespec.targets.{part}" for part in TOY_PARTS)),
-        HEAVY | IMPURE,
-    ),
+    Floor(CONFIG, (CORE,), HEAVY),
+    Floor(MODELS, BELOW, frozenset({"grpc"})),
+    Floor(WIRE, BELOW, HEAVY - {"grpc"}),
+    # Programs for other environments, which import nothing of ours.
+    Floor(f"{EXPORT}.scripts", (), HEAVY - {"torch", "transformers"}),
     # A device has no torch, not even to export a draft.
-    Floor("edgespec.drafters", (CORE, PORTS), frozenset({"grpc", "torch", "transformers"})),
-    Floor("edgespec.targets", (CORE, PORTS), frozenset({"grpc", "onnx", "onnxruntime"})),
+    Floor(
+        DRAFTERS, (CORE, SAMPLING, f"{DEVICE}.export"), frozenset({"grpc", "torch", "transformers"})
+    ),
+    Floor(
+        f"{DEVICE}.export", (*BELOW, MODELS, DEVICE), frozenset({"grpc", "torch", "transformers"})
+    ),
+    Floor(DEVICE, ENDS, HEAVY - {"onnxruntime"}),
+    Floor(TARGETS, (CORE, SAMPLING), frozenset({"grpc", "onnx", "onnxruntime"})),
     # Engines of others: what decides is pure, and their libraries are loaded late.
     Floor(f"{VLLM}.step", (CORE,), HEAVY | IMPURE, stdlib_only=True),
     Floor(f"{VLLM}.known_text", (CORE, f"{VLLM}.step"), HEAVY | IMPURE, stdlib_only=True),
-    Floor(VLLM, (CORE, PORTS, *named("targets setup_error")), HEAVY - {"torch"}),
-    Floor("edgespec.engines", (CORE, PORTS, CONFIG, VLLM, *named("models setup_error")), HEAVY),
-    Floor("edgespec.transport", (CORE, PORTS, WHOLE_FILE, BOUNDED_FILE), HEAVY - {"grpc"}),
-    Floor("edgespec.models", (CORE, PORTS), frozenset({"grpc"})),
-    Floor("edgespec.agent", (CORE, PORTS, TELEMETRY), HEAVY),
-    Floor("edgespec.verifier", (CORE, PORTS, TELEMETRY), HEAVY),
+    Floor(VLLM, (*BELOW, TARGETS), HEAVY - {"torch"}),
+    Floor(VERIFIER, ENDS, HEAVY),
     # HTTP in front of an agent that is handed to it.
-    Floor(
-        "edgespec.endpoint",
-        (
-            *(CORE, PORTS, TELEMETRY, CONFIG),
-            *("edgespec.agent", "edgespec.models.chat_template", "edgespec.__version__"),
-        ),
-        HEAVY,
-    ),
-    Floor("edgespec.report", (CORE, TELEMETRY, ARMS), HEAVY | {"asyncio", "numpy"}),
+    Floor(ENDPOINT, (*ENDS, DEVICE, "edgespec.__version__"), HEAVY),
     Floor(ARMS, (CORE,), HEAVY | IMPURE, stdlib_only=True),
     # Measures agents it is handed; links, models and processes are the command line's.
-    Floor(
-        "edgespec.benchmark",
-        (CORE, PORTS, TELEMETRY, WHOLE_FILE, "edgespec.agent", "edgespec.__version__"),
-        HEAVY,
-    ),
+    Floor(BENCH, (*ENDS, DEVICE, VERIFIER, "edgespec.__version__"), HEAVY),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
+    Floor("edgespec.api", (*ENDS, DEVICE), HEAVY),
+    # The simulator's commands run its worlds in processes and know the real clock; it does not.
+    Floor("edgespec_sim.commands", ("edgespec", "edgespec_sim"), HEAVY),
     Floor(
-        "edgespec.export_cache", (CORE, WORK_FOLDER, "edgespec.drafters", "edgespec.models"), HEAVY
+        "edgespec_sim.report", (CORE, TELEMETRY, ARMS, "edgespec_sim"), HEAVY | {"asyncio", "numpy"}
     ),
-    # A draft within a memory budget: measured, planned, exported, guarded.
-    Floor(
-        "edgespec.draft_memory",
-        (
-            *(CORE, PORTS, CONFIG, TELEMETRY),
-            *named("drafters models export_cache setup_error thread_choice"),
-        ),
-        HEAVY - {"onnxruntime"},
-    ),
-    Floor("edgespec.constraint_readers", (CORE, "edgespec.models"), HEAVY),
-    # Memory of a target's keys and values, from settings; torch comes late.
-    Floor("edgespec.target_memory", (CORE, CONFIG, TELEMETRY, "edgespec.targets"), HEAVY),
-    Floor(
-        "edgespec.foreign_drafts",
-        (
-            *(CORE, PORTS, WHOLE_FILE),
-            *named("drafters models export_cache machine_key thread_choice"),
-        ),
-        HEAVY,
-    ),
-    Floor(
-        "edgespec.model_drafter",
-        (
-            *(CORE, CONFIG, PORTS, TELEMETRY),
-            *named("draft_memory drafters export_cache foreign_drafts models setup_error"),
-            *named("provider_choice thread_choice"),
-        ),
-        HEAVY,
-    ),
-    # Keys and certificates, from files to running parts.
-    Floor(
-        "edgespec.access",
-        (CORE, PORTS, CONFIG, "edgespec.transport", "edgespec.setup_error"),
-        HEAVY - {"grpc"},
-    ),
-    # Several verifiers behind one agent.
-    Floor(
-        "edgespec.many_verifiers",
-        (CORE, PORTS, CONFIG, "edgespec.access", "edgespec.agent", "edgespec.transport"),
-        HEAVY,
-    ),
-    Floor("edgespec.setup_error", (), HEAVY | IMPURE, stdlib_only=True),
-    Floor("edgespec.row_cost_file", (CORE, CONFIG, WHOLE_FILE, "edgespec.machine_key"), HEAVY),
-    # What was measured on a machine, and how many threads that comes to.
-    Floor("edgespec.machine_key", (), HEAVY, stdlib_only=True),
-    Floor(
-        "edgespec.thread_choice",
-        (CORE, PORTS, WHOLE_FILE, *named("export_cache machine_key")),
-        HEAVY,
-        stdlib_only=True,
-    ),
-    # On which provider of onnxruntime a draft runs.
-    Floor(
-        "edgespec.provider_choice",
-        (
-            *(CORE, PORTS, WHOLE_FILE),
-            *named("drafters export_cache machine_key setup_error thread_choice"),
-        ),
-        HEAVY,
-    ),
-    # The composition root, and the Python API on top of it.
-    # A target from settings; its libraries are loaded late.
-    Floor(
-        "edgespec.target_loading",
-        (CORE, PORTS, CONFIG, *named("engines models setup_error target_memory targets")),
-        HEAVY,
-    ),
-    Floor("edgespec.compose", COMPOSED, HEAVY),
-    Floor("edgespec.api", (*COMPOSED, *named("compose borrowed_tokenizer borrowing_agent")), HEAVY),
-    # Programs for other environments, which import nothing of ours.
-    Floor("edgespec.exporters.scripts", (), HEAVY - {"torch", "transformers"}),
-    Floor(
-        "edgespec.exporters",
-        (CORE, PORTS, *named("drafters models export_cache foreign_drafts setup_error")),
-        HEAVY,
-    ),
-    # For commands that begin without a tokenizer.
-    Floor("edgespec.borrowed_tokenizer", (*COMPOSED, "edgespec.compose"), HEAVY),
-    Floor("edgespec.borrowing_agent", (*COMPOSED, *named("compose borrowed_tokenizer")), HEAVY),
     Floor(
         "edgespec_sim",
-        (
-            CORE,
-            PORTS,
-            TELEMETRY,
-            CONFIG,
-            ARMS,
-            *named("drafters.draft_window drafters.guarded drafters.toy drafters.tree_rows"),
-            "edgespec.targets.toy",
-        ),
+        (CORE, TELEMETRY, CONFIG, ARMS, GUARDED, *TOYS),
         HEAVY | REAL_WORLD,
     ),
     # Training alone needs torch; a trained policy runs in numpy, or in plain Python.
     Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
     Floor("edgespec_uara", (CORE, ARMS, "edgespec_sim"), HEAVY),
-    Floor("edgespec.__main__", ("edgespec.cli",), HEAVY),
+    Floor("edgespec.__main__", ("edgespec.cli", "edgespec_sim.commands"), HEAVY),
     # What is left: edgespec/__init__.py, which everyone loads.
-    Floor("edgespec", (CORE, PORTS, "edgespec.api"), HEAVY),
+    Floor("edgespec", (CORE, "edgespec.api"), HEAVY),
 )
 
 
@@ -285,42 +169,40 @@ def test_every_import_stays_on_its_floor() -> None:
     ("path", "line"),
     [
         ("edgespec/core/x.py", "import numpy"),
-        ("edgespec/core/x.py", "from edgespec.ports import Drafter"),
         ("edgespec/core/x.py", "from edgespec import config"),
         ("edgespec/core/device/x.py", "from edgespec.core.verifier.engine import VerifyEngine"),
         ("edgespec/core/verifier/x.py", "from edgespec.core.device.policy import MAX_GAMMA"),
         ("edgespec/core/protocol/x.py", "from edgespec.core.device import session"),
         ("edgespec/core/network/x.py", "import random"),
         *(("edgespec/core/x.py", f"import {name}") for name in sorted(IMPURE)),
-        ("edgespec/ports.py", "import numpy"),
-        ("edgespec/ports.py", "from edgespec import agent"),
-        ("edgespec/config.py", "from edgespec.agent import device"),
+        ("edgespec/core/ports.py", "import numpy"),
+        ("edgespec/core/ports.py", "from edgespec import agent"),
+        ("edgespec/config.py", "from edgespec.device import device"),
         ("edgespec/telemetry/x.py", "import grpc.aio"),
-        ("edgespec/drafters/x.py", "from edgespec.targets.x import T"),
-        ("edgespec/drafters/x.py", "import grpc"),
-        ("edgespec/drafters/x.py", "from transformers import AutoTokenizer"),
-        ("edgespec/drafters/toy.py", "import onnxruntime"),
-        ("edgespec/targets/x.py", "import onnxruntime as ort"),
-        ("edgespec/targets/toy.py", "import torch"),
-        ("edgespec/targets/x.py", "from edgespec.models import hub"),
-        ("edgespec/transport/x.py", "from torch import nn"),
-        ("edgespec/transport/x.py", "import edgespec.verifier.server"),
-        ("edgespec/models/x.py", "from edgespec.transport import channel"),
-        *(("edgespec/agent/x.py", f"import {name}") for name in sorted(HEAVY)),
+        ("edgespec/device/drafters/x.py", "from edgespec.verifier.targets.x import T"),
+        ("edgespec/device/drafters/x.py", "import grpc"),
+        ("edgespec/device/drafters/x.py", "from transformers import AutoTokenizer"),
+        ("edgespec/device/drafters/toy.py", "import onnxruntime"),
+        ("edgespec/verifier/targets/x.py", "import onnxruntime as ort"),
+        ("edgespec/verifier/targets/toy.py", "import torch"),
+        ("edgespec/verifier/targets/x.py", "from edgespec.models import hub"),
+        ("edgespec/wire/x.py", "from torch import nn"),
+        ("edgespec/wire/x.py", "import edgespec.verifier.server"),
+        ("edgespec/models/x.py", "from edgespec.wire import channel"),
+        *(("edgespec/device/x.py", f"import {name}") for name in sorted(HEAVY - {"onnxruntime"})),
         *(("edgespec/verifier/x.py", f"import {name}") for name in sorted(HEAVY)),
-        ("edgespec/agent/x.py", "from edgespec.verifier import scheduler"),
-        ("edgespec/verifier/x.py", "from edgespec.agent import device"),
-        ("edgespec/verifier/x.py", "from edgespec.targets import toy"),
-        ("edgespec/agent/x.py", "import importlib; importlib.import_module('torch')"),
-        ("edgespec/agent/x.py", "from ..verifier import scheduler"),
-        ("edgespec/agent/__init__.py", "from ..verifier import scheduler"),
-        ("sim/edgespec_sim/x.py", "from edgespec.drafters.onnx import OnnxDrafter"),
-        ("sim/edgespec_sim/x.py", "from edgespec.transport import loopback"),
+        ("edgespec/device/x.py", "from edgespec.verifier import scheduler"),
+        ("edgespec/verifier/x.py", "from edgespec.device import device"),
+        ("edgespec/device/x.py", "import importlib; importlib.import_module('torch')"),
+        ("edgespec/device/x.py", "from ..verifier import scheduler"),
+        ("edgespec/device/__init__.py", "from ..verifier import scheduler"),
+        ("sim/edgespec_sim/x.py", "from edgespec.device.drafters.onnx import OnnxDrafter"),
+        ("sim/edgespec_sim/x.py", "from edgespec.wire import loopback"),
         *(("sim/edgespec_sim/x.py", f"import {name}") for name in sorted(HEAVY | REAL_WORLD)),
         ("sim/edgespec_sim/x.py", "from edgespec_uara import world"),
         ("sim/edgespec_uara/x.py", "import torch"),
-        ("sim/edgespec_uara/x.py", "from edgespec.agent.device import Device"),
-        ("edgespec/__init__.py", "from edgespec.agent.device import Device"),
+        ("sim/edgespec_uara/x.py", "from edgespec.device.device import Device"),
+        ("edgespec/__init__.py", "from edgespec.device.device import Device"),
         ("edgespec/__init__.py", "import torch"),
     ],
 )
@@ -334,14 +216,14 @@ def test_a_planted_import_is_found(path: str, line: str) -> None:
     [
         ("edgespec/core/x.py", "import math"),
         ("edgespec/core/x.py", "from edgespec.core import tree"),
-        ("edgespec/ports.py", "from edgespec.core.protocol.messages import Uplink"),
-        ("edgespec/drafters/onnx.py", "import onnxruntime"),
-        ("edgespec/targets/torch.py", "import torch"),
-        ("edgespec/transport/grpc_client.py", "import grpc"),
-        ("edgespec/agent/x.py", "import asyncio"),
-        ("edgespec/agent/x.py", "from edgespec import ports"),
+        ("edgespec/core/ports.py", "from edgespec.core.protocol.messages import Uplink"),
+        ("edgespec/device/drafters/onnx.py", "import onnxruntime"),
+        ("edgespec/verifier/targets/torch.py", "import torch"),
+        ("edgespec/wire/grpc_client.py", "import grpc"),
+        ("edgespec/device/x.py", "import asyncio"),
+        ("edgespec/device/x.py", "from edgespec.core import ports"),
         ("edgespec/cli/x.py", "from edgespec_sim import world"),
-        ("sim/edgespec_sim/x.py", "from edgespec.drafters.toy import ToyDrafter"),
+        ("sim/edgespec_sim/x.py", "from edgespec.device.drafters.toy import ToyDrafter"),
         ("sim/edgespec_sim/x.py", "import heapq, random"),
         ("sim/edgespec_uara/masac/x.py", "import torch"),
         ("sim/edgespec_uara/x.py", "from edgespec_uara.masac import learner"),

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = ROOT / "edgespec" / "transport" / "pb"
+GENERATED = ROOT / "edgespec" / "wire" / "pb"
 
 
 def _generator() -> ModuleType:
@@ -33,14 +33,14 @@ def test_the_committed_code_is_what_the_generator_writes(tmp_path: Path) -> None
 
 
 def test_every_field_number_of_a_hot_message_costs_one_byte() -> None:
-    from edgespec.transport.pb import speculation_pb2 as pb
+    from edgespec.wire.pb import speculation_pb2 as pb
 
     for message in (pb.DeviceMessage, pb.VerifierMessage, pb.Draft, pb.Commit, pb.Received):
         assert all(field.number <= 15 for field in message.DESCRIPTOR.fields)
 
 
 def test_every_enum_has_an_unspecified_zero() -> None:
-    from edgespec.transport.pb import speculation_pb2 as pb
+    from edgespec.wire.pb import speculation_pb2 as pb
 
     for enum in pb.DESCRIPTOR.enum_types_by_name.values():
         assert enum.values_by_number[0].name.endswith("_UNSPECIFIED")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from tools.svg import SANS, PictureError, command, picture, read, text
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414

@@ -1,6 +1,6 @@
 """`edgespec bench`: every way of splitting the work, on this machine, over the same link.
 
-Composes what ``edgespec.benchmark`` runs: the verifier as a child process, the drafter here, and
+Composes what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
 between them gRPC with the delays of each round-trip time in turn.
 """
 
@@ -17,30 +17,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edgespec.agent.agent import Agent, AgentOptions, GenerationError
-from edgespec.benchmark.arm_options import parse_arms, parse_rtts_ms
-from edgespec.benchmark.arms import Arm
-from edgespec.benchmark.estimate import ASSUMED_ACCEPTANCE, bench_s
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.benchmark.progress import BenchProgress
-from edgespec.benchmark.prompts import BUILT_IN, BenchPrompt, read_prompts
-from edgespec.benchmark.report import (
-    Subject,
-    document,
-    footer,
-    summary_table,
-    verdict,
-    write_json,
-)
-from edgespec.benchmark.runner import BenchRunner, Station
-from edgespec.benchmark.settings import BenchSettings
-from edgespec.benchmark.tape_recorder import record_tape, tape_about, tape_report
-from edgespec.benchmark.workload import Workload, choose_workload
+from edgespec.bench.arm_options import parse_arms, parse_rtts_ms
+from edgespec.bench.arms import Arm
+from edgespec.bench.estimate import ASSUMED_ACCEPTANCE, bench_s
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.progress import BenchProgress
+from edgespec.bench.prompts import BUILT_IN, BenchPrompt, read_prompts
+from edgespec.bench.report import Subject, document, footer, summary_table, verdict, write_json
+from edgespec.bench.runner import BenchRunner, Station
+from edgespec.bench.settings import BenchSettings
+from edgespec.bench.tape_recorder import record_tape, tape_about, tape_report
+from edgespec.bench.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.leaf_options import DraftRowMs, Leaves, Policy, PreferOption, drafting_as
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
-from edgespec.compose import (
+from edgespec.config import ConfigError, LinkSection
+from edgespec.core.ports import Drafter, ModelInfo
+from edgespec.device.agent import Agent, AgentOptions, GenerationError
+from edgespec.device.build import (
     LOOKUP,
     PromptTokenizer,
     connect,
@@ -49,8 +44,6 @@ from edgespec.compose import (
     load_tokenizer,
     tokenizer_reference,
 )
-from edgespec.config import ConfigError, LinkSection
-from edgespec.ports import Drafter, ModelInfo
 from edgespec.telemetry.match_tape import write_tape
 
 DEFAULTS = BenchSettings()
@@ -375,8 +368,8 @@ class _Stations:
         self._address, self._drafter, self._tokenizer = address, drafter, tokenizer
 
     def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
-        from edgespec.transport.metered import TrafficMeter
-        from edgespec.transport.shaped import ShapedTransport
+        from edgespec.wire.metered import TrafficMeter
+        from edgespec.wire.shaped import ShapedTransport
 
         meter = TrafficMeter()
         up, down = link_models(LinkSection(rtt_ms=rtt_ms))

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from edgespec.cli.running import EXIT_CODES, reported, say
-from edgespec.compose import SetupError, needs, with_port
 from edgespec.config import ConfigError
 from edgespec.config.device import check_address
 from edgespec.config.security import host_of
-from edgespec.transport import pinning
-from edgespec.whole_file import replace_file
+from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.whole_file import replace_file
+from edgespec.device.many_verifiers import with_port
+from edgespec.wire import pinning
 
 CA_DAYS, SERVER_DAYS, DEVICE_DAYS = 3650, 397, 397
 _MAX_DAYS = 36_500
@@ -56,7 +57,7 @@ def ca(
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.transport.certificates import make_ca
+            from edgespec.wire.certificates import make_ca
         _say(make_ca(folder, name, days, force=force), days)
 
 
@@ -78,7 +79,7 @@ def server(
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.transport.certificates import make_server
+            from edgespec.wire.certificates import make_server
         _say(make_server(folder, names, days, out=out, force=force), days)
 
 
@@ -97,7 +98,7 @@ def device(
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.transport.certificates import make_device
+            from edgespec.wire.certificates import make_device
         _say(make_device(folder, name, days, force=force), days)
 
 

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from edgespec import __version__
-from edgespec.agent.status import StatusSource
-from edgespec.borrowed_tokenizer import borrows_tokenizer
 from edgespec.cli import options
 from edgespec.cli.device import agent_settings, greet, greet_if_there
 from edgespec.cli.running import reported, say, stoppable, trace_to
@@ -19,18 +17,20 @@ from edgespec.cli.streaming import use_color
 from edgespec.cli.talk import record
 from edgespec.cli.talk.editor import is_drawable, make_editor
 from edgespec.cli.talk.loop import Conversation, described
-from edgespec.compose import (
+from edgespec.config import AgentConfig, ConfigError
+from edgespec.config.setup_error import SetupError
+from edgespec.core.device.offline import Offline
+from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.printable import one_line
+from edgespec.device.borrowed_tokenizer import borrows_tokenizer
+from edgespec.device.build import (
     PromptTokenizer,
-    SetupError,
     build_agent,
     load_tokenizer,
     tokenizer_reference,
-    with_port,
 )
-from edgespec.config import AgentConfig, ConfigError
-from edgespec.core.device.offline import Offline
-from edgespec.core.protocol.printable import one_line
-from edgespec.ports import ModelInfo
+from edgespec.device.many_verifiers import with_port
+from edgespec.device.status import StatusSource
 from edgespec.telemetry.trace import Tracer
 
 _OUTPUT, _KEPT = "Output", "The conversation"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.config import AgentConfig
+from edgespec.config.machine_key import RUNTIMES
+from edgespec.core.ports import LinkError, UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.machine_key import RUNTIMES
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
-from edgespec.ports import LinkError, UntrustedPeerError
 
 MIN_PYTHON = (3, 11)
 NEEDED = ("grpcio", "numpy", "protobuf", "tokenizers", "typer", "pyyaml")
@@ -84,7 +84,7 @@ def onnx_session() -> Check:
     if not folder.is_dir():
         return Check(name, State.NOTE, "not tried: no bundled draft")
     try:
-        from edgespec.drafters.onnx_drafter import OnnxDrafter
+        from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 
         drafter = OnnxDrafter(folder)
         drafter.begin(1, SamplingParams())
@@ -143,12 +143,12 @@ def exactness() -> Check:
         return Check(name, State.NOTE, "not tried: no bundled target")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        from edgespec.compose import prefer_reproducible_products
+        from edgespec.verifier.build import prefer_reproducible_products
 
         prefer_reproducible_products()
         import torch as library
 
-        from edgespec.targets.torch_target import TorchTarget
+        from edgespec.verifier.targets.torch_target import TorchTarget
 
         threads = library.get_num_threads()
         target = TorchTarget(
@@ -175,8 +175,9 @@ def free_port(port: int) -> Check:
 
 
 async def verifier(address: str, config: AgentConfig) -> Check:
-    from edgespec.access import device_access
-    from edgespec.compose import connect, with_port
+    from edgespec.device.build import connect
+    from edgespec.device.many_verifiers import with_port
+    from edgespec.wire.access import device_access
 
     transport = connect(address, access=device_access(config))
     name = f"verifier at {with_port(address)}"

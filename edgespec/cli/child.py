@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 
 from edgespec.cli.verifier import WITH_PARENT
-from edgespec.compose import SetupError
+from edgespec.config.setup_error import SetupError
 
 # Loading torch and a model on a slow machine.
 READY_WITHIN_S = 60.0

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from edgespec.bounded_file import read_text
 from edgespec.config import ConfigError
+from edgespec.config.bounded_file import read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 
 _PANEL = "Sampling"

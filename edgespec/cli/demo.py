@@ -18,22 +18,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.agent.agent import Agent
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.device import greet, stream
 from edgespec.cli.running import reported, run, say, set_up_logging
 from edgespec.cli.streaming import Progress, TextView, legend, use_color
-from edgespec.compose import (
-    NONE,
-    SetupError,
-    build_agent,
-    load_tokenizer,
-    tokenizer_reference,
-    with_port,
-)
 from edgespec.config import AgentConfig, DraftSection, LinkSection
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent
+from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference
+from edgespec.device.many_verifiers import with_port
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon says the same thing again and again.

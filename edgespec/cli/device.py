@@ -9,28 +9,23 @@ from dataclasses import replace
 
 import typer
 
-from edgespec.access import device_access
-from edgespec.agent.agent import Agent, Chunk
-from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
-from edgespec.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.cli import options
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say, set_up_logging, stoppable
 from edgespec.cli.streaming import Progress, View
-from edgespec.compose import (
-    SetupError,
-    connect,
-    tokenizer_reference,
-    vocabulary_of,
-    with_port,
-)
 from edgespec.config import DEFAULT_PORT, AgentConfig
+from edgespec.config.setup_error import SetupError
 from edgespec.core.association.policies import ListedOrder
 from edgespec.core.association.rendezvous import RendezvousHash
+from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.many_verifiers import association, device_view
-from edgespec.ports import LinkError, ModelInfo, UntrustedPeerError
+from edgespec.device.agent import Agent, Chunk
+from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
+from edgespec.device.build import connect, tokenizer_reference, vocabulary_of
+from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.device.many_verifiers import association, device_view, with_port
+from edgespec.wire.access import device_access
 
 
 def agent_settings(

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from edgespec.cli.running import EXIT_CODES, reported, say
-from edgespec.compose import needs
-from edgespec.foreign_drafts import Inspection, inspect_graph
+from edgespec.config.setup_error import needs
+from edgespec.device.foreign_drafts import Inspection, inspect_graph
 from edgespec.models.draft_sources import AUTO, DraftSource, find_draft
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
 

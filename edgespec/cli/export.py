@@ -19,12 +19,13 @@ from rich.progress import (
 )
 
 from edgespec.cli.running import FAILED, fail, reported, run, say
-from edgespec.compose import needs
 from edgespec.config import ConfigError
+from edgespec.config.setup_error import needs
 from edgespec.core.device.kv_type import KvType
-from edgespec.drafters.manifest import MAX_CONTEXT_LENGTH
-from edgespec.export_cache import WORK_PREFIX
-from edgespec.exporters.kinds import KINDS, OWN
+from edgespec.device.drafters.manifest import MAX_CONTEXT_LENGTH
+from edgespec.device.export.export_cache import WORK_PREFIX
+from edgespec.device.export.kinds import KINDS, OWN
+from edgespec.device.export.work_folder import work_folder
 from edgespec.models.folders import (
     ModelFolderError,
     Role,
@@ -34,7 +35,6 @@ from edgespec.models.folders import (
     token_count,
     trained_length,
 )
-from edgespec.work_folder import work_folder
 
 DEFAULT_BITS = 4
 _SHOWN = 100
@@ -115,8 +115,8 @@ def export(
         if exporter_python is not None:
             raise ConfigError("--exporter-python goes with --exporter " + "|".join(KINDS))
         with needs("onnx", "edgespec[export]"):
-            from edgespec.drafters.export import export_draft
-            from edgespec.drafters.parity import check_parity
+            from edgespec.device.export.export import export_draft
+            from edgespec.device.export.parity import check_parity
             from edgespec.models.kept_vocabulary import read_kept_ids
 
             folder = resolve_model(source, Role.TARGET)
@@ -166,7 +166,7 @@ def _check_own(*, default: bool) -> None:
 async def _export_by_another(
     name: str, python: Path | None, source: str, out: Path, bits: int, check: bool
 ) -> None:
-    from edgespec.exporters.run import export_by  # numpy is late
+    from edgespec.device.export.run import export_by  # numpy is late
 
     if (kind := KINDS.get(name)) is None:
         known = ", ".join((OWN, *KINDS))

@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-from edgespec.bounded_file import TooLargeError, read_text
 from edgespec.cli import constraint_options, options
 from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import reported, run, say, stoppable, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
-from edgespec.compose import build_agent, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError
+from edgespec.config.bounded_file import TooLargeError, read_text
 from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
 
 MAX_PROMPT_BYTES = 4 << 20
 

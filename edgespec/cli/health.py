@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from edgespec.access import device_credentials
 from edgespec.cli.running import FAILED, fail, reported
 from edgespec.cli.tls_options import Ca, ClientCert, ClientKey, ServerName, Tls
-from edgespec.compose import needs, with_port
 from edgespec.config import DEFAULT_ADDRESS, ConfigError
 from edgespec.config.device import check_address
 from edgespec.config.security import DeviceTlsSection
+from edgespec.config.setup_error import needs
+from edgespec.device.many_verifiers import with_port
+from edgespec.wire.access import device_credentials
 
 _MAX_TIMEOUT_S = 600.0
 
@@ -47,7 +48,7 @@ def health(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         with needs("grpc", "edgespec"):
-            from edgespec.transport.health_probe import SERVING, ask_health
+            from edgespec.wire.health_probe import SERVING, ask_health
         credentials = device_credentials(trusts)
         asking = ask_health(
             with_port(address),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.benchmark.settings import BenchSettings
+from edgespec.bench.settings import BenchSettings
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection
 from edgespec.core.device.preference import Prefer
 

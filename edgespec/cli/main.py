@@ -22,7 +22,7 @@ COMMANDS = {
     "export": "edgespec.cli.export:export",
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.profile:profile",
-    "plan": "edgespec.cli.plan:plan",
+    "plan": "edgespec_sim.commands.plan:plan",
     "draft": "edgespec.cli.draft:draft",
     "keys": "edgespec.cli.keys:keys",
     "certs": "edgespec.cli.certs:certs",

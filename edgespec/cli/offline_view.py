@@ -11,11 +11,11 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from edgespec.agent.agent import Chunk
-from edgespec.agent.reply import UnverifiedChunk
 from edgespec.cli.streaming import View
 from edgespec.core.device.offline import Correction
 from edgespec.core.protocol.printable import printable
+from edgespec.device.agent import Chunk
+from edgespec.device.reply import UnverifiedChunk
 
 MARK = "[unverified]"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"

@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from edgespec.access import check_file_permissions
 from edgespec.cli.tls_options import DEVICE_TLS_KEYS
 from edgespec.cli.tls_options import WHERE as _WHERE
 from edgespec.cli.tls_options import Ca as Ca
@@ -23,6 +22,7 @@ from edgespec.config import ConfigError, PolicyName, dump_config, load_config
 from edgespec.core.device.offline import Offline
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
+from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config")
 

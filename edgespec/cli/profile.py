@@ -1,6 +1,6 @@
 """`edgespec profile`: what steps, passes and messages cost here, for the simulator.
 
-Composes what ``edgespec.benchmark`` runs: the verifier as a child process and the drafter here,
+Composes what ``edgespec.bench`` runs: the verifier as a child process and the drafter here,
 both traced, gRPC on loopback between them.
 """
 
@@ -18,24 +18,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.benchmark.profile_fit import (
-    FitRow,
-    fit_profile,
-    fit_rows,
-    read_lines,
-    samples_of,
-)
-from edgespec.benchmark.profiling import run_workloads, workloads, worth
-from edgespec.benchmark.progress import BenchProgress
-from edgespec.benchmark.prompts import DEFAULT_PROMPTS
-from edgespec.benchmark.report import machine, versions
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.profile_fit import FitRow, fit_profile, fit_rows, read_lines, samples_of
+from edgespec.bench.profiling import run_workloads, workloads, worth
+from edgespec.bench.progress import BenchProgress
+from edgespec.bench.prompts import DEFAULT_PROMPTS
+from edgespec.bench.report import machine, versions
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.running import reported, run
-from edgespec.compose import connect, load_drafter, load_tokenizer, tokenizer_reference
 from edgespec.config import AgentConfig, ConfigError, DraftSection
-from edgespec.ports import Drafter
+from edgespec.core.ports import Drafter
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import connect, load_drafter, load_tokenizer, tokenizer_reference
 from edgespec.telemetry.cost_profile import CostProfile
 from edgespec.telemetry.trace import TraceFile
 

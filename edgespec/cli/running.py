@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import typer
 
-from edgespec.agent.agent import GenerationError
 from edgespec.cli.entry import EXIT_CODES as EXIT_CODES
 from edgespec.cli.entry import FAILED as FAILED
 from edgespec.cli.entry import USAGE as USAGE
-from edgespec.compose import SetupError
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN
-from edgespec.drafters import deaf_calls
+from edgespec.config.setup_error import SetupError
+from edgespec.device.agent import GenerationError
+from edgespec.device.drafters import deaf_calls
 from edgespec.telemetry.hidden_tokens import HiddenTokens
 from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer

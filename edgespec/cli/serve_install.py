@@ -10,11 +10,11 @@ from typing import Final
 
 from edgespec.cli.running import say
 from edgespec.cli.service_unit import UNIT_NAME, ServiceSettings, render_unit
-from edgespec.compose import SetupError
 from edgespec.config import AgentConfig
+from edgespec.config.setup_error import SetupError
+from edgespec.config.whole_file import replace_file
 from edgespec.core.device.memory_size import parse_budget
 from edgespec.telemetry.process_memory import machine_memory
-from edgespec.whole_file import replace_file
 
 FLAG: Final = "--install"
 _OURS: Final = "Made by edgespec"

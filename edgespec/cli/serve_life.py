@@ -16,32 +16,31 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgespec import __version__
-from edgespec.access import device_access, endpoint_key
-from edgespec.agent.agent import Agent
-from edgespec.agent.status import StatusSource
-from edgespec.borrowed_tokenizer import borrows_tokenizer
-from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.running import on_stopping_signals, say, stoppable
-from edgespec.compose import (
+from edgespec.config import AgentConfig, ConfigError, DraftSection
+from edgespec.config.security import is_loopback
+from edgespec.config.setup_error import SetupError, needs
+from edgespec.core.device.policy_names import DEFAULT_POLICY
+from edgespec.core.ports import LinkError
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.device.agent import Agent
+from edgespec.device.borrowed_tokenizer import borrows_tokenizer
+from edgespec.device.borrowing_agent import BorrowingAgent
+from edgespec.device.build import (
     LOOKUP,
     NONE,
     PromptTokenizer,
-    SetupError,
     build_agent,
     connect,
     load_tokenizer,
-    needs,
     tokenizer_reference,
-    with_port,
 )
-from edgespec.config import AgentConfig, ConfigError, DraftSection
-from edgespec.config.security import is_loopback
-from edgespec.core.device.policy_names import DEFAULT_POLICY
-from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.ports import LinkError
+from edgespec.device.many_verifiers import with_port
+from edgespec.device.status import StatusSource
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
+from edgespec.wire.access import device_access, endpoint_key
 
 if TYPE_CHECKING:
     from edgespec.endpoint.prompt_log import PromptLog

@@ -5,8 +5,8 @@ ones may end. What is left after ``drain_s`` hears that the verifier stops, and 
 second request ends everything at once. A verifier that somebody else started (``--with-parent``)
 and one whose terminal was closed do not drain: nobody is there to wait.
 
-SIGHUP reads keys and certificates anew (``edgespec/access.py``); streams whose key is gone end.
-What comes of it is logged as a warning, so that it shows at the usual log level.
+SIGHUP reads keys and certificates anew (``edgespec/wire/access.py``); streams whose key is gone
+end. What comes of it is logged as a warning, so that it shows at the usual log level.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgespec.access import ServerAccess
 from edgespec.cli.running import on_stopping_signals, say
 from edgespec.cli.service_manager import ServiceManager
 from edgespec.cli.watching import Watching, watching
-from edgespec.compose import TOY, SetupError, build_verifier, load_target, target_mode
 from edgespec.config import ConfigError, VerifierConfig
-from edgespec.ports import TargetModel
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import TargetModel
+from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
+from edgespec.verifier.build import build_verifier, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.access import ServerAccess
 
 if TYPE_CHECKING:
-    from edgespec.transport.grpc_server import GrpcServer
+    from edgespec.wire.grpc_server import GrpcServer
 
 _LOG = logging.getLogger(__name__)
 _STREAMS_END_WITHIN_S = 3.0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from edgespec import __version__
 from edgespec.cli.running import say
-from edgespec.compose import SetupError, needs
 from edgespec.config import VerifierConfig
+from edgespec.config.setup_error import SetupError, needs
 from edgespec.telemetry.access_log import log_stream
 from edgespec.telemetry.engine_sample import sample_engine
 from edgespec.telemetry.metric_values import MetricValues

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from edgespec.config.loading import ConfigError, dump_config, load_config
+from edgespec.config.whole_file import replace_file
 from edgespec.core.protocol.ranges import bounded
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.key_ring import DIGEST_BYTES, KeyRing, digest
-from edgespec.whole_file import replace_file
 
 KEY_PREFIX = "edgespec-"
 """So that a key is known for one where it should not be: in a repository, say."""

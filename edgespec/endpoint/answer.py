@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from edgespec.agent.agent import Chunk
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.scores import TokenScore
+from edgespec.device.agent import Chunk
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.marked_text import MarkedText
 from edgespec.endpoint.run import Job

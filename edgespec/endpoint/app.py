@@ -16,8 +16,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from edgespec import __version__
-from edgespec.agent.status import StatusSource
 from edgespec.config.security import is_loopback
+from edgespec.device.status import StatusSource
 from edgespec.endpoint.counts import registry_of
 from edgespec.endpoint.errors import ApiError, no_such_model
 from edgespec.endpoint.generation_route import GenerationRoute

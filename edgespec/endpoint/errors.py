@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from edgespec.agent.agent import GenerationError
 from edgespec.core.protocol.messages import FaultCode
+from edgespec.device.agent import GenerationError
 
 _TYPES: Final = {
     401: "authentication_error",

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from edgespec.agent.reply import UnverifiedChunk
 from edgespec.core.device.offline import Correction
+from edgespec.device.reply import UnverifiedChunk
 from edgespec.endpoint.answer import Choice, Delta, ScoredToken
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.tool_calls import ToolCall

@@ -18,7 +18,7 @@ from typing import Any, Final
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from edgespec.agent.reply import Chunk, ReplyEvent
+from edgespec.device.reply import Chunk, ReplyEvent
 from edgespec.endpoint import events
 from edgespec.endpoint.errors import ApiError, stopping
 from edgespec.endpoint.guard import error_response, too_large

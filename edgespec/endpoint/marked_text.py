@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from edgespec.agent.reply import Piece
+from edgespec.device.reply import Piece
 
 
 class MarkedText:

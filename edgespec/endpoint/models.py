@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from edgespec.agent.request_checks import fits_on_wire
+from edgespec.core.ports import ModelInfo
+from edgespec.device.request_checks import fits_on_wire
 from edgespec.endpoint.errors import no_such_model
 from edgespec.endpoint.verifiers import VerifierWatch, context_of
-from edgespec.ports import ModelInfo
 
 ALIAS: Final = "edgespec"
 """A model name that always means whatever the verifier serves."""

@@ -15,10 +15,10 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from edgespec.agent.agent import Agent, GenerationError, GenerationStats
-from edgespec.agent.reply import ReplyEvent
 from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent, GenerationError, GenerationStats
+from edgespec.device.reply import ReplyEvent
 from edgespec.endpoint.errors import ApiError, from_generation, invalid
 
 # Events that nobody has read yet; beyond them the generations wait.

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.agent.agent import Agent
 from edgespec.config.endpoint import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent
 from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.answer import Choice
 from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from edgespec.agent.status import StatusSource
+from edgespec.device.status import StatusSource
 
 _ASSETS: Final = Path(__file__).parent / "status"
 _FIRST_ANSWER_S: Final = 0.5

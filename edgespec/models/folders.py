@@ -16,8 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.ports import ModelInfo
 from edgespec.models.vocabulary import read_vocabulary, vocabulary_fingerprint
-from edgespec.ports import ModelInfo
 
 BUNDLED = "bundled"
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"

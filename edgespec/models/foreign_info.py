@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.ports import ModelInfo
 from edgespec.models.draft_sources import GENAI_CONFIG, genai_model
 from edgespec.models.folders import ModelFolderError, eos_ids, eos_token_ids, read_json, token_count
 from edgespec.models.vocabulary import vocabulary_fingerprint
-from edgespec.ports import ModelInfo
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")

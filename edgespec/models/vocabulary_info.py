@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from edgespec.core.ports import ModelInfo
 from edgespec.models.folders import DRAFT_MANIFEST, model_info, token_count
 from edgespec.models.vocabulary import vocabulary_fingerprint
-from edgespec.ports import ModelInfo
 
 
 def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:

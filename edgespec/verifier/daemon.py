@@ -21,6 +21,15 @@ from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
+from edgespec.core.ports import (
+    CapacityError,
+    LinkError,
+    ModelOutputError,
+    TargetLostError,
+    TargetModel,
+    VerifierStream,
+    adapters_of,
+)
 from edgespec.core.protocol.messages import (
     Cancel,
     Downlink,
@@ -34,15 +43,6 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.ports import (
-    CapacityError,
-    LinkError,
-    ModelOutputError,
-    TargetLostError,
-    TargetModel,
-    VerifierStream,
-    adapters_of,
-)
 from edgespec.telemetry.engine_telemetry import EngineTelemetry
 from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from edgespec.core.ports import CapacityError, TargetLostError, TargetModel, use_adapter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine_events import (
@@ -18,7 +19,6 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     SequenceFailed,
 )
-from edgespec.ports import CapacityError, TargetLostError, TargetModel, use_adapter
 
 _LOG = logging.getLogger(__name__)
 SequenceWork = OpenSequence | CloseSequence | KeepNodes

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import AssociationPolicy, association_policy
 from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (

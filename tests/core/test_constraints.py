@@ -26,8 +26,8 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.admission import refuse_open
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.draft_scripts import GREETING, REQUEST, new_session
 from tests.core.token_grammars import (
     EOS,

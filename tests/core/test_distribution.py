@@ -21,16 +21,16 @@ from edgespec.core.device.events import DraftCounters, Finish
 from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
-from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.ports import Drafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream

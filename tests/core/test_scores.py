@@ -14,7 +14,7 @@ from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.score_keeper import ScoreKeeper
 from edgespec.core.verifier.session_events import Attach, Detach, PassDone, Send
-from edgespec.transport.codec import decode_downlink, encode_downlink, payload_bytes
+from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
 from tests.core.fixed_text import MODEL, REQUEST, commit_in, new_session, offer, run_pass
 
 ASKING = replace(REQUEST, logprobs=2)

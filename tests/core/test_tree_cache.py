@@ -16,7 +16,7 @@ from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ALIVE, ROOT, SpeculationTree
 from edgespec.core.protocol.work import Candidate, TreeRows
-from edgespec.drafters.tree_rows import RowTable
+from edgespec.device.drafters.tree_rows import RowTable
 
 _round = st.tuples(
     st.lists(st.integers(0, 2), max_size=3),  # committed

@@ -12,24 +12,24 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from edgespec.agent.agent import Agent, AgentOptions, GenerationStats
-from edgespec.agent.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
-from edgespec.agent.status import StatusSource
-from edgespec.compose import build_agent, connect
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent, AgentOptions, GenerationStats
+from edgespec.device.build import build_agent, connect
+from edgespec.device.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
+from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.prompt_log import PromptLog
 from edgespec.endpoint.server import MOST_CONNECTIONS, EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.chat_template import ChatTokenizer
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import TargetModel
+from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
 from tests.shell.live_verifier import serving
 

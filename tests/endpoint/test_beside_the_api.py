@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.agent.reply import UnverifiedChunk
 from edgespec.cli.main import app
 from edgespec.core.device.offline import Correction
+from edgespec.device.reply import UnverifiedChunk
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script, over_toy
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

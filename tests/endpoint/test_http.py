@@ -16,7 +16,7 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
 from edgespec.endpoint.verifiers import Presence
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,
@@ -376,7 +376,7 @@ async def test_metrics_version_and_places_that_are_not() -> None:
 
 
 async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
-    from edgespec.compose import connect
+    from edgespec.device.build import connect
     from edgespec.endpoint.verifiers import VerifierWatch
 
     async with serving() as (address, _):

@@ -21,7 +21,7 @@ from edgespec.endpoint.request_json import MAX_VALUES, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.chat_template import MAX_MESSAGES
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,

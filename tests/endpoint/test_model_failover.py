@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from openai import APIError, APIStatusError, NotFoundError
 
-from edgespec.agent.verifier_pool import VerifierPool
 from edgespec.core.association.circuit_breaker import CLOSED
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.device.verifier_pool import VerifierPool
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
 from tests.endpoint.test_http import until
 from tests.endpoint.test_models import (

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
-from edgespec.compose import TOY_MODEL
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.endpoint.counts import MOST_NAMES, OTHER, EndpointCounts
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,
     ScriptedAgent,

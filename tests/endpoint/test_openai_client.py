@@ -15,7 +15,7 @@ from edgespec.api import connect
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
 from tests.shell.live_verifier import toy_text
 

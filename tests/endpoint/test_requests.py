@@ -19,7 +19,7 @@ from edgespec.endpoint.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.endpoint.service import Answer, Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import ScriptedAgent
 
 MESSAGES = [{"role": "user", "content": "hi"}]

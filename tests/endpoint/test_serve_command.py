@@ -18,14 +18,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from edgespec.access import endpoint_key
 from edgespec.cli.main import app
 from edgespec.cli.running import Interrupted
 from edgespec.cli.serve_life import serve_until_stopped
 from edgespec.config import AgentConfig, ConfigError, DraftSection, EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.trace import NoTrace
+from edgespec.wire.access import endpoint_key
 from tests.shell.live_verifier import daemon, start, toy_text
 
 WITHIN_S = 60

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from edgespec.agent.agent import Agent, AgentOptions
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent, AgentOptions
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_format, tool_reader
 from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer

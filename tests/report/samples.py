@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec.agent.agent import Agent
-from edgespec.compose import build_agent, build_verifier
 from edgespec.config import (
     AgentConfig,
     DraftSection,
@@ -21,8 +19,8 @@ from edgespec.config import (
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.report.spans import Lane, Span
-from edgespec.report.timeline import Timeline
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
 from edgespec.telemetry.run_summary import (
     PACE,
     ArmSummary,
@@ -39,6 +37,9 @@ from edgespec.telemetry.run_summary import (
     spread_of,
 )
 from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.build import build_verifier
+from edgespec_sim.report.spans import Lane, Span
+from edgespec_sim.report.timeline import Timeline
 from edgespec_sim.traces.inspect import describe
 from edgespec_sim.traces.network_trace import NetworkTrace
 

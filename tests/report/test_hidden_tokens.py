@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.cli.running import trace_to
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, VerifierConfig
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.report.summarise import summarise
-from edgespec.report.trace_lines import read_lines
+from edgespec.device.build import build_agent
 from edgespec.telemetry.hidden_tokens import TOKEN_FIELDS, HiddenTokens
 from edgespec.telemetry.trace import TraceFile, Tracer
+from edgespec_sim.report.summarise import summarise
+from edgespec_sim.report.trace_lines import read_lines
 from tests.report.samples import agent_config
 from tests.shell.live_verifier import serving
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.profile_fit import Samples, _device_side
+from edgespec.bench.profile_fit import Samples, _device_side
 from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
@@ -16,17 +16,17 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.drafters.tree_rows import PathDrafter
-from edgespec.report.device_spans import DeviceSpans
-from edgespec.report.device_tally import DeviceTally
-from edgespec.report.trace_lines import read_lines
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.drafters.tree_rows import PathDrafter
 from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.report.device_spans import DeviceSpans
+from edgespec_sim.report.device_tally import DeviceTally
+from edgespec_sim.report.trace_lines import read_lines
 
 
 def _step_s(kept: int, fed: int) -> float:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from edgespec.report.spans import Lane, Span, rows_apart
-from edgespec.report.timeline import Clocks, build_timeline
-from edgespec.report.trace_lines import Line
+from edgespec_sim.report.spans import Lane, Span, rows_apart
+from edgespec_sim.report.timeline import Clocks, build_timeline
+from edgespec_sim.report.trace_lines import Line
 
 
 def device(at_s: float, name: str, **fields: Any) -> Line:

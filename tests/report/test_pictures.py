@@ -16,10 +16,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
-from edgespec.benchmark.report import Subject, document
-from edgespec.benchmark.settings import BenchSettings
-from edgespec.benchmark.workload import Workload
+from edgespec.bench.arms import Arm
+from edgespec.bench.report import Subject, document
+from edgespec.bench.settings import BenchSettings
+from edgespec.bench.workload import Workload
 from tests.sources import ROOT
 from tools import draw_bench, draw_demo
 from tools.svg import PictureError, command, text

@@ -17,18 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.agent.agent import Agent
-from edgespec.compose import build_agent, load_target
 from edgespec.config import VerifierConfig
 from edgespec.core.device.events import DraftCounters
-from edgespec.report.perfetto import perfetto_json
-from edgespec.report.spans import Lane, Span, rows_apart
-from edgespec.report.summarise import summarise
-from edgespec.report.timeline import Clocks, Timeline, build_timeline
-from edgespec.report.trace_lines import Line, TraceLineError, read_lines
-from edgespec.report.write import report_on
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
 from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.build import load_target
+from edgespec_sim.report.perfetto import perfetto_json
+from edgespec_sim.report.spans import Lane, Span, rows_apart
+from edgespec_sim.report.summarise import summarise
+from edgespec_sim.report.timeline import Clocks, Timeline, build_timeline
+from edgespec_sim.report.trace_lines import Line, TraceLineError, read_lines
+from edgespec_sim.report.write import report_on
 from tests.report.samples import SAMPLED, agent_config, traced_run
 from tests.shell.live_verifier import GatedTarget, serving
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.report.document import write_page
-from edgespec.report.page import render
-from edgespec.report.sweep_page import render_sweep
-from edgespec.report.timeline import build_timeline
-from edgespec.report.trace_lines import read_lines
-from edgespec.report.trace_page import render_trace
+from edgespec_sim.report.document import write_page
+from edgespec_sim.report.page import render
+from edgespec_sim.report.sweep_page import render_sweep
+from edgespec_sim.report.timeline import build_timeline
+from edgespec_sim.report.trace_lines import read_lines
+from edgespec_sim.report.trace_page import render_trace
 from tests.report.samples import (
     SAMPLED,
     asked_alike,

@@ -7,9 +7,9 @@ from typing import Any
 
 from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec.core.protocol.wire_size import message_bytes
-from edgespec.report.summarise import summarise
-from edgespec.report.trace_lines import Line
 from edgespec.telemetry.run_summary import GroupSummary
+from edgespec_sim.report.summarise import summarise
+from edgespec_sim.report.trace_lines import Line
 
 OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from edgespec.compose import TOY_MODEL
+from edgespec.core.ports import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import CacheShape, ModelInfo, PassRequest, PassResult
-from edgespec.targets.toy import ToyTarget
+from edgespec.models.toy import TOY_MODEL
+from edgespec.verifier.targets.toy import ToyTarget
 
 
 class AdaptedToy:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets import packed_linear
-from edgespec.targets.attention_backend import AttentionBackend
-from edgespec.targets.kv_pool import BLOCK_SIZE
-from edgespec.targets.reference_attention import ReferenceAttention
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import packed_linear
+from edgespec.verifier.targets.attention_backend import AttentionBackend
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
+from edgespec.verifier.targets.reference_attention import ReferenceAttention
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import random_tree
 from tests.shell.taped_passes import taped
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint

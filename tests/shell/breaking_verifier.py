@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from edgespec.cli import serving
 from edgespec.cli.main import app
-from edgespec.compose import load_target
 from edgespec.config import VerifierConfig
-from edgespec.ports import PassRequest, PassResult, TargetModel
-from edgespec.targets.paced import PacedTarget
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.paced import PacedTarget
 
 
 class StickyError(PacedTarget):

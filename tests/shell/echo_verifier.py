@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from edgespec.core.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -22,9 +23,8 @@ from edgespec.core.protocol.messages import (
     Received,
     VerifierInfo,
 )
-from edgespec.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.grpc_server import GrpcServer
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.grpc_server import GrpcServer
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), Limits(lease_s=7.5), 3, 8)
 STOPPING = Fault(

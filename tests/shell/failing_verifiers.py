@@ -7,15 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from edgespec.access import ServerAccess
-from edgespec.agent.agent import Agent
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import TargetModel
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
+from edgespec.models.toy import ToyTokenizer
+from edgespec.wire.access import ServerAccess
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import serving, toy_text
 

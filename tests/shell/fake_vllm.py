@@ -11,13 +11,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.compose import TOY_MODEL
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.scores import score_token
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
-from edgespec.engines.vllm.step import Stepped, Wanted
-from edgespec.engines.vllm.target import VllmTarget
+from edgespec.models.toy import TOY_MODEL
+from edgespec.verifier.engines.vllm.step import Stepped, Wanted
+from edgespec.verifier.engines.vllm.target import VllmTarget
 
 CONTEXT_LENGTH = 4096
 

@@ -27,7 +27,7 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.transport.codec import (
+from edgespec.wire.codec import (
     decode_downlink,
     decode_info,
     decode_uplink,
@@ -35,8 +35,8 @@ from edgespec.transport.codec import (
     encode_info,
     encode_uplink,
 )
-from edgespec.transport.pb import speculation_pb2 as pb
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 VOCABULARY = 64
 # Numbers at and around the bounds of fields.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgespec.agent.agent import Agent, Chunk
 from edgespec.config import (
     AgentConfig,
     DeviceTlsSection,
@@ -16,7 +15,8 @@ from edgespec.config import (
 from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.agent import Agent, Chunk
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import toy_text
 
 PROMPT = "the quick brown fox"

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from edgespec.agent.agent import Agent
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.agent import Agent
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.chat_template import ChatTemplate, Message
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.loopback import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.loopback import LoopbackTransport
 from tests.core.token_grammars import EOS
 
 LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))

@@ -12,12 +12,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from edgespec.access import ServerAccess
-from edgespec.compose import TOY_MODEL, build_verifier
 from edgespec.config import VerifierConfig
-from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.toy_model import ToyModel
-from edgespec.ports import (
+from edgespec.core.ports import (
     CacheShape,
     ModelInfo,
     PassRequest,
@@ -26,7 +22,12 @@ from edgespec.ports import (
     adapters_of,
     use_adapter,
 )
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.toy_model import ToyModel
+from edgespec.models.toy import TOY_MODEL
+from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.access import ServerAccess
 from tests.sources import ROOT
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from edgespec.targets.pipeline import PipelineTarget
+from edgespec.verifier.targets.pipeline import PipelineTarget
 from tests.shell.random_schedules import Recorder, check_random_schedule
 from tests.shell.target_schedules import compare
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest, PassResult, TargetModel
 
 _GREEDY = SamplingParams()
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets.pipeline import pipeline_target
-from edgespec.targets.tensor_parallel import torch_target
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.pipeline import pipeline_target
+from edgespec.verifier.targets.tensor_parallel import torch_target
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams()
 

@@ -7,8 +7,8 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from edgespec.agent.agent import Agent, AgentOptions, Chunk
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.core.protocol.messages import (
     Commit,
     Draft,
@@ -19,10 +19,10 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
+from edgespec.device.agent import Agent, AgentOptions, Chunk
+from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.trace import Tracer
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.echo_verifier import INFO
 
 TEXT = ToyTokenizer()

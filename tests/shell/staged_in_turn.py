@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest, PassResult
-from edgespec.targets.pipeline_stage import StageShare
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.pipeline_stage import StageShare
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 
 class InTurn(StageShare):

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgespec.agent.status import StatusSource
+from edgespec.device.status import StatusSource
 from edgespec.endpoint.status_page import status_routes
 
 

@@ -19,11 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from edgespec.targets import torch_target
-from edgespec.targets.graphed_passes import GraphedPasses, RecorderFull
-from edgespec.targets.paged_attention import PagedAttention
-from edgespec.targets.pass_plan import PassPlan
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import torch_target
+from edgespec.verifier.targets.graphed_passes import GraphedPasses, RecorderFull
+from edgespec.verifier.targets.paged_attention import PagedAttention
+from edgespec.verifier.targets.pass_plan import PassPlan
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal")
 Step = Callable[[], None]
@@ -119,7 +119,7 @@ class TritonKernel(TorchKernel):
 
     def __init__(self) -> None:
         super().__init__()
-        from edgespec.targets import paged_kernel
+        from edgespec.verifier.targets import paged_kernel
 
         def attend(grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
             paged_kernel.attend[grid](*args, **constants)

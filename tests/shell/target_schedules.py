@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest, PassResult, TargetModel
 from tests.shell.random_schedules import random_tree
 
 SESSIONS = {

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from edgespec.core.ports import CapacityError, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import CapacityError, PassRequest
-from edgespec.targets.tensor_parallel import TensorParallelTarget
+from edgespec.verifier.targets.tensor_parallel import TensorParallelTarget
 from tests.core.token_grammars import Automaton, drafted_text
 from tests.shell.random_schedules import Recorder, check_random_schedule
 from tests.shell.target_schedules import compare

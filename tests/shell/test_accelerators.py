@@ -14,19 +14,19 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.compose import load_drafter
 from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.kv_type import KvType
+from edgespec.core.ports import Drafter, TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.foreign_check import relative_difference
-from edgespec.drafters.foreign_drafter import ForeignDrafter
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
-from edgespec.drafters.providers import candidates, why_not_loadable
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters.foreign_check import relative_difference
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.device.drafters.providers import candidates, why_not_loadable
+from edgespec.device.export.export import export_draft
+from edgespec.device.provider_choice import LARGEST_DIFFERENCE
 from edgespec.models.folders import model_info
-from edgespec.ports import Drafter, TreeRows
-from edgespec.provider_choice import LARGEST_DIFFERENCE
 from tests.shell.foreign_graphs import Style, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, write_checkpoint
 

@@ -15,13 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.agent.agent import Agent, GenerationError
-from edgespec.agent.link import Link
-from edgespec.agent.session_driver import SessionDriver
-from edgespec.benchmark.measurement import measure
+from edgespec.bench.measurement import measure
 from edgespec.cli.streaming import Progress, summary
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    DeviceStream,
+    Drafter,
+    LinkError,
+    ModelInfo,
+    Transport,
+    VerifierStream,
+    never_cancelled,
+)
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -35,20 +43,12 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.messages import Fault as VerifierFault
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.sampler import best_candidates
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import TOY_ALPHABET
-from edgespec.ports import (
-    Cancelled,
-    Candidate,
-    DeviceStream,
-    Drafter,
-    LinkError,
-    ModelInfo,
-    Transport,
-    VerifierStream,
-    never_cancelled,
-)
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.link import Link
+from edgespec.device.session_driver import SessionDriver
+from edgespec.models.toy import TOY_ALPHABET
+from edgespec.sampling.array_sampler import best_candidates
 from tests.shell.scripted_verifier import (
     PROMPT,
     QUICK,
@@ -290,7 +290,7 @@ async def test_a_bug_in_the_session_is_heard_of(
         transport = FaultyTransport(loopback(serve), cuts)
         async with agent(transport, toy_drafter()) as one:
             assert await told(one) == "the device failed: ZeroDivisionError: a bug"
-    driver = [r.levelno for r in caplog.records if r.name == "edgespec.agent.session_driver"]
+    driver = [r.levelno for r in caplog.records if r.name == "edgespec.device.session_driver"]
     assert driver == [logging.ERROR]
 
 

@@ -11,12 +11,6 @@ from itertools import pairwise
 
 import pytest
 
-from edgespec.agent import status
-from edgespec.agent.activity import Activity
-from edgespec.agent.agent import Agent, GenerationError
-from edgespec.agent.draft_worth import draft_worth
-from edgespec.agent.status import StatusSource
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection, LinkSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters, LinkDown
@@ -24,6 +18,12 @@ from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device import status
+from edgespec.device.activity import Activity
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.build import build_agent
+from edgespec.device.draft_worth import draft_worth
+from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import (
     MAX_EVENTS,
     AgentStatus,

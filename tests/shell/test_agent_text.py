@@ -16,14 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.agent.agent import MAX_TOKEN_ID, Chunk
-from edgespec.agent.link import Link
-from edgespec.core.protocol.messages import FinishReason, Open, Uplink
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import TOY_ALPHABET, ToyTokenizer
-from edgespec.ports import (
+from edgespec.core.ports import (
     Cancelled,
     Candidate,
     ModelInfo,
@@ -31,7 +24,14 @@ from edgespec.ports import (
     VerifierStream,
     never_cancelled,
 )
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.core.protocol.messages import FinishReason, Open, Uplink
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.agent import MAX_TOKEN_ID, Chunk
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.link import Link
+from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import PROMPT, agent, generate, loopback, play, streaming
 
 TEXT = ToyTokenizer()

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 import pytest
 
 import edgespec
-from edgespec.agent.agent import Agent
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import DeviceStream
+from edgespec.core.ports import DeviceStream
+from edgespec.device.agent import Agent
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, environment, toy_text
 from tests.shell.scripted_verifier import loopback, streaming
 from tests.sources import ROOT

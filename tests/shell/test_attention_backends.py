@@ -17,14 +17,23 @@ pytest.importorskip("transformers")
 
 import torch
 
-from edgespec.targets import canonical_attention
-from edgespec.targets.attention_backend import AttentionBackend, AttentionLayout, LayerAttention
-from edgespec.targets.backend_self_test import HeadShape, disagreement, random_passes, random_sinks
-from edgespec.targets.batch_rows import BatchRows
-from edgespec.targets.canonical_attention import CanonicalAttention
-from edgespec.targets.grouped_attention import GroupedAttention
-from edgespec.targets.reference_attention import ReferenceAttention
-from edgespec.targets.row_tiles import RowTiles
+from edgespec.verifier.targets import canonical_attention
+from edgespec.verifier.targets.attention_backend import (
+    AttentionBackend,
+    AttentionLayout,
+    LayerAttention,
+)
+from edgespec.verifier.targets.backend_self_test import (
+    HeadShape,
+    disagreement,
+    random_passes,
+    random_sinks,
+)
+from edgespec.verifier.targets.batch_rows import BatchRows
+from edgespec.verifier.targets.canonical_attention import CanonicalAttention
+from edgespec.verifier.targets.grouped_attention import GroupedAttention
+from edgespec.verifier.targets.reference_attention import ReferenceAttention
+from edgespec.verifier.targets.row_tiles import RowTiles
 from tests.shell.backend_schedules import Serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 
@@ -163,7 +172,7 @@ def _paged(shape: HeadShape) -> AttentionBackend:
     pytest.importorskip("triton", reason="the optional package triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("on a CPU the paged kernel runs with TRITON_INTERPRET=1 alone")
-    from edgespec.targets.paged_attention import PagedAttention
+    from edgespec.verifier.targets.paged_attention import PagedAttention
 
     return PagedAttention(shape.heads, shape.kv_heads, CPU)
 
@@ -180,7 +189,7 @@ def test_on_a_gpu_every_backend_computes_what_the_reference_does(
     shape: HeadShape, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("triton")
-    from edgespec.targets.paged_attention import PagedAttention
+    from edgespec.verifier.targets.paged_attention import PagedAttention
 
     device = torch.device("cuda")
     paged = PagedAttention(shape.heads, shape.kv_heads, device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+from edgespec.core.ports import DeviceStream, VerifierStream
 from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.ports import DeviceStream, VerifierStream
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.loopback import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.live_verifier import toy_text
 
 MODEL = ToyModel(vocabulary_size=16, order=2)

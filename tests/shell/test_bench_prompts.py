@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.prompts import (
-    DEFAULT_PROMPTS,
-    MAX_LINE_CHARACTERS,
-    PromptError,
-    read_prompts,
-)
-from edgespec.benchmark.workload import choose_workload
+from edgespec.bench.prompts import DEFAULT_PROMPTS, MAX_LINE_CHARACTERS, PromptError, read_prompts
+from edgespec.bench.workload import choose_workload
 
 FORMATS = (
     ({"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]}, "hello"),

@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions, GenerationError
-from edgespec.benchmark.arms import Arm
-from edgespec.benchmark.calibration import GAMMAS
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.benchmark.rows import Row
-from edgespec.benchmark.runner import BenchRunner, Station
-from edgespec.benchmark.settings import BenchSettings
-from edgespec.benchmark.workload import Workload
+from edgespec.bench.arms import Arm
+from edgespec.bench.calibration import GAMMAS
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.rows import Row
+from edgespec.bench.runner import BenchRunner, Station
+from edgespec.bench.settings import BenchSettings
+from edgespec.bench.workload import Workload
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.loopback import LoopbackTransport
-from edgespec.transport.metered import TrafficMeter
+from edgespec.device.agent import Agent, AgentOptions, GenerationError
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.loopback import LoopbackTransport
+from edgespec.wire.metered import TrafficMeter
 from tests.sources import ROOT
 
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=3.0, eos_token=0, eos_probability=0.01)

@@ -19,14 +19,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.agent.agent import Agent, GenerationError
 from edgespec.api import connect
-from edgespec.borrowed_tokenizer import _place, with_tokenizer
-from edgespec.borrowing_agent import BorrowingAgent
 from edgespec.cli.main import app
-from edgespec.compose import build_agent, load_tokenizer
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_files import (
     PART_BYTES,
@@ -34,13 +32,15 @@ from edgespec.core.protocol.text_files import (
     TextFile,
 )
 from edgespec.core.verifier.credential import Credential
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.borrowed_tokenizer import _place, with_tokenizer
+from edgespec.device.borrowing_agent import BorrowingAgent
+from edgespec.device.build import build_agent, load_tokenizer
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.vocabulary import vocabulary_fingerprint
-from edgespec.ports import LinkError, ModelInfo
-from edgespec.setup_error import SetupError
-from edgespec.target_loading import packed_texts
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.tokenizer_fetch import TokenizerFetch
+from edgespec.verifier.build import packed_texts
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.tokenizer_fetch import TokenizerFetch
 from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
@@ -236,7 +236,7 @@ async def test_an_older_verifier_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     async with served(echo) as (_, transport):
         with pytest.raises(LinkError, match="has no tokenizer to send"):
             await TokenizerFetch(transport.ask_tokenizer, "here").entries()
-        monkeypatch.setattr("edgespec.transport.grpc_client.SERVICE", "edgespec.v1.Nobody")
+        monkeypatch.setattr("edgespec.wire.grpc_client.SERVICE", "edgespec.v1.Nobody")
         with pytest.raises(LinkError, match="of a version that sends no tokenizer") as refused:
             await TokenizerFetch(transport.ask_tokenizer, "here").entries()
         assert not refused.value.retryable

@@ -7,20 +7,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.benchmark.prompts import LONG_PROMPTS
-from edgespec.compose import build_verifier, connect, load_target
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.prompts import LONG_PROMPTS
 from edgespec.config import VerifierConfig
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
+from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import connect
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.ports import Drafter, TargetModel
-from edgespec.transport.grpc_server import GrpcServer
+from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.grpc_server import GrpcServer
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -60,9 +61,9 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture(scope="module")
 def drafters() -> Iterator[dict[str, Drafter]]:
-    from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
-    from edgespec.drafters.onnx_drafter import OnnxDrafter
-    from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
+    from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
+    from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+    from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 
     folder = resolve_model("bundled", Role.DRAFT)
     draft = OnnxDrafter(folder)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
-from edgespec.transport.tls import (
+from edgespec.wire.tls import (
     TlsFileError,
     channel_credentials,
     handshake_failure,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from edgespec.agent.agent import GenerationError
-from edgespec.agent.reply import Chunk, Piece
 from edgespec.cli.talk import loop
 from edgespec.cli.talk.record import KeptFile, Record, read
 from edgespec.config import AgentConfig
 from edgespec.core.device.events import TokenKind
+from edgespec.device.agent import GenerationError
+from edgespec.device.reply import Chunk, Piece
 
 
 def press() -> None:

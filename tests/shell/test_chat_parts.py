@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import ConsoleDimensions
 
-from edgespec.agent.agent import Chunk, GenerationStats, Piece
 from edgespec.cli.streaming import Progress, summary
 from edgespec.cli.talk import markdown_view
 from edgespec.cli.talk.commands import (
@@ -38,6 +37,7 @@ from edgespec.cli.talk.status_line import status_line
 from edgespec.config import AgentConfig
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.device.agent import Chunk, GenerationStats, Piece
 from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, toy_text
 from tests.shell.terminal import Terminal, on_terminal
 

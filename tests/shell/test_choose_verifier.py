@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.agent.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.api import connect as edgespec_connect
 from edgespec.cli.device import greet
 from edgespec.cli.main import app
-from edgespec.compose import build_agent, connect, load_target
 from edgespec.config import (
     AgentConfig,
     ConfigError,
@@ -28,11 +26,14 @@ from edgespec.config import (
 )
 from edgespec.core.association.network import FEATURES
 from edgespec.core.association.policies import DeviceView, LowestDelay, MostCompute
+from edgespec.core.ports import DeviceStream, ModelInfo, Transport
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import DeviceStream, ModelInfo, Transport
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.device.build import build_agent, connect
+from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.models.toy import ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, daemon, nobody, serving, toy_text
 

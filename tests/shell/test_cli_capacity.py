@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.cli.main import app
-from edgespec.cli.plan_capacity import _search
-from edgespec.cli.sim import pool
-from edgespec.cli.sim.main import app as sim
-from edgespec.cli.sim.pool import Task, Workers
-from edgespec.cli.sim.simulate import parse_settings
 from edgespec.telemetry.run_summary import read_summary
+from edgespec_sim.commands import pool
+from edgespec_sim.commands.main import app as sim
+from edgespec_sim.commands.plan_capacity import _search
+from edgespec_sim.commands.pool import Task, Workers
+from edgespec_sim.commands.simulate import parse_settings
 from edgespec_sim.planning.capacity_values import CapacityQuestion
 from edgespec_sim.scenario.arrival_sections import SloSection
 from edgespec_sim.scenario.loading import load_scenario, scenario_path

@@ -17,9 +17,9 @@ from edgespec.cli import checks
 from edgespec.cli import generate as generate_command
 from edgespec.cli.checks import State
 from edgespec.cli.main import app
-from edgespec.compose import SetupError, needs
+from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, nobody, toy_text
 from tests.shell.tiny_checkpoints import write_tokenizer
 

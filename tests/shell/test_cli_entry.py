@@ -23,7 +23,7 @@ import pytest
 
 from edgespec.cli.running import on_stopping_signals, stoppable
 from edgespec.cli.serving import Stopping
-from edgespec.drafters import deaf_calls
+from edgespec.device.drafters import deaf_calls
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -94,7 +94,7 @@ def test_a_full_disk_is_named() -> None:
 
 _SHOWS = """
 import sys
-from edgespec.agent.reply import Chunk, Piece
+from edgespec.device.reply import Chunk, Piece
 from edgespec.cli.entry import start
 from edgespec.cli.streaming import JsonView, TextView
 from edgespec.core.device.events import TokenKind
@@ -160,7 +160,7 @@ def test_a_ctrl_c_during_the_imports_says_nothing(
 LOADING = """
 import ctypes, threading
 from edgespec.cli import running
-from edgespec.drafters import deaf_calls
+from edgespec.device.drafters import deaf_calls
 
 def listening():
     print("loading", flush=True)

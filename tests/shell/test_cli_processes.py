@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, own_port, start, toy_text
 
 PROMPT = "once upon a time"

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -32,8 +33,7 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingParams
-from edgespec.ports import ModelInfo
-from edgespec.transport.codec import (
+from edgespec.wire.codec import (
     decode_downlink,
     decode_info,
     decode_uplink,
@@ -42,8 +42,8 @@ from edgespec.transport.codec import (
     encode_uplink,
     payload_bytes,
 )
-from edgespec.transport.pb import speculation_pb2 as pb
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 LIMITS = WireLimits(
     max_prompt_tokens=64,

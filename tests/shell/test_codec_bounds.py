@@ -12,14 +12,9 @@ import pytest
 
 from edgespec.core.protocol.messages import MAX_COMMIT_TOKENS, Commit, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.transport.codec import (
-    decode_downlink,
-    decode_uplink,
-    encode_downlink,
-    encode_uplink,
-)
-from edgespec.transport.pb import speculation_pb2 as pb
-from edgespec.transport.wire_limits import ContextExceeded, ProtocolViolation, WireLimits
+from edgespec.wire.codec import decode_downlink, decode_uplink, encode_downlink, encode_uplink
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ContextExceeded, ProtocolViolation, WireLimits
 
 
 def open_bytes(**fields: Any) -> bytes:
@@ -50,7 +45,7 @@ def test_an_open_beyond_the_context_is_refused_by_its_count(
     prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = WireLimits.for_context(1024)
-    monkeypatch.setattr("edgespec.transport.open_codec.check_tokens", _never)
+    monkeypatch.setattr("edgespec.wire.open_codec.check_tokens", _never)
     with pytest.raises(ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
         decode_uplink(open_bytes(prompt=[7] * prompt_length), limits)
     with pytest.raises(ContextExceeded, match="1025 tokens"):
@@ -61,7 +56,7 @@ def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     payload = open_bytes(prompt=[7] * 300_000)
-    monkeypatch.setattr("edgespec.transport.codec.pb", None)  # nothing can be parsed
+    monkeypatch.setattr("edgespec.wire.codec.pb", None)  # nothing can be parsed
     with pytest.raises(ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
         decode_uplink(payload, WireLimits.for_context(1024))
 

@@ -10,14 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.compose import (
-    SetupError,
-    build_agent,
-    build_verifier,
-    load_drafter,
-    load_target,
-    with_port,
-)
 from edgespec.config import (
     AgentConfig,
     DraftSection,
@@ -25,9 +17,13 @@ from edgespec.config import (
     VerifierConfig,
     load_config,
 )
+from edgespec.config.setup_error import SetupError
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.device.build import build_agent, load_drafter
+from edgespec.device.many_verifiers import with_port
+from edgespec.verifier.build import build_verifier, load_target
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 

@@ -17,8 +17,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from edgespec.targets.cuda_graphs import CudaRecorder
-from edgespec.targets.graphed_passes import RecorderFull
+from edgespec.verifier.targets.cuda_graphs import CudaRecorder
+from edgespec.verifier.targets.graphed_passes import RecorderFull
 
 DEVICE = torch.device("cuda", 1)
 MIB = 1 << 20

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from edgespec.agent.agent import Agent
-from edgespec.compose import build_agent, build_verifier, load_target
 from edgespec.config import AgentConfig, DraftSection, LimitsSection
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.transport.grpc_server import GrpcServer
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
+from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.deploy_tools import judged
 from tests.shell.envoy_proxy import Proxy, certain, envoy, proxy, with_certificates
 from tests.shell.failing_verifiers import PACED, PATIENT

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from edgespec.core.ports import DeviceStream, LinkError, Transport
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.ports import DeviceStream, LinkError, Transport
-from edgespec.transport.directory import (
+from edgespec.wire.directory import (
     FRESH_S,
     KEEP_S,
     MAX_ADDRESSES,

@@ -17,10 +17,10 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.compose import load_drafter
 from edgespec.config import AgentConfig, DraftSection
-from edgespec.drafters.foreign_drafter import ForeignDrafter
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.draft_sources import find_draft, resolve_texts, variants_of
 from edgespec.models.folders import BUNDLED_FOLDER, ModelFolderError, model_info
 from edgespec.models.foreign_info import read_foreign_info

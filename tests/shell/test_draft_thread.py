@@ -9,18 +9,18 @@ import threading
 
 import pytest
 
-from edgespec.agent.draft_thread import DraftThread
+from edgespec.device.draft_thread import DraftThread
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
 WITHIN_S = 60.0
 HANGING = """
 import asyncio, threading
-from edgespec.agent import agent, shared_drafter
-from edgespec.agent.agent import Agent
-from edgespec.compose import TOY_MODEL, toy_info
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device import agent, shared_drafter
+from edgespec.device.agent import Agent
+from edgespec.models.toy import TOY_MODEL, toy_info
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.toy import ToyTokenizer
 
 agent._CLOSING_S = shared_drafter._CLOSING_S = 0.05
 began = threading.Event()

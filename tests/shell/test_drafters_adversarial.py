@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.benchmark.lent_drafter import LentDrafter
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter, random_ids
-from edgespec.drafters.paced import PacedDrafter
-from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.drafters.tree_rows import PathDrafter
-from edgespec.ports import (
+from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.core.ports import (
     Cancelled,
     Candidate,
     ModelInfo,
@@ -22,6 +16,12 @@ from edgespec.ports import (
     most_leaves,
     never_cancelled,
 )
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter, random_ids
+from edgespec.device.drafters.paced import PacedDrafter
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.drafters.tree_rows import PathDrafter
 
 MODEL = ToyModel(vocabulary_size=20)
 

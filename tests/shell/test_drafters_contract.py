@@ -16,20 +16,20 @@ import numpy as np
 import onnx
 import pytest
 
+from edgespec.core.ports import Drafter, ModelInfo, StepCancelledError, Twinned
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.foreign_drafter import ForeignDrafter
-from edgespec.drafters.model_free import ModelFreeDrafter
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.paced import PacedDrafter
-from edgespec.drafters.routed import RoutedDrafter
-from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.foreign_drafts import foreign_drafter
+from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.model_free import ModelFreeDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.paced import PacedDrafter
+from edgespec.device.drafters.routed import RoutedDrafter
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.export.export import export_draft
+from edgespec.device.foreign_drafts import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
-from edgespec.ports import Drafter, ModelInfo, StepCancelledError, Twinned
 from tests.shell.foreign_graphs import attending_graph, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
 

@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.checkpoint import CheckpointError
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.manifest import DraftModelError, read_manifest
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.quantize import dequantize_matrix, quantize_matrix
+from edgespec.device.drafters.manifest import DraftModelError, read_manifest
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.checkpoint import CheckpointError
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.quantize import dequantize_matrix, quantize_matrix
 from edgespec.models.folders import model_info, token_count
 from tests.shell.tiny_checkpoints import (
     CONTEXT_LENGTH,
@@ -204,7 +204,7 @@ def test_large_weights_go_to_a_file_of_their_own(
 ) -> None:
     source = write_checkpoint(tmp_path / "source")
     single = draft_logits(export(source, 4))
-    monkeypatch.setattr("edgespec.drafters.export.MAX_SINGLE_FILE_BYTES", 1000)
+    monkeypatch.setattr("edgespec.device.export.export.MAX_SINGLE_FILE_BYTES", 1000)
     folder, size = tmp_path / "split", 0
     for _ in range(2):  # the second export replaces the first
         export_draft(source, folder, model_info(source), bits=4)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.noise import gumbel, gumbel_row, least_bits
-from edgespec.drafters.sampler import best_candidates
-from edgespec.drafters.token_cache import TokenCache
-from edgespec.drafters.token_counts import TokenCounts
-from edgespec.drafters.workspace import Workspace
-from edgespec.ports import ModelInfo
+from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.sampling.array_noise import gumbel, gumbel_row, least_bits
+from edgespec.sampling.array_sampler import best_candidates
+from edgespec.sampling.token_counts import TokenCounts
+from edgespec.sampling.workspace import Workspace
 
 VOCABULARY_SIZE = 151_936
 Row = np.ndarray[Any, np.dtype[np.float32]]

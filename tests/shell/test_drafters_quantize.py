@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.drafters.quantize import BLOCK_SIZE, dequantize_matrix, quantize_matrix
+from edgespec.device.export.quantize import BLOCK_SIZE, dequantize_matrix, quantize_matrix
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.11), (8, 0.007)])

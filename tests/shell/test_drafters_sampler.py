@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from edgespec.core.protocol.noise import gumbel, noise_bits
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
-from edgespec.drafters.sampler import MAX_WIDTH, best_candidates
-from edgespec.drafters.token_counts import TokenCounts
+from edgespec.sampling.array_sampler import MAX_WIDTH, best_candidates
+from edgespec.sampling.token_counts import TokenCounts
 
 VOCABULARY_SIZE = 40
 ROWS = st.lists(

@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions, Chunk, GenerationError
-from edgespec.compose import TOY_MODEL, build_agent, build_policy, connect, load_target
 from edgespec.config import (
     AgentConfig,
     DraftSection,
@@ -25,9 +23,12 @@ from edgespec.config import (
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.adversarial import AdversarialDrafter
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
+from edgespec.device.build import build_agent, build_policy, connect
+from edgespec.device.drafters.adversarial import AdversarialDrafter
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.build import load_target
 from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
 
 PROMPT = "the quick brown fox"

@@ -7,21 +7,21 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from edgespec import model_drafter
-from edgespec.compose import load_drafter
 from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.memory_size import MachineMemory
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters import providers
-from edgespec.drafters.manifest import DraftModelError
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.providers import (
+from edgespec.device import model_drafter
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters import providers
+from edgespec.device.drafters.manifest import DraftModelError
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.providers import (
     EXECUTION,
     candidates,
     execution_providers,
     why_not_loadable,
 )
-from edgespec.setup_error import SetupError
 
 THERE = [name for name, one in EXECUTION.items() if one in ort.get_available_providers()]
 ABSENT = [name for name in EXECUTION if name not in THERE]

@@ -14,19 +14,19 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.drafters import export as exporting
-from edgespec.drafters.checkpoint import Checkpoint, read_shape
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.head_padding import (
+from edgespec.device.drafters.manifest import DraftManifest, DraftModelError
+from edgespec.device.export import export as exporting
+from edgespec.device.export.checkpoint import Checkpoint, read_shape
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.export_cache import WORK_PREFIX
+from edgespec.device.export.head_padding import (
     pad_inputs,
     pad_outputs,
     unpad_inputs,
     unpad_outputs,
 )
-from edgespec.drafters.manifest import DraftManifest, DraftModelError
-from edgespec.drafters.parity import check_parity
-from edgespec.drafters.reference_model import reference_logits
-from edgespec.export_cache import WORK_PREFIX
+from edgespec.device.export.parity import check_parity
+from edgespec.device.export.reference_model import reference_logits
 from edgespec.models.folders import model_info
 from tests.shell.test_drafters_export import TOKENS, VARIANTS
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 from edgespec.cli.main import app
 from edgespec.core.device.kv_type import KvType
+from edgespec.core.ports import TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.manifest import DraftModelError, read_manifest
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
-from edgespec.drafters.parity import check_parity
+from edgespec.device.drafters.manifest import DraftModelError, read_manifest
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.parity import check_parity
 from edgespec.models.folders import ModelFolderError, model_info
 from edgespec.models.kept_vocabulary import read_kept_ids
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.ports import TreeRows
 from tests.shell.test_drafters_export import TOKENS, draft_logits
 from tests.shell.test_export_families import FAMILIES, family_checkpoint
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgespec.exporters import environment
-from edgespec.exporters.environment import LEAST_FREE_BYTES, TORCH_INDEX, exporter_python
-from edgespec.exporters.kinds import ExporterKind
-from edgespec.setup_error import SetupError
+from edgespec.config.setup_error import SetupError
+from edgespec.device.export import environment
+from edgespec.device.export.environment import LEAST_FREE_BYTES, TORCH_INDEX, exporter_python
+from edgespec.device.export.kinds import ExporterKind
 
 KIND = ExporterKind("some", ("some==1",), ("some",), (32,), lambda source, target, bits: ())
 WITH_TORCH = replace(KIND, requirements=("some==1", "torch>=2.5"))

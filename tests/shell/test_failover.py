@@ -14,19 +14,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.agent.verifier_pool import VerifierPool
-from edgespec.compose import load_target
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.circuit_breaker import BreakerPolicy
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import DeviceView, ListedOrder
 from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.core.protocol.messages import Commit, Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
-from edgespec.transport.directory import VerifierDirectory
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.verifier_pool import VerifierPool
+from edgespec.verifier.build import load_target
+from edgespec.wire.directory import VerifierDirectory
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
 from tests.shell.live_verifier import GatedTarget, daemon, own_port, serving
 from tests.shell.scripted_verifier import loopback, streaming

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.access import ServerAccess, device_access
-from edgespec.agent.agent import Agent, AgentOptions, GenerationError
-from edgespec.agent.verifier_pool import VerifierPool
-from edgespec.compose import TOY_MODEL, connect
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import DeviceView, ListedOrder
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.toy_model import ToyModel
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.directory import VerifierDirectory
+from edgespec.device.agent import Agent, AgentOptions, GenerationError
+from edgespec.device.build import connect
+from edgespec.device.verifier_pool import VerifierPool
+from edgespec.models.toy import TOY_MODEL
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.access import ServerAccess, device_access
+from edgespec.wire.directory import VerifierDirectory
 from tests.shell.failing_verifiers import (
     EXPECTED,
     HASTY,

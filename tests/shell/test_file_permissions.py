@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.access import ServerAccess, check_file_permissions, device_access, endpoint_key
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, ConfigError, EndpointSection
 from edgespec.core.verifier.credential import Credential
+from edgespec.wire.access import ServerAccess, check_file_permissions, device_access, endpoint_key
 from tests.shell.guarded import keys_in, verifier_config
 from tests.shell.pki import Pki
 

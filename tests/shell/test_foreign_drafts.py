@@ -17,16 +17,16 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from edgespec.core.ports import Drafter, StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.foreign_cache import ReslicedCache
-from edgespec.drafters.foreign_drafter import ForeignDrafter
-from edgespec.drafters.foreign_graph import CacheTensor
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.foreign_drafts import ForeignOptions, foreign_drafter
+from edgespec.device.drafters.foreign_cache import ReslicedCache
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.foreign_graph import CacheTensor
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.export import export_draft
+from edgespec.device.foreign_drafts import ForeignOptions, foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
-from edgespec.ports import Drafter, StepCancelledError
 from tests.shell.foreign_graphs import (
     Style,
     attending_graph,
@@ -266,7 +266,7 @@ class NoMoreMemory(ReslicedCache):
 def test_without_memory_a_step_fails_and_what_is_kept_stays(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.drafters.foreign_drafter.ReslicedCache", NoMoreMemory)
+    monkeypatch.setattr("edgespec.device.drafters.foreign_drafter.ReslicedCache", NoMoreMemory)
     drafter = load(folder_of("optimum"))
     drafter.begin(30, SamplingParams())
     drafter.step(0, TOKENS[:30], 1)

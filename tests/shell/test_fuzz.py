@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from edgespec.transport import codec
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.wire import codec
+from edgespec.wire.wire_limits import WireLimits
 from tests.shell import fuzz_messages as messages
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT

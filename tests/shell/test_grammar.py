@@ -17,23 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.agent.agent import Agent, GenerationError
 from edgespec.cli.constraint_options import constraint_of
 from edgespec.config import ConfigError
 from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind, mask_of
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.drafters.toy import toy_info
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.token_bytes import TokenBytes
-from edgespec.targets.sampler import SampleBlock, choose_tokens
-from edgespec.targets.torch_target import TorchTarget
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.codec import decode_uplink, encode_uplink
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
 from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.codec import decode_uplink, encode_uplink
+from edgespec.wire.loopback import LoopbackTransport
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of

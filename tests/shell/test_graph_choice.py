@@ -15,14 +15,14 @@ pytest.importorskip("transformers")
 
 import torch
 
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets.batch_rows import lay_out
-from edgespec.targets.graph_choice import GraphChoice
-from edgespec.targets.graph_self_test import graphs_disagree
-from edgespec.targets.loading import load_model
-from edgespec.targets.static_pass import bucket_of
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.batch_rows import lay_out
+from edgespec.verifier.targets.graph_choice import GraphChoice
+from edgespec.verifier.targets.graph_self_test import graphs_disagree
+from edgespec.verifier.targets.loading import load_model
+from edgespec.verifier.targets.static_pass import bucket_of
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.backend_schedules import Serving
 from tests.shell.taped_passes import Tape, TapeRecorder, plain_target, taped
 from tests.shell.tiny_checkpoints import write_checkpoint

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 
 import torch
 
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets import graphed_passes
-from edgespec.targets.device_copies import StagedBytes
+from edgespec.sampling.torch_device_copies import StagedBytes
+from edgespec.verifier.targets import graphed_passes
 from tests.shell.backend_schedules import Serving
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.ragged_decoding import decode_beside, generated
@@ -92,7 +92,7 @@ def test_a_repeated_pass_makes_one_copy(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StagedBytes, "send", sent)
     for module in ("block_tables", "kv_pool", "pass_plan", "paged_attention"):
-        monkeypatch.setattr(f"edgespec.targets.{module}.to_device", copied)
+        monkeypatch.setattr(f"edgespec.verifier.targets.{module}.to_device", copied)
     keys = [f"s{index}" for index in range(6)]
     for key in keys:
         target.open(key, 1, GREEDY)

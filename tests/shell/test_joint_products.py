@@ -15,12 +15,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from edgespec.core.ports import TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
-from edgespec.ports import TreeRows
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 TOKENS = [int(t) for t in np.random.default_rng(2).integers(0, VOCABULARY_SIZE, 60)]

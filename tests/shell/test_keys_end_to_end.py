@@ -18,11 +18,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from edgespec.access import DeviceAccess, ServerAccess, device_access
-from edgespec.agent.agent import GenerationError
 from edgespec.cli import checks
 from edgespec.cli.device import greet
-from edgespec.compose import SetupError, build_agent, connect
 from edgespec.config import (
     AgentConfig,
     ConfigError,
@@ -31,10 +28,14 @@ from edgespec.config import (
     VerifierConfig,
 )
 from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
-from edgespec.ports import LinkError
+from edgespec.device.agent import GenerationError
+from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.access import DeviceAccess, ServerAccess, device_access
 from tests.shell.guarded import (
     EXPECTED,
     LONG,

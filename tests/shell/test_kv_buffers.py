@@ -20,15 +20,15 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.core.device.kv_type import KvType
+from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters import kv_buffers, onnx_drafter
-from edgespec.drafters.draft_window import DraftWindow
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.kv_buffers import KvBuffers, block_tokens
-from edgespec.drafters.manifest import DraftModelError, read_manifest, write_manifest
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters import kv_buffers, onnx_drafter
+from edgespec.device.drafters.draft_window import DraftWindow
+from edgespec.device.drafters.kv_buffers import KvBuffers, block_tokens
+from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
-from edgespec.ports import StepCancelledError
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 MIB = 1 << 20

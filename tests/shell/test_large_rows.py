@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.targets import large_rows, sampler
-from edgespec.targets.sampler import SampleBlock, choose_tokens
-from edgespec.targets.token_counts import TokenCounts
+from edgespec.sampling import torch_large_rows as large_rows
+from edgespec.sampling import torch_sampler as sampler
+from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
+from edgespec.sampling.torch_token_counts import TokenCounts
 
 SIZES = (61, 1000, 5003, 20_000)
 

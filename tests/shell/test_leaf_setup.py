@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.agent.draft_step import run_step
-from edgespec.compose import load_drafter
 from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.events import StartStep, StepDone
+from edgespec.core.ports import Candidate, TreeRows, most_leaves, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.drafters.tree_rows import PathDrafter
-from edgespec.ports import Candidate, TreeRows, most_leaves, never_cancelled
+from edgespec.device.build import load_drafter
+from edgespec.device.draft_step import run_step
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.drafters.tree_rows import PathDrafter
 
 FOUR = PolicySection(leaves=4)
 

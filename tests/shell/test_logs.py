@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from edgespec.compose import build_agent, connect, load_target
 from edgespec.config import VerifierConfig
 from edgespec.core.protocol.messages import Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import StreamOpened
+from edgespec.device.build import build_agent, connect
 from edgespec.telemetry.access_log import log_stream
 from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
 from edgespec.telemetry.request_id import new_request_id, request_id
 from edgespec.telemetry.stream_meter import StreamMeter
+from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from tests.shell.live_verifier import GatedTarget, daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.compose import TOY_CONTEXT_LENGTH, build_agent, load_drafter, load_target
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
 from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.model_free import ModelFreeDrafter
-from edgespec.drafters.routed import RoutedDrafter
+from edgespec.device.build import build_agent, load_drafter
+from edgespec.device.drafters.model_free import ModelFreeDrafter
+from edgespec.device.drafters.routed import RoutedDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
-from edgespec.models.toy_tokenizer import TOY_ALPHABET, ToyTokenizer
-from edgespec.targets.toy import ToyTarget
+from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.live_verifier import serving, toy_text
 from tests.sources import ROOT
 
@@ -103,7 +104,7 @@ def test_a_lookup_loads_no_model_library() -> None:
     code = (
         "import sys\n"
         "for name in ('onnxruntime', 'onnx', 'torch'): sys.modules[name] = None\n"
-        "from edgespec.compose import load_drafter\n"
+        "from edgespec.device.build import load_drafter\n"
         "from edgespec.config import AgentConfig, DraftSection\n"
         "drafter = load_drafter(AgentConfig(draft=DraftSection('lookup')))\n"
         "print(drafter.info.name)\n"

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.agent.agent import Agent
-from edgespec.agent.machine_watch import LOOK_EVERY_S, MachineWatch
-from edgespec.agent.status import StatusSource
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.draft_ladder import DraftLadder, MachineReading, Rung
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
+from edgespec.device.machine_watch import LOOK_EVERY_S, MachineWatch
+from edgespec.device.status import StatusSource
+from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.machine_sensors import MachineSensors
 from tests.shell.live_verifier import serving
 

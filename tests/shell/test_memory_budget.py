@@ -18,20 +18,25 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
-from edgespec.compose import BUNDLED, build_agent, load_drafter
 from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.memory_guard import MemoryGuard, Observation, Restriction
 from edgespec.core.device.memory_plan import MemoryPlanError
 from edgespec.core.device.memory_size import MIB
+from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.draft_memory import exported_variant, known_drafts, source_variant, variants_of
-from edgespec.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.toy import ToyDrafter
+from edgespec.device.build import BUNDLED, build_agent, load_drafter
+from edgespec.device.draft_memory import (
+    exported_variant,
+    known_drafts,
+    source_variant,
+    variants_of,
+)
+from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
-from edgespec.ports import PassRequest, PassResult
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 from tests.shell.live_verifier import serving
 
@@ -122,7 +127,7 @@ def test_a_bad_size_is_one_clear_line(command: tuple[str, ...], size: str, why: 
 
 def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the process holds varies, also from one call to the next.
-    monkeypatch.setattr("edgespec.draft_memory.resident_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr("edgespec.device.draft_memory.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
     needed = re.search(r"needs at least (\d+\.\d) MiB", refused.stderr)

@@ -12,16 +12,18 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.agent.agent import Agent, GenerationError
 from edgespec.cli.watching import watching
-from edgespec.compose import SetupError, build_agent, connect, load_target
 from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.build import build_agent, connect
 from edgespec.telemetry import METRIC_NAMES
 from edgespec.telemetry.metric_table import METRICS, Kind
+from edgespec.verifier.build import load_target
 from tests.shell.live_verifier import GatedTarget
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS

@@ -13,14 +13,20 @@ from collections.abc import Sequence
 
 import pytest
 
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.prompt_lookup import LONGEST
-from edgespec.drafters.model_free import ModelFreeDrafter, ModelFreeGuesses
-from edgespec.drafters.routed import RoutedDrafter
-from edgespec.drafters.settled_text import LAG, SettledText
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.ports import Cancelled, Candidate, ModelInfo, StepCancelledError, never_cancelled
+from edgespec.device.drafters.model_free import ModelFreeDrafter, ModelFreeGuesses
+from edgespec.device.drafters.routed import RoutedDrafter
+from edgespec.device.drafters.settled_text import LAG, SettledText
+from edgespec.device.drafters.toy import ToyDrafter
 
 SIZE = 64
 INFO = ModelInfo("free", "toy", SIZE, 1 << 16)

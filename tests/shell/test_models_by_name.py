@@ -15,16 +15,16 @@ from dataclasses import replace
 import pytest
 
 import edgespec
-from edgespec.agent.agent import Agent
-from edgespec.agent.reply import ReplyEvent, ReplyText, UnverifiedChunk
-from edgespec.agent.status import StatusSource
-from edgespec.compose import TOY_MODEL, build_agent
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.agent import Agent
+from edgespec.device.build import build_agent
+from edgespec.device.reply import ReplyEvent, ReplyText, UnverifiedChunk
+from edgespec.device.status import StatusSource
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.shell.adapted_toy import AdaptedToy
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, environment, nobody, serving, toy_text

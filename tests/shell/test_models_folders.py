@@ -12,8 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection
+from edgespec.device.build import build_agent
 from edgespec.models import folders
 from edgespec.models.folders import (
     BUNDLED_FOLDER,

@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions, Chunk, GenerationError
-from edgespec.agent.reply import ReplyText, UnverifiedChunk
 from edgespec.api import SyncAgent
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.streaming import TextView
-from edgespec.compose import TOY_MODEL, build_agent, connect, load_target
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.offline import Correction, Offline, OfflinePolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
+from edgespec.device.build import build_agent, connect
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.reply import ReplyText, UnverifiedChunk
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.build import load_target
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import daemon, ready, serving, start, toy_text
 

@@ -11,16 +11,16 @@ import pytest
 
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.tree_cache import TreeCache
+from edgespec.core.ports import Candidate, StepCancelledError, TreeRows
 from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.onnx_tree_drafter import OnnxTreeDrafter
-from edgespec.drafters.tree_graph import TreeGraphError, with_tree_inputs
-from edgespec.drafters.tree_rows import common_length
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
+from edgespec.device.drafters.tree_rows import common_length
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.tree_graph import TreeGraphError, with_tree_inputs
 from edgespec.models.folders import model_info
-from edgespec.ports import Candidate, StepCancelledError, TreeRows
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 GREEDY = SamplingParams()

@@ -24,16 +24,16 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.checkpoint import Checkpoint, read_shape
-from edgespec.drafters.export import export_draft
-from edgespec.drafters.foreign_drafter import ForeignDrafter
-from edgespec.drafters.onnx_drafter import OnnxDrafter
-from edgespec.drafters.parity import CHECKED_TOKENS
-from edgespec.drafters.reference_model import reference_logits
-from edgespec.export_cache import WORK_PREFIX
-from edgespec.exporters.kinds import KINDS
-from edgespec.exporters.older_config import readable_by_transformers_4
-from edgespec.foreign_drafts import foreign_drafter
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.checkpoint import Checkpoint, read_shape
+from edgespec.device.export.export import export_draft
+from edgespec.device.export.export_cache import WORK_PREFIX
+from edgespec.device.export.kinds import KINDS
+from edgespec.device.export.older_config import readable_by_transformers_4
+from edgespec.device.export.parity import CHECKED_TOKENS
+from edgespec.device.export.reference_model import reference_logits
+from edgespec.device.foreign_drafts import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info, token_count
 from tests.shell.foreign_graphs import concatenating_graph

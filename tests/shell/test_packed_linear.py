@@ -23,16 +23,16 @@ pytest.importorskip("transformers")
 
 import torch
 
-from edgespec.target_loading import prefer_huge_pages
-from edgespec.targets import canonical_mode, packed_linear
-from edgespec.targets.packed_linear import (
+from edgespec.verifier.build import prefer_huge_pages
+from edgespec.verifier.targets import canonical_mode, packed_linear
+from edgespec.verifier.targets.packed_linear import (
     NarrowEmbedding,
     PackedLinear,
     pack_model,
     unpack_model,
 )
-from edgespec.targets.row_tiles import agreeing_packed_sizes
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.row_tiles import agreeing_packed_sizes
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.backend_schedules import Serving
 from tests.shell.family_models import family_model
 from tests.shell.ragged_decoding import decode_beside, generated

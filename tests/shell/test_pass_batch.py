@@ -18,12 +18,12 @@ pytest.importorskip("transformers")
 import numpy as np
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import ModelInfo, PassRequest
-from edgespec.targets import torch_target
-from edgespec.targets.pass_batch import PassBatch
-from edgespec.targets.request_checks import check_batch
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import torch_target
+from edgespec.verifier.targets.pass_batch import PassBatch
+from edgespec.verifier.targets.request_checks import check_batch
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import random_tree
 from tests.shell.tiny_checkpoints import write_checkpoint
 

@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.compose import build_agent, connect
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Fault, FaultCode, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.transport.codec import encode_uplink
+from edgespec.device.build import build_agent, connect
+from edgespec.models.toy import ToyTokenizer
+from edgespec.wire.codec import encode_uplink
 from tests.shell.live_verifier import serving, toy_text
 
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)

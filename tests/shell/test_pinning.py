@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.access import device_access
 from edgespec.cli.main import app
-from edgespec.compose import build_agent, connect
 from edgespec.config import DeviceTlsSection
-from edgespec.ports import UntrustedPeerError
-from edgespec.transport import pinning
+from edgespec.core.ports import UntrustedPeerError
+from edgespec.device.build import build_agent, connect
+from edgespec.wire import pinning
+from edgespec.wire.access import device_access
 from tests.shell.guarded import EXPECTED, collect, device_config, verifier_config
 from tests.shell.live_verifier import serving
 from tests.shell.pki import Pki

@@ -25,14 +25,14 @@ from safetensors.torch import load_file, save_file
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import PipelineSection, TensorParallelSection
 from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets import pipeline_stage
-from edgespec.targets.families import UnsupportedModelError
-from edgespec.targets.pipeline import pipeline_target
-from edgespec.targets.pipeline_stage import PipelineError, StageShare
-from edgespec.targets.pool_size import PoolBudget
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import pipeline_stage
+from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.pipeline import pipeline_target
+from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
+from edgespec.verifier.targets.pool_size import PoolBudget
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.core.token_grammars import Automaton, drafted_text
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.staged_in_turn import StagedInTurn

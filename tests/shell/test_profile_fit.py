@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.benchmark.profile_fit import (
+from edgespec.bench.profile_fit import (
     Line,
     Sample,
     fit_law,

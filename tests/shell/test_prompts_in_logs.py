@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.compose import TOY_MODEL, load_target
 from edgespec.config import VerifierConfig
 from edgespec.config.endpoint import LOGGED_CHARACTERS
+from edgespec.core.ports import PassRequest, PassResult
 from edgespec.endpoint.prompt_log import HIDDEN, PromptLog
-from edgespec.ports import PassRequest, PassResult
-from edgespec.targets.toy import ToyTarget
+from edgespec.models.toy import TOY_MODEL
 from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.endpoint.live_endpoint import ask, events_of, over_toy
 from tests.endpoint.test_serve_command import WITHIN_S, curl, endpoint, needs_curl
 from tests.shell.live_verifier import daemon
@@ -249,6 +250,6 @@ def _breaks(*arguments: object, **more: object) -> object:
 
 
 def _ids(text: str) -> list[int]:
-    from edgespec.models.toy_tokenizer import ToyTokenizer
+    from edgespec.models.toy import ToyTokenizer
 
     return ToyTokenizer().encode(text)

@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import Cancelled, Candidate, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.runtime_session import Placement
-from edgespec.ports import Cancelled, Candidate, ModelInfo, never_cancelled
-from edgespec.provider_choice import Finding, load_where_asked, load_where_quickest, quickest
-from edgespec.setup_error import SetupError
+from edgespec.device.drafters.runtime_session import Placement
+from edgespec.device.provider_choice import (
+    Finding,
+    load_where_asked,
+    load_where_quickest,
+    quickest,
+)
 
 VOCABULARY_SIZE = 16
 

@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.transport.call_end import abort_call
-from edgespec.transport.refusals import LAST_S, MAX_HELD, MAX_HELD_IN_ALL, PER_S, Refusals
+from edgespec.wire.call_end import abort_call
+from edgespec.wire.refusals import LAST_S, MAX_HELD, MAX_HELD_IN_ALL, PER_S, Refusals
 
 
 class Calls:

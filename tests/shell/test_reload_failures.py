@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from edgespec.access import ServerAccess
 from edgespec.cli.service_manager import ServiceManager
 from edgespec.cli.serving import _drain, _reload_whenever
 from edgespec.config import ConfigError
 from edgespec.core.verifier.credential import Credential
+from edgespec.wire.access import ServerAccess
 from tests.shell.guarded import keys_in, verifier_config
 
 

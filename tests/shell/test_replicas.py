@@ -11,20 +11,21 @@ from typing import Any
 
 import grpc.aio
 
-from edgespec.agent.agent import Agent, GenerationError, GenerationStats
-from edgespec.agent.verifier_pool import VerifierPool
-from edgespec.compose import connect, load_target
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.association.conversation import conversation_named, conversation_of
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.association.rendezvous import RendezvousHash, weight
 from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.ports import LinkError, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import LinkError, TargetModel
-from edgespec.transport.directory import VerifierDirectory
-from edgespec.transport.grpc_client import CONVERSATION_HEADER
+from edgespec.device.agent import Agent, GenerationError, GenerationStats
+from edgespec.device.build import connect
+from edgespec.device.verifier_pool import VerifierPool
+from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.directory import VerifierDirectory
+from edgespec.wire.grpc_client import CONVERSATION_HEADER
 from tests.shell.failing_verifiers import PACED, TEXT, agent
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, serving, toy_text

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.compose import build_agent
 from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.row_times import RowTimes
-from edgespec.row_cost_file import RowCostFile
+from edgespec.device.build import build_agent
+from edgespec.device.row_cost_file import RowCostFile
 
 DRAFT = DraftSection("bundled")
 

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.agent.agent import Agent, Chunk
-from edgespec.compose import TOY_MODEL, build_agent, load_target
 from edgespec.config import VerifierConfig
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import TokenScore, score_token
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import PassRequest
-from edgespec.transport.codec import decode_downlink, decode_uplink
-from edgespec.transport.pb import speculation_pb2 as pb
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.device.agent import Agent, Chunk
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.wire.codec import decode_downlink, decode_uplink
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.live_verifier import GatedTarget, daemon, serving, start, toy_text
 from tests.shell.test_end_to_end import IDS, PROMPT, SAMPLED, config, tokens
 from tests.shell.tiny_checkpoints import write_checkpoint
@@ -211,7 +212,7 @@ def test_nobody_asks_and_nothing_is_scored(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from edgespec.targets import scores
+    from edgespec.sampling import torch_scores as scores
 
     calls: list[int] = []
     inner = scores._score_rows

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgespec.compose import TOY_CONTEXT_LENGTH, build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.models.toy_tokenizer import TOY_ALPHABET, ToyTokenizer
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.live_verifier import serving, toy_text
 
 # Its greedy text runs into a circle soon, so it can be guessed.

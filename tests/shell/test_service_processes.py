@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.agent.agent import Agent, Chunk, GenerationError
 from edgespec.cli.main import app
-from edgespec.compose import build_agent, connect
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import DeviceStream
+from edgespec.device.agent import Agent, Chunk, GenerationError
+from edgespec.device.build import build_agent, connect
+from edgespec.models.toy import ToyTokenizer
 from tests.shell.guarded import PROMPT, device_config, keys_in
 from tests.shell.live_verifier import daemon, environment, start, toy_text
 from tests.shell.pki import Pki

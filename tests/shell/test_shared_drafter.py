@@ -12,17 +12,18 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.agent.agent import Agent, AgentOptions
-from edgespec.compose import TOY_MODEL, connect, load_target
 from edgespec.config import PacingSection, VerifierConfig
 from edgespec.core.device.events import StepDone, StepFailed
 from edgespec.core.device.turn_policy import TurnPolicy
+from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.model_free import ModelFreeDrafter
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.drafters.tree_rows import PathDrafter
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import Cancelled, Candidate, Drafter, never_cancelled
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import connect
+from edgespec.device.drafters.model_free import ModelFreeDrafter
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.drafters.tree_rows import PathDrafter
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.build import load_target
 from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
 TEXT = ToyTokenizer()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.cli.sim.main import app
-from edgespec.cli.sim.pool import Workers
-from edgespec.cli.sim.replay import _how_long
-from edgespec.cli.sim.seeds import Ask, Point, play_seeds
 from edgespec.telemetry.run_summary import read_summary
+from edgespec_sim.commands.main import app
+from edgespec_sim.commands.pool import Workers
+from edgespec_sim.commands.replay import _how_long
+from edgespec_sim.commands.seeds import Ask, Point, play_seeds
 from edgespec_sim.planning.replication import FIRST
 from edgespec_sim.scenario.loading import load_scenario
 

@@ -19,17 +19,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.targets import device_copies, static_pass
-from edgespec.targets.attention_backend import LayerAttention
-from edgespec.targets.backend_self_test import HeadShape, disagreement, random_passes, random_sinks
-from edgespec.targets.block_tables import BlockTables
-from edgespec.targets.device_copies import StagedBytes
-from edgespec.targets.graph_self_test import StaticPaged
-from edgespec.targets.kv_pool import BLOCK_SIZE, KvPool
-from edgespec.targets.paged_attention import PagedAttention
-from edgespec.targets.static_pass import StaticPass, bucket_of
+from edgespec.sampling import torch_device_copies as device_copies
+from edgespec.sampling.torch_device_copies import StagedBytes
+from edgespec.verifier.targets import static_pass
+from edgespec.verifier.targets.attention_backend import LayerAttention
+from edgespec.verifier.targets.backend_self_test import (
+    HeadShape,
+    disagreement,
+    random_passes,
+    random_sinks,
+)
+from edgespec.verifier.targets.block_tables import BlockTables
+from edgespec.verifier.targets.graph_self_test import StaticPaged
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
+from edgespec.verifier.targets.paged_attention import PagedAttention
+from edgespec.verifier.targets.static_pass import StaticPass, bucket_of
 from tests.shell.backend_schedules import Serving
 from tests.shell.taped_passes import (
     TorchKernel,

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from edgespec.agent.status import StatusSource
-from edgespec.compose import build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.device.events import Transmit
 from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.build import build_agent
+from edgespec.device.status import StatusSource
 from edgespec.endpoint import status_page as status_page_module
 from edgespec.endpoint.status_page import rendered_page
+from edgespec.verifier.build import load_target
 from tests.report.test_report_pages import BROWSER, DARK
 from tests.shell.live_verifier import GatedTarget, serving
 from tests.shell.status_server import status_page
@@ -77,7 +78,7 @@ async def test_the_numbers_come_with_events_once_and_without_a_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The target waits with its first pass for a draft."""
-    monkeypatch.setattr("edgespec.agent.status.ASK_WITHIN_S", WITHIN_S)
+    monkeypatch.setattr("edgespec.device.status.ASK_WITHIN_S", WITHIN_S)
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
     async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
         stack.callback(target.gate.set)

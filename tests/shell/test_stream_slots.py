@@ -7,8 +7,8 @@ import random
 import pytest
 
 from edgespec.core.verifier.credential import Credential
-from edgespec.transport.peer_address import peer_address
-from edgespec.transport.stream_slots import Entry, StreamSlots
+from edgespec.wire.peer_address import peer_address
+from edgespec.wire.stream_slots import Entry, StreamSlots
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from statistics import median
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.benchmark.profile_fit import read_lines, samples_of
-from edgespec.benchmark.prompts import DEFAULT_PROMPTS
-from edgespec.benchmark.tape_recorder import TAPE_WIDTH, record_tape, tape_report
-from edgespec.benchmark.workload import Workload
+from edgespec.bench.profile_fit import read_lines, samples_of
+from edgespec.bench.prompts import DEFAULT_PROMPTS
+from edgespec.bench.tape_recorder import TAPE_WIDTH, record_tape, tape_report
+from edgespec.bench.workload import Workload
 from edgespec.cli.main import app
-from edgespec.compose import TOY_CONTEXT_LENGTH, TOY_MODEL, load_drafter
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.models.toy_tokenizer import ToyTokenizer
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.cost_profile import read_profile
 from edgespec.telemetry.match_tape import MISS, ranks_along, read_tape
 from edgespec_sim.faults.checks import target_stream

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from edgespec.core.ports import ModelOutputError, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import ModelOutputError, PassRequest
-from edgespec.targets.families import UnsupportedModelError
-from edgespec.targets.loading import load_model
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.loading import load_model
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
     tiny_config,

@@ -20,8 +20,8 @@ import torch
 import transformers
 
 from edgespec.models.folders import MODEL_TYPES
-from edgespec.targets.families import FAMILIES, UnsupportedModelError, check_family
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.families import FAMILIES, UnsupportedModelError, check_family
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.ragged_decoding import decode_beside, generated
 from tests.shell.random_schedules import Recorder, check_random_schedule

@@ -18,13 +18,18 @@ import torch
 
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory_size import MachineMemory, parse_budget
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import PassRequest
-from edgespec.target_memory import pool_budget
-from edgespec.targets.families import UnsupportedModelError
-from edgespec.targets.kv_pool import BLOCK_SIZE
-from edgespec.targets.pool_size import MemoryFigures, PoolBudget, largest_pass, pool_tokens
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.target_memory import pool_budget
+from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
+from edgespec.verifier.targets.pool_size import (
+    MemoryFigures,
+    PoolBudget,
+    largest_pass,
+    pool_tokens,
+)
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.tiny_checkpoints import write_checkpoint
 
 MIB = 1 << 20

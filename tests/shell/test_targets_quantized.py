@@ -21,11 +21,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from edgespec.targets import checkpoint_formats
-from edgespec.targets.families import UnsupportedModelError
-from edgespec.targets.loading import load_model
-from edgespec.targets.quantized import QuantizedLinear, quantize_model, unpacked
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets import checkpoint_formats
+from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.loading import load_model
+from edgespec.verifier.targets.quantized import QuantizedLinear, quantize_model, unpacked
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import family_model
 from tests.shell.ragged_decoding import decode_beside, generated
 

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import torch
 from torch.nn import functional
 
-from edgespec.targets.row_tiles import (
+from edgespec.verifier.targets.row_tiles import (
     agreeing_linear_sizes,
     agreeing_sizes,
     candidate_sizes,

@@ -13,13 +13,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.noise import gumbel
 from edgespec.core.protocol.noise import noise_bits as scalar_bits
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
-from edgespec.ports import ModelOutputError
-from edgespec.targets.noise import gumbel_noise, noise_bits
-from edgespec.targets.sampler import SampleBlock, choose_tokens, warp_rows
-from edgespec.targets.token_counts import TokenCounts, TokenCountsCache
+from edgespec.sampling.torch_noise import gumbel_noise, noise_bits
+from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens, warp_rows
+from edgespec.sampling.torch_token_counts import TokenCounts, TokenCountsCache
 
 CPU = torch.device("cpu")
 SIZE = 61

@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
+from edgespec.core.ports import CapacityError, PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.ragged_decoding import generated
 
 VOCABULARY = 211

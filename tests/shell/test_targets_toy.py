@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from edgespec.core.ports import CapacityError, PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import CapacityError, PassRequest, PassResult, TargetModel
-from edgespec.targets.paced import PacedTarget
-from edgespec.targets.toy import ToyTarget
+from edgespec.verifier.targets.paced import PacedTarget
+from edgespec.verifier.targets.toy import ToyTarget
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, presence_penalty=0.4)
 PROMPT = [3, 1, 4, 1, 5]

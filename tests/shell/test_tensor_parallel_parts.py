@@ -25,13 +25,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device.memory_size import MachineMemory
-from edgespec.ports import PassRequest, TargetLostError
-from edgespec.targets import tensor_parallel_group
-from edgespec.targets.pool_size import PoolBudget
-from edgespec.targets.tensor_parallel import torch_target
-from edgespec.targets.tensor_parallel_agreement import PassAgreement, Verdict
-from edgespec.targets.tensor_parallel_group import RankGroup
-from edgespec.targets.tensor_parallel_messages import (
+from edgespec.core.ports import PassRequest, TargetLostError
+from edgespec.verifier.targets import tensor_parallel_group
+from edgespec.verifier.targets.pool_size import PoolBudget
+from edgespec.verifier.targets.tensor_parallel import torch_target
+from edgespec.verifier.targets.tensor_parallel_agreement import PassAgreement, Verdict
+from edgespec.verifier.targets.tensor_parallel_group import RankGroup
+from edgespec.verifier.targets.tensor_parallel_messages import (
     CloseReplica,
     FromRank,
     GoOn,
@@ -49,7 +49,7 @@ from edgespec.targets.tensor_parallel_messages import (
     encode,
     receive,
 )
-from edgespec.targets.tensor_parallel_model import TensorParallelError, check_shareable
+from edgespec.verifier.targets.tensor_parallel_model import TensorParallelError, check_shareable
 
 # --- the agreement by itself ----------------------------------------------------------------
 

@@ -21,18 +21,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import CapacityError, ModelInfo, PassRequest, PassResult, TargetLostError
-from edgespec.targets.constrained_rows import ConstrainedRows
-from edgespec.targets.grouped_attention import GroupedAttention
-from edgespec.targets.kv_pool import KvPool
-from edgespec.targets.tensor_parallel import TensorParallelTarget
-from edgespec.targets.tensor_parallel_group import RankGroup
-from edgespec.targets.tensor_parallel_messages import LENGTH_BYTES, ToRank, decode, encode
-from edgespec.targets.tensor_parallel_model import Share
-from edgespec.targets.tensor_parallel_replay import replay
-from edgespec.targets.token_counts import TokenCountsCache
-from edgespec.targets.torch_target import TorchTarget
+from edgespec.sampling.torch_token_counts import TokenCountsCache
+from edgespec.verifier.targets.constrained_rows import ConstrainedRows
+from edgespec.verifier.targets.grouped_attention import GroupedAttention
+from edgespec.verifier.targets.kv_pool import KvPool
+from edgespec.verifier.targets.tensor_parallel import TensorParallelTarget
+from edgespec.verifier.targets.tensor_parallel_group import RankGroup
+from edgespec.verifier.targets.tensor_parallel_messages import (
+    LENGTH_BYTES,
+    ToRank,
+    decode,
+    encode,
+)
+from edgespec.verifier.targets.tensor_parallel_model import Share
+from edgespec.verifier.targets.tensor_parallel_replay import replay
+from edgespec.verifier.targets.torch_target import TorchTarget
 
 RANKS = 3
 EXCHANGES = 4

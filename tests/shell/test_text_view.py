@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.agent.agent import Chunk, Piece
 from edgespec.cli.streaming import JsonView, Progress, TextView, summary
 from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.messages import FinishReason
+from edgespec.device.agent import Chunk, Piece
 
 EVIL = "a\x1b]0;owned\x07b\n"
 HARMLESS = "a\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}b\n"

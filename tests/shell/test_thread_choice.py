@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import machine_key, thread_choice
+from edgespec.config import machine_key
+from edgespec.core.ports import Cancelled, Candidate, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Cancelled, Candidate, ModelInfo, never_cancelled
-from edgespec.thread_choice import best_count, kept_threads, load_with_best_threads
+from edgespec.device import thread_choice
+from edgespec.device.thread_choice import best_count, kept_threads, load_with_best_threads
 
 
 class Clock:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.access import ServerAccess, device_access
-from edgespec.agent.agent import GenerationError
 from edgespec.cli.device import greet
-from edgespec.compose import SetupError, build_agent, connect
 from edgespec.config import (
     ConfigError,
     DeviceTlsSection,
 )
-from edgespec.ports import UntrustedPeerError
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import UntrustedPeerError
+from edgespec.device.agent import GenerationError
+from edgespec.device.build import build_agent, connect
+from edgespec.wire.access import ServerAccess, device_access
 from tests.shell.guarded import (
     EXPECTED,
     LONG,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from edgespec.core.ports import LinkError
 from edgespec.core.protocol.text_files import (
     MAX_TEXT_BYTES,
     PackedFile,
@@ -20,9 +21,8 @@ from edgespec.core.protocol.text_files import (
     check_entries,
     unpacked,
 )
-from edgespec.ports import LinkError
-from edgespec.transport.tokenizer_codec import decode_request, encode_list, encode_part
-from edgespec.transport.tokenizer_fetch import TokenizerFetch
+from edgespec.wire.tokenizer_codec import decode_request, encode_list, encode_part
+from edgespec.wire.tokenizer_fetch import TokenizerFetch
 
 
 def entry(**changes: object) -> TextFile:

@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import Cancel, Commit
-from edgespec.ports import LinkError
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.grpc_server import GrpcServer
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.echo_verifier import (
     INFO,
     PATIENCE_S,

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -28,11 +29,10 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.verifier.call_budget import CallLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits
-from edgespec.ports import DeviceStream, LinkError, VerifierStream
-from edgespec.transport.codec import encode_info, encode_uplink
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.grpc_server import GrpcServer
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.wire.codec import encode_info, encode_uplink
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.grpc_server import GrpcServer
+from edgespec.wire.wire_limits import WireLimits
 from tests.shell.echo_verifier import (
     INFO,
     OPEN,
@@ -219,13 +219,13 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
 ) -> None:
     """One has the slot, 64 more wait for their refusal, and the others hear a status."""
     for name in ("FIRST_S", "LAST_S"):
-        monkeypatch.setattr(f"edgespec.transport.refusals.{name}", 3600.0)
+        monkeypatch.setattr(f"edgespec.wire.refusals.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
     async with served(max_streams=1, opens=calls) as (_, transport):
         first = await opened(transport)
         waiting = [await transport.connect() for _ in range(64)]
         await transport.info()  # answered after they have come to wait
-        monkeypatch.setattr("edgespec.transport.refusals.LAST_S", 0.0)
+        monkeypatch.setattr("edgespec.wire.refusals.LAST_S", 0.0)
         for _ in range(5):
             error: Exception | None = None
             try:  # its status may come before or after the stream stands
@@ -299,7 +299,7 @@ async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
         encoded.append(info)
         return encode_info(info, limits)
 
-    monkeypatch.setattr("edgespec.transport.info_answers.encode_info", counted)
+    monkeypatch.setattr("edgespec.wire.info_answers.encode_info", counted)
     calls = replace(CALLS, peer_rate=1e-3, peer_burst=20.0)
     server = GrpcServer("127.0.0.1:0", echo, lambda: told[-1], infos=calls)
     await server.start()

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from edgespec.core.ports import LinkError, VerifierStream, is_idle
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -21,11 +22,10 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
-from edgespec.ports import LinkError, VerifierStream, is_idle
-from edgespec.transport.codec import encode_uplink
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.metered import TrafficMeter
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.codec import encode_uplink
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.metered import TrafficMeter
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
@@ -312,7 +312,7 @@ async def test_the_verifier_learns_that_a_device_left() -> None:
 async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("edgespec.transport.grpc_client._LINGER_S", PATIENCE_S)
+    monkeypatch.setattr("edgespec.wire.grpc_client._LINGER_S", PATIENCE_S)
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def listen(stream: VerifierStream) -> None:

@@ -15,15 +15,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.verifier.call_budget import CallLimits
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.fair_shares import ShareLimits
 from edgespec.core.verifier.stream_budget import UplinkLimits, Wait
-from edgespec.ports import DeviceStream, LinkError, VerifierStream
-from edgespec.transport.door import NO_KEY, WRONG_KEY
-from edgespec.transport.grpc_client import GrpcTransport
-from edgespec.transport.grpc_server import GrpcServer
+from edgespec.wire.door import NO_KEY, WRONG_KEY
+from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, served, works
 
 ONE_A_SECOND = CallLimits(

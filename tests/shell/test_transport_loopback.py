@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol.messages import (
     Commit,
     Draft,
@@ -17,12 +18,11 @@ from edgespec.core.protocol.messages import (
     Received,
     VerifierInfo,
 )
-from edgespec.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
-from edgespec.transport.codec import payload_bytes
-from edgespec.transport.loopback import LoopbackTransport
-from edgespec.transport.metered import FRAMING_BYTES, TrafficMeter
-from edgespec.transport.pipe import Pipe
-from edgespec.transport.wire_limits import WireLimits
+from edgespec.wire.codec import payload_bytes
+from edgespec.wire.loopback import LoopbackTransport
+from edgespec.wire.metered import FRAMING_BYTES, TrafficMeter
+from edgespec.wire.pipe import Pipe
+from edgespec.wire.wire_limits import WireLimits
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 OPEN = Open("session", "", "", (1, 2, 3))

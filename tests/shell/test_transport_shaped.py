@@ -11,6 +11,7 @@ import time
 import pytest
 
 from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.ports import LinkError, ModelInfo, VerifierStream, is_idle
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -20,13 +21,12 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.ports import LinkError, ModelInfo, VerifierStream, is_idle
-from edgespec.transport.codec import payload_bytes
-from edgespec.transport.loopback import LoopbackTransport
-from edgespec.transport.metered import TrafficMeter
-from edgespec.transport.pacer import ThreadPacer
-from edgespec.transport.shaped import ShapedTransport
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.codec import payload_bytes
+from edgespec.wire.loopback import LoopbackTransport
+from edgespec.wire.metered import TrafficMeter
+from edgespec.wire.pacer import ThreadPacer
+from edgespec.wire.shaped import ShapedTransport
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 UP_S, DOWN_S = 0.030, 0.070
@@ -310,7 +310,7 @@ async def test_the_pacer_wakes_in_the_order_of_the_moments_and_never_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = HeldClock()
-    monkeypatch.setattr("edgespec.transport.pacer.time", clock)
+    monkeypatch.setattr("edgespec.wire.pacer.time", clock)
     others = set(threading.enumerate())
     pacer = ThreadPacer()
     start_s = pacer.now()

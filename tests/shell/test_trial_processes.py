@@ -26,8 +26,8 @@ from edgespec.core.protocol.constraint import (
 from edgespec.core.protocol.messages import Limits
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.trial_processes import TrialProcesses
-from edgespec.targets.toy import ToyTarget
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS
 from tests.shell.letters import LETTERS, MODEL
 from tests.shell.live_verifier import environment

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from edgespec.compose import build_agent, connect, load_target
 from edgespec.config import VerifierConfig
+from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -33,10 +33,11 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.loopback import LoopbackTransport
+from edgespec.device.build import build_agent, connect
+from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.live_verifier import GatedTarget, ready, serving, start, toy_text
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 

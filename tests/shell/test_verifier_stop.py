@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from edgespec.core.ports import DeviceStream, PassRequest, PassResult
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -21,11 +22,10 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.ports import DeviceStream, PassRequest, PassResult
-from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.stream_meter import StreamMeter, StreamRecord
-from edgespec.transport.loopback import LoopbackTransport
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.loopback import LoopbackTransport
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)

@@ -16,18 +16,18 @@ import pytest
 from openai import NotFoundError
 from safetensors.numpy import save_file
 
-from edgespec.agent.agent import GenerationError
 from edgespec.cli.device import misfit
-from edgespec.compose import TOY_MODEL, build_agent, connect
+from edgespec.core.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.adapters import served_adapters, split_adapters
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import ModelInfo, adapters_of, use_adapter
-from edgespec.targets.paced import PacedTarget
-from edgespec.transport.codec import decode_info, encode_info
-from edgespec.transport.pb import speculation_pb2 as pb
-from edgespec.transport.wire_limits import ProtocolViolation, WireLimits
+from edgespec.device.agent import GenerationError
+from edgespec.device.build import build_agent, connect
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.engines.adapters import served_adapters, split_adapters
+from edgespec.verifier.targets.paced import PacedTarget
+from edgespec.wire.codec import decode_info, encode_info
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.endpoint.live_endpoint import over_toy
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text

@@ -20,15 +20,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from edgespec.compose import build_agent, load_target
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.engines.vllm.core import VllmCore, VllmOptions
-from edgespec.engines.vllm.install import check_install
-from edgespec.engines.vllm.target import VllmTarget
+from edgespec.device.build import build_agent
 from edgespec.models.folders import Role, model_info, resolve_model
-from edgespec.ports import PassRequest
-from edgespec.setup_error import SetupError
+from edgespec.verifier.build import load_target
+from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
+from edgespec.verifier.engines.vllm.install import check_install
+from edgespec.verifier.engines.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
 

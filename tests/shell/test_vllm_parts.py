@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.engines.vllm.step import Wanted
-from edgespec.engines.vllm.worker import (
+from edgespec.verifier.engines.vllm.step import Wanted
+from edgespec.verifier.engines.vllm.worker import (
     EXTRA,
     NoProposer,
     WorkerExtension,
@@ -59,7 +59,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     scheduler: Any = ModuleType("vllm.v1.core.sched.scheduler")
     scheduler.Scheduler = _Scheduler
     monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.scheduler", scheduler)
-    ours = "edgespec.engines.vllm.scheduler"
+    ours = "edgespec.verifier.engines.vllm.scheduler"
     sys.modules.pop(ours, None)
     yield
     sys.modules.pop(ours, None)
@@ -281,7 +281,7 @@ def _request(name: str, missing: int = 1) -> Any:
 
 
 def _scheduler() -> Any:
-    return importlib.import_module("edgespec.engines.vllm.scheduler").DraftScheduler()
+    return importlib.import_module("edgespec.verifier.engines.vllm.scheduler").DraftScheduler()
 
 
 def _names(requests: list[Any]) -> list[str]:

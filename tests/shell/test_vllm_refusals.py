@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from edgespec.config import VerifierConfig
-from edgespec.engines.vllm import install
-from edgespec.engines.vllm.flags import refuse_our_flags
-from edgespec.setup_error import SetupError
+from edgespec.config.setup_error import SetupError
+from edgespec.verifier.engines.vllm import install
+from edgespec.verifier.engines.vllm.flags import refuse_our_flags
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgespec.compose import TOY_MODEL, build_agent, build_verifier
 from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.scores import score_token
 from edgespec.core.toy_model import ToyModel
-from edgespec.engines.vllm.known_text import KnownText
-from edgespec.engines.vllm.self_test import self_test
-from edgespec.engines.vllm.step import Stepped, Wanted
-from edgespec.engines.vllm.target import VllmTarget
-from edgespec.models.toy_tokenizer import ToyTokenizer
-from edgespec.ports import PassRequest, PassResult
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.build import build_verifier
+from edgespec.verifier.engines.vllm.known_text import KnownText
+from edgespec.verifier.engines.vllm.self_test import self_test
+from edgespec.verifier.engines.vllm.step import Stepped, Wanted
+from edgespec.verifier.engines.vllm.target import VllmTarget
 from tests.shell.fake_vllm import FakeText, FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens

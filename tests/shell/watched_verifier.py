@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgespec.cli.watching import watching
-from edgespec.compose import build_verifier
 from edgespec.config import VerifierConfig
-from edgespec.ports import TargetModel
+from edgespec.core.ports import TargetModel
 from edgespec.telemetry.metric_table import PREFIX
+from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
 
 QUIET = VerifierConfig(model="toy", server_drafts=False)

@@ -21,15 +21,15 @@ from multiprocessing import Pool
 
 from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.adversarial import AdversarialDrafter, RandomDrafter
-from edgespec.drafters.toy import ToyDrafter, toy_info
-from edgespec.ports import Drafter
+from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec_sim.faults.governors import BUDGET
 from edgespec_sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
 from edgespec_sim.faults.worlds import run_world

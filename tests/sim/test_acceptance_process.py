@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open

@@ -20,9 +20,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.targets.toy import ToyTarget
-from edgespec.transport.codec import payload_bytes
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.codec import payload_bytes
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream

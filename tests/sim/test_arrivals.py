@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.arrival_sections import (
     ArrivalKind,

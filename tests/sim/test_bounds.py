@@ -14,12 +14,12 @@ from functools import cache
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.network.link_model import LinkSettings
+from edgespec.core.ports import Drafter, ModelInfo, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Drafter, ModelInfo, TargetModel
 from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.actors.one_session import Played, Setting, play
 from edgespec_sim.planning.bounds import (

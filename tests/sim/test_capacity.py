@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.planning.capacity import CapacityPlanner
 from edgespec_sim.planning.capacity_events import Search, best_arm, confirm
 from edgespec_sim.planning.capacity_limits import why_never

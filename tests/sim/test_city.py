@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.telemetry.run_summary import PACE, RunSummary, Series, read_summary
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.scenario.network_sections import HandoverSection, LinkSection, OutageSection

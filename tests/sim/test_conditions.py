@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError
-from edgespec.report.device_spans import DeviceSpans
-from edgespec.report.spans import Mark
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.planning.mean_field import check_mean_field
+from edgespec_sim.report.device_spans import DeviceSpans
+from edgespec_sim.report.spans import Mark
 from edgespec_sim.scenario.condition_sections import ConditionSection, ConditionsSection
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.network_sections import LinkSection

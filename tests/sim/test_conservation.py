@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.device.events import Deliver
 from edgespec.core.network.link_model import LinkModel
 from edgespec.core.network.shared_queue import SharedQueue

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
+from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.messages import Fault, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
-from edgespec.ports import PassRequest
-from edgespec.targets.toy import ToyTarget
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

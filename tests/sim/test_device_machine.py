@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, MachineReading, Rung
 from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead

@@ -21,8 +21,8 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.run_ahead import AlwaysRunAhead
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream

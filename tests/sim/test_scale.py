@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
-from edgespec.cli.sim.seeds import Ask
-from edgespec.cli.sim.simulate import simulate
+from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import association_policy
+from edgespec_sim.commands.seeds import Ask
+from edgespec_sim.commands.simulate import simulate
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.loading import load_scenario
 from edgespec_sim.scenario.sections import Scenario

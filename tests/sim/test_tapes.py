@@ -12,21 +12,21 @@ from functools import cache
 
 import pytest
 
-from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import PolicyName, default_policy, named_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.ports import Drafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, walk_along
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream

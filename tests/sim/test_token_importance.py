@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
+from edgespec.core.ports import PassRequest, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import PassRequest, TargetModel
-from edgespec.targets.toy import ToyTarget
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.scenario.sections import TokensFrom, TokensSection
 from edgespec_sim.token_sources.relaxed_rule import (
     LOSSY_RULE,

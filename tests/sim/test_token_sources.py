@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.ports import Drafter, PassRequest, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.ports import Drafter, PassRequest, TargetModel
 from edgespec.telemetry.match_tape import (
     MISS,
     MatchTape,

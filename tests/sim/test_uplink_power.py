@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.radio.uplink_power import LEAST_DBM, RESOURCE_BLOCK_HZ, PowerControl, UplinkPower
 from edgespec_sim.scenario.network_sections import (

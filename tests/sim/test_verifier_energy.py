@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.scenario.arrival_sections import ArrivalsSection
 from edgespec_sim.scenario.sections import (
     CostSection,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import association_policy
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import token_source

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from edgespec.drafters.export import export_draft
+from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info, trained_length
 
 BUNDLED = Path(__file__).parents[2] / "edgespec" / "models" / "bundled"

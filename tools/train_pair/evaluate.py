@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
-from edgespec.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
-from edgespec.ports import TargetModel
 
 FIELDS = ("prompt", "question", "text")
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
@@ -116,7 +116,7 @@ def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: n
 
 def written(folder: Path, temperatures: Sequence[float], each: int, tokens: int) -> list[Text]:
     """The target's texts for every prompt at every one of ``temperatures``."""
-    from edgespec.targets.torch_target import TorchTarget
+    from edgespec.verifier.targets.torch_target import TorchTarget
 
     info, tokenizer = model_info(folder), TextTokenizer(folder)
     target = TorchTarget(str(folder), name=info.name, vocabulary=info.vocabulary, dtype="float32")

@@ -9,7 +9,7 @@ from typing import Final
 from prompt_toolkit.history import FileHistory
 
 from edgespec.cli.talk.record import private_folder, state_folder
-from edgespec.whole_file import PRIVATE, replace_file
+from edgespec.config.whole_file import PRIVATE, replace_file
 
 _MOST_ENTRIES: Final = 1000
 _MOST_BYTES: Final = 4 << 20

@@ -13,8 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from edgespec.agent.agent import Agent, GenerationError
-from edgespec.agent.status import StatusSource
 from edgespec.cli.device import check_prompt, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say
@@ -33,11 +31,14 @@ from edgespec.cli.talk.ctrl_c import CtrlC
 from edgespec.cli.talk.editor import Editor, PlainEditor, TerminalEditor, silent_keyboard
 from edgespec.cli.talk.markdown_view import FRAME_S, MarkdownView
 from edgespec.cli.talk.status_line import status_line
-from edgespec.compose import PromptTokenizer, SetupError
 from edgespec.config import AgentConfig
+from edgespec.config.setup_error import SetupError
 from edgespec.core.device.offline import Offline
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.printable import one_line, printable
-from edgespec.ports import ModelInfo
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.build import PromptTokenizer
+from edgespec.device.status import StatusSource
 
 _SHOWN = 60
 """Characters of a message that are quoted."""

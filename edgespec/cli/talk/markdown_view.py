@@ -16,11 +16,11 @@ from rich.cells import chop_cells
 from rich.console import Console
 from rich.markdown import Markdown
 
-from edgespec.agent.agent import Chunk
 from edgespec.cli.talk.live_region import LiveRegion
 from edgespec.cli.talk.markdown_blocks import BlockSplitter
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.printable import printable
+from edgespec.device.agent import Chunk
 
 FRAME_S: Final = 0.1
 # Columns for text; the last one of a terminal stays free, for what erases a line's rest would

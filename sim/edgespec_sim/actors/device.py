@@ -25,8 +25,8 @@ from edgespec.core.device.events import (
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import Drafter, TreeDrafter
 from edgespec.core.protocol.messages import Cancel
-from edgespec.ports import Drafter, TreeDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
+from edgespec.core.ports import CapacityError, TargetModel
 from edgespec.core.protocol.messages import Open, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
@@ -33,7 +34,6 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from edgespec.ports import CapacityError, TargetModel
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue

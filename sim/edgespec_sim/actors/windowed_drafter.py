@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.drafters.draft_window import DraftWindow
-from edgespec.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
+from edgespec.device.drafters.draft_window import DraftWindow
 
 
 class WindowedDrafter:

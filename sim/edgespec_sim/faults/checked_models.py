@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import SpeculationTree
-from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
-from edgespec.core.verifier.acceptance import ExactRule, Walk
-from edgespec.core.verifier.run_ahead import RunAheadPolicy, RunAheadView
-from edgespec.drafters.tree_rows import RowTable
-from edgespec.ports import (
+from edgespec.core.ports import (
     Cancelled,
     CapacityError,
     Drafter,
@@ -20,7 +14,13 @@ from edgespec.ports import (
     most_leaves,
     never_cancelled,
 )
-from edgespec.targets.toy import ToyTarget
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import SpeculationTree
+from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier.acceptance import ExactRule, Walk
+from edgespec.core.verifier.run_ahead import RunAheadPolicy, RunAheadView
+from edgespec.device.drafters.tree_rows import RowTable
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.faults.checks import CheckFailure, PassCheck, require
 
 

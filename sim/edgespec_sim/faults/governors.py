@@ -11,8 +11,8 @@ from typing import Final
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy
 from edgespec.core.device.memory_guard import SMALLEST_WINDOW, MemoryGuard, Restriction
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
-from edgespec.ports import Drafter
+from edgespec.core.ports import Drafter
+from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
 from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.actors.windowed_drafter import WindowedDrafter
 from edgespec_sim.event_queue import EventQueue

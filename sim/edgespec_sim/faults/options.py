@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.drafters.toy import ToyDrafter
-from edgespec.ports import Drafter
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec_sim.faults.checks import Expected
 
 DrafterFactory = Callable[[ToyModel], Drafter]

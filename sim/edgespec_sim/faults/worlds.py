@@ -20,8 +20,8 @@ from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, U
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.run_ahead import run_ahead_policy
-from edgespec.drafters.tree_rows import PathDrafter
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.tree_rows import PathDrafter
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import Stream

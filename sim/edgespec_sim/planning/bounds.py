@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import assert_never
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 
 ONE_PASS_A_TOKEN = "one pass a token"
 ROUND_TRIP_PER_MISS = "a round trip per miss"

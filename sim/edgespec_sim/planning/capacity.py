@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.planning.capacity_limits import why_never
 from edgespec_sim.planning.capacity_values import (
     MOST_VERIFIERS,

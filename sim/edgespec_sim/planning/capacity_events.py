@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.planning.capacity import CapacityPlanner, Play
 from edgespec_sim.planning.capacity_values import (
     ArmPlan,

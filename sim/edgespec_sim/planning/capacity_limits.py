@@ -8,7 +8,7 @@ round are told.
 
 from __future__ import annotations
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.planning.bounds import lower_bounds
 from edgespec_sim.planning.capacity_values import CapacityQuestion, Predicted

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.planning.mean_field import check_mean_field
 from edgespec_sim.planning.service_curves import dealt
 from edgespec_sim.scenario.arrival_sections import (

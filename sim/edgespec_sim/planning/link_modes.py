@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median_low
 from typing import Final
 
-from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.policy import MAX_GAMMA, DraftPolicy, FixedPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.telemetry.match_tape import ranks_along

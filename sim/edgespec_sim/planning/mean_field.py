@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import LowestDelay, MostCompute, RandomAssociation
 from edgespec.telemetry.run_summary import QUANTILES, Spread
 from edgespec_sim.event_queue import EventQueue

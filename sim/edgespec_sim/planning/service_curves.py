@@ -24,7 +24,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.scenario.sections import DeviceSection, Scenario
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.meters import RequestRecord

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import ModelInfo
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
 from edgespec_sim.token_sources.scripted_models import (
     CONTEXT_LENGTH,

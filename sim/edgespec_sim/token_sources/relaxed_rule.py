@@ -20,12 +20,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from edgespec.core.ports import CacheShape, Drafter, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.messages import EXACT_RULE
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
-from edgespec.ports import CacheShape, Drafter, ModelInfo, PassRequest, PassResult
-from edgespec.targets.toy import ToyTarget
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.token_sources.source import Request, TokenSource
 from edgespec_sim.token_sources.token_importance import Matches, importance, law, threshold_of
 from edgespec_sim.token_sources.toy import ToySource

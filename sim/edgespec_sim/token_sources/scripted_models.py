@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import (
+from edgespec.core.ports import (
     CacheShape,
     Cancelled,
     Candidate,
@@ -29,6 +28,7 @@ from edgespec.ports import (
     PassResult,
     never_cancelled,
 )
+from edgespec.core.protocol.sampling import SamplingParams
 
 CONTEXT_LENGTH: Final = 1 << 24
 """A script needs no memory of its context; bounds are the verifier's."""

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import Drafter, TargetModel
 
 
 @dataclass(frozen=True, slots=True)

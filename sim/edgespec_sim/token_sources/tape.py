@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.ports import ModelInfo
 from edgespec.telemetry.match_tape import MatchTape, TapeError, read_tape
 from edgespec_sim.token_sources.scripted_models import (
     CONTEXT_LENGTH,

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
-from edgespec.targets.toy import ToyTarget
+from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.telemetry.match_tape import ranks_along
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.faults.checks import target_stream
 from edgespec_sim.token_sources.source import Request
 

@@ -14,8 +14,8 @@ from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, Machine
 from edgespec.core.device.memory_guard import MemoryGuard, Restriction
 from edgespec.core.device.memory_plan import margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
-from edgespec.drafters.guarded import GuardedDrafter
-from edgespec.ports import Drafter
+from edgespec.core.ports import Drafter
+from edgespec.device.drafters.guarded import GuardedDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.device_machine import DeviceMachine, DraftRestricted, LadderMoved

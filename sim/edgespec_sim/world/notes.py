@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec_sim.scenario.costs import measured
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, VerifierSection
 from edgespec_sim.world.assembly import WorldOutcome

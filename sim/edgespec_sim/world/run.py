@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import assert_never
 
-from edgespec.benchmark.arms import Arm
+from edgespec.bench.arms import Arm
 from edgespec.config import LEARNED
 from edgespec.config.loading import dump_config
 from edgespec.core.association.network import LearnedAssociation

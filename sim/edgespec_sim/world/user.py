@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from edgespec.benchmark.arms import Arm, arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Fail
 from edgespec.core.device.learned import Learned
@@ -22,8 +22,8 @@ from edgespec.core.device.policy_names import named_policy
 from edgespec.core.device.preference import WORTH
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open, RunAhead
-from edgespec.ports import Drafter
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.device import SimulatedDevice

@@ -1,0 +1,243 @@
+"""What a bench leaves behind: one JSON document, and a table to read.
+
+Both say what was run, on which machine, with which versions, and whether the times are emulated.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from rich import box
+from rich.table import Table
+
+from edgespec import __version__
+from edgespec.bench.arms import Arm
+from edgespec.bench.calibration import GammaCost
+from edgespec.bench.rows import Row, numbers, summarise
+from edgespec.bench.settings import BenchSettings
+from edgespec.bench.workload import Workload
+from edgespec.config.whole_file import replace_file
+
+_PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
+_COLUMNS = (
+    *("TPOT ms", "p95", "TTFT ms", "speed"),
+    *("tok/pass", "accept", "wasted", "B up", "B down", "differ"),
+)
+# What a stream and its messages may add to an emulated pass.
+_LATE = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured: models as they were asked for and as they call themselves."""
+
+    model: str
+    draft: str
+    target_name: str
+    draft_name: str
+    device: str
+    prompts: str
+    """The file, or ``built-in``."""
+    chat: bool
+    """Prompts were wrapped by the chat template."""
+
+
+def document(
+    argv: Sequence[str],
+    settings: BenchSettings,
+    subject: Subject,
+    workload: Workload | None,
+    rows: Sequence[Row],
+    vanilla_gammas: Mapping[float, int],
+    gamma_costs: Mapping[int, GammaCost],
+    *,
+    interrupted: bool,
+) -> dict[str, object]:
+    """The whole result, ready for JSON; ``vanilla_sweep`` is what chose ``vanilla_gamma``."""
+    result: dict[str, object] = {
+        "command": shlex.join(argv),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": {
+            **_plain(settings),
+            "timing": settings.timing,
+            "emulated": settings.emulated,
+            "vanilla_gamma": {f"{rtt_ms:g}": gamma for rtt_ms, gamma in vanilla_gammas.items()},
+            "vanilla_sweep": {str(gamma): asdict(cost) for gamma, cost in gamma_costs.items()},
+            **asdict(subject),
+            "prompt_names": list(workload.names) if workload else [],
+            "prompt_tokens": [len(prompt) for prompt in workload.prompts] if workload else [],
+            "prompts_too_long": workload.too_long if workload else 0,
+        },
+        "results": list(rows),
+        "summary": summarise(rows),
+    }
+    if interrupted:
+        result["interrupted"] = True
+    return result
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """All or nothing: the file is complete or not there. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n", 0o644)
+
+
+def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
+    """One line an RTT and arm: TPOT and speed as means over the texts with intervals of 95 %, the
+    others as medians over the repeats.
+
+    ``wasted`` is nodes a token, ``B up`` bytes a drafted token, ``B down`` bytes a committed one,
+    ``differ`` the mismatches.
+    """
+    title = f"time per token by round-trip time ({settings.timing})"
+    table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("RTT ms", justify="right", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    last: object = None
+    for row in sorted(summarise(rows), key=_by_rtt):
+        if last is not None and row["rtt_ms"] != last:
+            table.add_section()
+        table.add_row(*_cells(row, first=row["rtt_ms"] != last))
+        last = row["rtt_ms"]
+    return table
+
+
+def footer(content: Mapping[str, object]) -> Iterator[str]:
+    """Lines below the table: set-up, machine, versions, command."""
+    settings, machine, versions = content["settings"], content["machine"], content["versions"]
+    assert isinstance(settings, dict)
+    assert isinstance(machine, dict)
+    assert isinstance(versions, dict)
+    if settings["vanilla_gamma"]:
+        gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
+        yield f"draft length of vanilla: {gammas}"
+    prompts = _counted(len(settings["prompt_names"]), "prompt")
+    yield (
+        f"target {settings['target_name'] or settings['model']}, draft "
+        f"{settings['draft_name'] or settings['draft']}; {prompts},"
+        f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
+        f" seed {settings['seed']}, {_counted(settings['repeats'], 'repeat')}; {settings['timing']}"
+    )
+    if (late := _late(settings["pass_ms"], content["summary"])) is not None:
+        yield late
+    yield (
+        f"machine: {machine['processor']}, {machine['cpu_count']} CPUs,"
+        f" {machine['memory_bytes'] / 2**30:.0f} GiB, load {machine['load_average']:.1f},"
+        f" {machine['system']}"
+    )
+    yield "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield f"command: {content['command']}"
+
+
+def _late(pass_ms: float, summary: object) -> str | None:
+    """A line where plain streaming was slower than the emulated passes: the machine's own time is
+    in all rows then, and hides a part of what drafts save."""
+    assert isinstance(summary, list)
+    plain = [row for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
+    slowest = max(numbers(plain, "tpot_ms_mean"), default=0.0)
+    if not pass_ms or slowest <= pass_ms * (1.0 + _LATE):
+        return None
+    return (
+        f"late: with passes of {pass_ms:g} ms target-only took up to {slowest:.1f} ms a token; this"
+        f" machine is too slow or too busy for them. Twice all times shows more: --pass-ms"
+        f" {2 * pass_ms:g}, --draft-ms and --rtt-ms likewise"
+    )
+
+
+def verdict(rows: Sequence[Row]) -> tuple[int, str]:
+    """Mismatches in all, and a sentence on them."""
+    count = int(sum(numbers(rows, "mismatches")))
+    tokens = int(sum(numbers(rows, "tokens")))
+    if count:
+        return count, f"{count} of {tokens} tokens differ from target-only: they must not"
+    return 0, f"all {tokens} tokens are those of target-only"
+
+
+def machine() -> dict[str, object]:
+    """Where it ran; the load is of the last minute, other programs' included."""
+    load = psutil.getloadavg()[0]  # on every system, unlike that of os
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": load,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"edgespec": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _plain(settings: BenchSettings) -> dict[str, object]:
+    names = {"policy": settings.policy.value, "prefer": settings.prefer.value}
+    return {**asdict(settings), **names, "arms": [arm.value for arm in settings.arms]}
+
+
+def _by_rtt(row: Row) -> tuple[float, int]:
+    names = [arm.value for arm in Arm]
+    return float(str(row["rtt_ms"])), names.index(str(row["arm"]))
+
+
+def _cells(row: Row, *, first: bool) -> list[str]:
+    return [
+        f"{row['rtt_ms']:g}" if first else "",
+        str(row["arm"]),
+        _between(row, "tpot_ms_mean", 1),
+        _number(row["tpot_ms_p95"], 1),
+        _number(row["ttft_ms_p50"], 0),
+        _between(row, "speedup", 2),
+        _number(row["tokens_per_pass"], 2),
+        _number(row["acceptance"], 2) if row["drafted_nodes"] else "-",
+        _number(row["wasted_nodes_per_token"], 2),
+        _number(row["up_bytes_per_token"], 1) if row["drafted_nodes"] else "-",
+        _number(row["down_bytes_per_token"], 1),
+        str(row["mismatches"]),
+    ]
+
+
+def _between(row: Row, name: str, digits: int) -> str:
+    interval = row["interval"]
+    assert isinstance(interval, dict)
+    if name not in interval:
+        return "-"
+    low, high = interval[name]
+    return f"{_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def _number(value: object, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+def _processor() -> str:
+    """The model's name; ``platform.processor`` is empty or only the architecture on Linux."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

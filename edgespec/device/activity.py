@@ -1,0 +1,332 @@
+"""What an agent's generations do is noted here, for whoever asks how the agent is.
+
+Theory of operation. A ``SessionDriver`` tells its tracer of every event and action anyway, so a
+``GenerationNotes`` stands in for the tracer, keeps what a status needs and hands everything on. It
+looks up the class of each item in a table, so most items cost one look-up; nothing is formatted
+before somebody asks. The notes of all generations share one ring of events, a few counts and the
+state of the link, behind a lock that is held for single assignments.
+
+A fast agent has thousands of events a second, and a picture of ten seconds shows none that is
+shorter than 10 ms. So events of one kind that end within 10 ms of the first are folded into one
+entry: at most 400 entries a second, of which the ring holds ten seconds. An entry that somebody was
+given is never changed any more; the next one begins anew. At 5,700 events a second a poll of one
+second takes some 400 entries, which stand for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from edgespec.core.device.events import (
+    Connect,
+    Connected,
+    Deliver,
+    DraftCounters,
+    Fail,
+    Finish,
+    LinkDown,
+    StartStep,
+    StepDone,
+    Transmit,
+)
+from edgespec.core.device.offline import Correction, Provisional
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
+from edgespec.core.protocol.printable import one_line
+from edgespec.device.verifier_pool import RoutedTransport
+from edgespec.telemetry.agent_status import (
+    MAX_EVENTS,
+    AgentTotals,
+    EventKind,
+    RecentRate,
+    TimelineEvent,
+    VerifierState,
+)
+from edgespec.telemetry.trace import NoTrace, Tracer
+
+_COUNTED: Final = tuple(
+    {field.name for field in fields(DraftCounters)} & {field.name for field in fields(AgentTotals)}
+)
+_MAX_WHY: Final = 200
+FOLD_S: Final = 0.01
+"""A hundredth of a second is a column of pixels in a picture of ten seconds."""
+
+
+class _Entry:
+    """One event of the ring, and those folded into it."""
+
+    __slots__ = ("accepted", "at_s", "begun_s", "count", "events", "generation", "kind", "number")
+
+    def __init__(
+        self, number: int, at_s: float, begun_s: float, generation: int, kind: EventKind
+    ) -> None:
+        self.number, self.at_s, self.begun_s = number, at_s, begun_s
+        self.generation, self.kind = generation, kind
+        self.count = self.accepted = self.events = 0
+
+    def event(self) -> TimelineEvent:
+        took_s = max(0.0, self.at_s - self.begun_s)
+        counts = (self.count, self.accepted, took_s, self.events)
+        return TimelineEvent(self.number, self.at_s, self.generation, self.kind, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How the link stands: the state, since when (on the agent's clock), and why."""
+
+    state: VerifierState
+    since: float
+    why: str = ""
+
+
+class Activity:
+    """The notes of one agent. Written in its event loop, read in any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began_at = clock()
+        self.lock = threading.Lock()
+        self.running: dict[int, GenerationNotes] = {}
+        self.last: GenerationNotes | None = None
+        """The generation started last."""
+        self.last_drafted: GenerationNotes | None = None
+        """The one that ended last of those whose drafts were judged."""
+        self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
+        self.rate = RecentRate()
+        self.last_event = 0
+        self.there: dict[str, float] = {}
+        """Since when each verifier has served or could have, by its address."""
+        self._events: deque[_Entry] = deque(maxlen=MAX_EVENTS)
+        self._open: dict[EventKind, tuple[float, _Entry]] = {}
+        """The entry of each kind that takes in further events, and until when."""
+        self._ended: dict[str, int] = {}
+        self._begun = 0
+
+    def began(
+        self, session: DraftSession, route: RoutedTransport | None, inner: Tracer | None = None
+    ) -> GenerationNotes:
+        """A generation begins; give what is returned to its driver as the tracer, and call its
+        ``ended``. ``route`` None: there is one verifier only."""
+        with self.lock:
+            self._begun += 1
+            notes = GenerationNotes(self, self._begun, session, route, inner or NoTrace())
+            self.running[notes.number] = self.last = notes
+        return notes
+
+    def events_after(self, number: int) -> tuple[tuple[TimelineEvent, ...], int]:
+        """Those noted behind the event of that number, as far as the ring still holds them, and how
+        many it does not hold any more."""
+        with self.lock:
+            behind = self.last_event - number
+            if behind <= 0:
+                return (), 0
+            self._open.clear()  # what is given away stays as it is
+            held = tuple(self._events)
+        return tuple(one.event() for one in held[-behind:]), max(0, behind - len(held))
+
+    def totals(self) -> AgentTotals:
+        """All counts, those of running generations as they stand."""
+        with self.lock:
+            found = dict(self._ended)
+            running = tuple(self.running.values())
+        for notes in running:
+            _add(found, notes.counted())
+        return AgentTotals(**{"generations": self._begun, **found})
+
+    # --- for the notes ---------------------------------------------------------------------
+
+    def note(
+        self,
+        at_s: float,
+        generation: int,
+        kind: EventKind,
+        count: int = 0,
+        accepted: int = 0,
+        took_s: float = 0.0,
+    ) -> None:
+        with self.lock:
+            until_s, entry = self._open.get(kind, (at_s, None))
+            if entry is None or at_s >= until_s or kind is EventKind.LINK:
+                self.last_event += 1
+                entry = _Entry(self.last_event, at_s, at_s - took_s, generation, kind)
+                self._events.append(entry)
+                self._open[kind] = (at_s + FOLD_S, entry)
+            entry.at_s, entry.begun_s = at_s, min(entry.begun_s, at_s - took_s)
+            entry.generation = generation if entry.generation == generation else 0
+            entry.count += count
+            entry.accepted += accepted
+            entry.events += 1
+
+    def reached(self, state: VerifierState, at_s: float, why: str = "") -> None:
+        """The link is in this state; it keeps its time while that does not change."""
+        if self.reach.state is not state:
+            self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
+
+    def left(self, address: str) -> None:
+        """That verifier cannot be reached."""
+        self.there.pop(address, None)
+
+    def over(self, notes: GenerationNotes) -> None:
+        with self.lock:
+            if self.running.pop(notes.number, None) is None:
+                return
+            _add(self._ended, {**notes.counted(), notes.ending: 1})
+            if notes.session.counters.tried:
+                self.last_drafted = notes
+            idle = not self.running
+        if idle and self.reach.state is VerifierState.SERVING:
+            self.reached(VerifierState.READY, self.clock())
+
+
+class GenerationNotes:
+    """A ``Tracer`` that notes what one generation does, and hands all of it to ``inner``."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        number: int,
+        session: DraftSession,
+        route: RoutedTransport | None,
+        inner: Tracer,
+    ) -> None:
+        self.number, self.session = number, session
+        self.began_at = self.last_token_at = activity.clock()
+        self.first_token_at: float | None = None
+        self.first_count = 0
+        """Tokens of the first commit."""
+        self.ending = "cancelled"
+        self.model = session.request.model
+        """As the verifier names it, once one has answered."""
+        self._activity, self._inner, self._route = activity, inner, route
+        self._step_at: float | None = None
+        self._written = self._taken_back = self._written_to = 0
+        """Tokens shown unverified, those that did not hold, and the position behind the last."""
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        noted = _NOTED.get(type(item))
+        if noted is not None:
+            noted(self, at_s, item)
+        self._inner.record(at_s, side, session, kind, item)
+
+    @property
+    def unverified(self) -> int:
+        """Tokens that its reader has, and that no verifier has seen yet."""
+        return max(0, self._written_to - self.session.prefix.length)
+
+    @property
+    def verifier(self) -> str:
+        """The address it uses; empty where there is one only."""
+        return "" if self._route is None else self._route.using
+
+    def ended(self) -> None:
+        """No more will happen; a second call does nothing."""
+        self._activity.over(self)
+
+    def counted(self) -> dict[str, int]:
+        """Its part of ``AgentTotals``."""
+        counters, request = self.session.counters, self.session.request
+        found = {name: int(getattr(counters, name)) for name in _COUNTED}
+        found["tokens"] = counters.committed
+        found["prompt_tokens"] = len(request.prompt)
+        found["draft_failures"] = int(bool(counters.draft_failure))
+        found["unverified"], found["taken_back"] = self._written, self._taken_back
+        return found
+
+    # --- one method a class that is noted ------------------------------------------------------
+
+    def _on_step_begun(self, at_s: float, item: Any) -> None:
+        self._step_at = at_s
+
+    def _on_step(self, at_s: float, item: Any) -> None:
+        began, self._step_at = self._step_at, None
+        took_s = 0.0 if began is None else at_s - began
+        self._activity.note(at_s, self.number, EventKind.DRAFT, len(item.candidates), took_s=took_s)
+
+    def _on_sent(self, at_s: float, item: Any) -> None:
+        message = item.message
+        if isinstance(message, Draft) and message.tokens:
+            self._activity.note(at_s, self.number, EventKind.SEND, len(message.tokens))
+
+    def _on_commit(self, at_s: float, item: Any) -> None:
+        activity = self._activity
+        if item.verify_us:
+            took_s = item.verify_us / 1e6
+            activity.note(at_s, self.number, EventKind.PASS, item.rows, took_s=took_s)
+        if count := len(item.tokens):
+            activity.note(at_s, self.number, EventKind.COMMIT, count, item.accepted)
+
+    def _on_tokens(self, at_s: float, item: Any) -> None:
+        count = len(item.tokens)
+        self.last_token_at = at_s
+        if self.first_token_at is None:
+            self.first_token_at, self.first_count = at_s, count
+        self._activity.rate.add(count, at_s)
+        if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
+            self._activity.there.setdefault(self.verifier, at_s)
+            self._activity.reached(VerifierState.SERVING, at_s)
+
+    def _on_written(self, at_s: float, item: Any) -> None:
+        self._written += len(item.tokens)
+        self._written_to = item.position + len(item.tokens)
+
+    def _on_correction(self, at_s: float, item: Any) -> None:
+        self._taken_back += self._written_to - item.position
+        self._written_to = item.position
+
+    def _on_connect(self, at_s: float, item: Any) -> None:
+        # It stays away until it answers, and serves on while another generation runs there.
+        if self._activity.reach.state in (VerifierState.UNKNOWN, VerifierState.READY):
+            self._activity.reached(VerifierState.CONNECTING, at_s)
+
+    def _on_connected(self, at_s: float, item: Any) -> None:
+        self._activity.note(at_s, self.number, EventKind.LINK, 1)
+
+    def _on_opened(self, at_s: float, item: Any) -> None:
+        self.model = item.model
+        self._activity.there.setdefault(self.verifier, at_s)
+        self._activity.reached(VerifierState.SERVING, at_s)
+
+    def _on_down(self, at_s: float, item: Any) -> None:
+        self._activity.note(at_s, self.number, EventKind.LINK, 0)
+        self._activity.left(self.verifier)
+        self._activity.reached(VerifierState.AWAY, at_s, item.why)
+
+    def _on_fault(self, at_s: float, item: Any) -> None:
+        if item.code.retryable:  # else it refuses this one generation
+            self._activity.note(at_s, self.number, EventKind.LINK, 0)
+            self._activity.left(self.verifier)
+            self._activity.reached(VerifierState.AWAY, at_s, item.message)
+
+    def _on_finish(self, at_s: float, item: Any) -> None:
+        self.ending = "cancelled" if item.reason is FinishReason.CANCELLED else "finished"
+
+    def _on_fail(self, at_s: float, item: Any) -> None:
+        self.ending = "failed"
+
+
+_NOTED: Final[dict[type, Callable[[GenerationNotes, float, Any], None]]] = {
+    StartStep: GenerationNotes._on_step_begun,
+    StepDone: GenerationNotes._on_step,
+    Transmit: GenerationNotes._on_sent,
+    Commit: GenerationNotes._on_commit,
+    Deliver: GenerationNotes._on_tokens,
+    Provisional: GenerationNotes._on_written,
+    Correction: GenerationNotes._on_correction,
+    Connect: GenerationNotes._on_connect,
+    Connected: GenerationNotes._on_connected,
+    Opened: GenerationNotes._on_opened,
+    LinkDown: GenerationNotes._on_down,
+    Fault: GenerationNotes._on_fault,
+    Finish: GenerationNotes._on_finish,
+    Fail: GenerationNotes._on_fail,
+}
+
+
+def _add(to: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        to[name] = to.get(name, 0) + count

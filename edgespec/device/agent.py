@@ -1,0 +1,392 @@
+"""The device agent: text in, the target's own text out, drafting as long as it can.
+
+    async for chunk in agent.generate("Once upon a time", SamplingParams(max_tokens=64)):
+        print(chunk.text, end="")
+
+One agent holds one drafter, which drafts for all its generations in turn (``shared_drafter.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Final, assert_never
+
+from edgespec.core.association.conversation import conversation_named, conversation_of
+from edgespec.core.device.draft_ladder import LadderPolicy
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.events import (
+    Deliver,
+    DraftCounters,
+    Fail,
+    Finish,
+    Stop,
+)
+from edgespec.core.device.learned import Learned, LearnedByModel
+from edgespec.core.device.offline import (
+    Correction,
+    OfflinePolicy,
+    OfflineSession,
+    PauseWriting,
+    Provisional,
+    WritingPolicy,
+)
+from edgespec.core.device.policy import DraftPolicy
+from edgespec.core.device.policy_names import default_policy
+from edgespec.core.device.preference import WORTH, Prefer
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
+from edgespec.core.ports import Drafter, LinkError, ModelInfo, Transport, most_leaves
+from edgespec.core.protocol.constraint import Constraint
+from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
+from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.device.activity import Activity
+from edgespec.device.draft_worth import why_resting
+from edgespec.device.machine_watch import MachineWatch
+from edgespec.device.reply import Chunk as Chunk
+from edgespec.device.reply import Piece as Piece
+from edgespec.device.reply import ReplyEvent, ReplyReader
+from edgespec.device.request_checks import MAX_TOKEN_ID as MAX_TOKEN_ID
+from edgespec.device.request_checks import checked_model, checked_prompt, checked_sampling
+from edgespec.device.served_models import served_models
+from edgespec.device.session_driver import SessionDriver
+from edgespec.device.shared_drafter import SharedDrafter
+from edgespec.device.text import TextDecoder
+from edgespec.device.verifier_pool import RoutedTransport, VerifierPool, link_for
+from edgespec.telemetry.trace import NoTrace, Tracer
+
+# How long closing waits for what generations that ended early still have to say.
+_CLOSING_S: Final = 5.0
+_MOST_TOLD: Final = 16
+_log = logging.getLogger(__name__)
+
+
+class GenerationError(RuntimeError):
+    """The generation could not be completed; ``code`` says why when the verifier refused it.
+
+    What was yielded before is valid: it is the beginning of the target's own text.
+    """
+
+    def __init__(self, message: str, code: FaultCode | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Numbers of one generation, as far as it has come. Tokens behind a stop string, which the user
+    never got, are not counted."""
+
+    counters: DraftCounters
+    estimates: DraftEstimates
+    route: RoutedTransport | None = None
+    """None where the agent knows one verifier only."""
+    policy: DraftPolicy | None = None
+
+    @property
+    def resting(self) -> str | None:
+        """Why drafting does not pay now, in words; None: it does, or the policy never rests."""
+        if self.policy is None:
+            return None
+        return why_resting(self.policy, self.estimates.price, self.estimates)
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The addresses that brought tokens, in order, each once; empty where only one is known."""
+        return () if self.route is None else self.route.served
+
+    @property
+    def failovers(self) -> int:
+        """How often the text went on at another verifier."""
+        return 0 if self.route is None else self.route.failovers
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    policy: DraftPolicy = field(default_factory=default_policy)
+    run_ahead: RunAhead = RunAhead.AUTO
+    reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
+    model: str = ""
+    """Name of the target wanted; empty takes what the verifier serves."""
+    vocabulary: str = ""
+    """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
+    draft_caches: int = DEFAULT_CACHES
+    """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
+    offline: OfflinePolicy = field(default_factory=OfflinePolicy)
+    turns: TurnPolicy = field(default_factory=TurnPolicy)
+    prefer: Prefer = Prefer.SPEED
+    """What a draft node has to be worth, beside the verifier's price."""
+    learned: Learned = field(default_factory=Learned, compare=False)
+    """What earlier agents have learned on this machine with this draft."""
+    keep: Callable[[Learned], None] = lambda learned: None
+    """Hears in the end what there is to keep."""
+    watch: MachineWatch | None = None
+    """Walks a ladder by battery, heat and load; None: they are not looked at."""
+
+
+class Agent:
+    """Drives generations against one verifier, or several. ``drafter`` None only streams.
+
+    ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
+    the given ids. ``read_constraint`` gives a constraint its matcher, or raises
+    ``ConstraintError``; None: drafts know nothing of constraints, which the verifier keeps
+    all the same. Use as an async context manager, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | VerifierPool,
+        drafter: Drafter | None,
+        encode: Callable[[str], Sequence[int]],
+        decoder: Callable[[Sequence[int]], TextDecoder],
+        options: AgentOptions | None = None,
+        *,
+        tracer: Tracer | None = None,
+        read_constraint: Callable[[Constraint], Constraint] | None = None,
+    ) -> None:
+        self.options = options or AgentOptions()
+        self.stats: GenerationStats | None = None
+        """Of the generation started last."""
+        self.activity = Activity()
+        """What its generations do, for a status."""
+        self._transport, self._drafter = transport, drafter
+        self._encode, self._decoder = encode, decoder
+        self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
+        self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
+        self._shared: SharedDrafter | None = None
+        """``drafter``, from the first generation on."""
+        self._told: set[str] = set()
+        """Reasons of a failed drafter that the user has heard of."""
+        self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
+        policy, watch = self.options.policy, self.options.watch
+        self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
+        self._learned = LearnedByModel(self.options.model, self.options.learned)
+        self._drivers: set[SessionDriver] = set()
+        """Of generations that run, and of those that ended whose tasks still do."""
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        started: Callable[[GenerationStats], None] | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the target's text. Leaving the loop early cancels the generation.
+
+        With ``logprobs`` (1 to 20) each token comes with its score and so many of the likeliest
+        ones; the text is the same. ``started`` is told the numbers of this very generation, which
+        grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
+        name; its hash alone leaves the device) go to the same replica where replicas are chosen by
+        it; empty: those whose prompts begin alike. ``model`` names the model or adapter of this
+        text; empty: that of the options.
+
+        ``prompt`` is text or token ids. One longer than the draft's context is served without
+        drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
+        ``GenerationError`` when the verifier refuses or cannot be reached any more.
+        """
+        async with aclosing(
+            self.follow(
+                prompt,
+                sampling,
+                logprobs=logprobs,
+                conversation=conversation,
+                model=model,
+                started=started,
+            )
+        ) as events:
+            async for event in events:
+                if isinstance(event, Chunk):
+                    yield event
+
+    async def follow(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        logprobs: int = 0,
+        conversation: str = "",
+        model: str = "",
+        started: Callable[[GenerationStats], None] | None = None,
+    ) -> AsyncGenerator[ReplyEvent, None]:
+        """``generate``, and what the draft writes while no verifier can be reached.
+
+        That comes as ``UnverifiedChunk``, where ``AgentOptions.offline`` lets it, and a ``Chunk``
+        or a ``Correction`` follows for each of its tokens before the end. Raises as that does, and
+        ``ConstraintError`` for a constraint that cannot be kept.
+        """
+        sampling = checked_sampling(sampling)
+        bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
+        model = checked_model(model) or self.options.model
+        text = self._encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = checked_prompt(text, self._vocabulary_size)
+        sampling = await self._read(sampling)
+        drafter = self._drafter
+        if drafter is not None and len(tokens) >= drafter.info.context_length:
+            drafter = None
+        belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
+        longest = len(tokens) + sampling.max_tokens
+        link, route = link_for(self._transport, belongs, longest, model)
+        session = self._session(tokens, sampling, drafter, logprobs, model)
+        notes = self.activity.began(session.session, route, self._tracer)
+        seat = None if drafter is None else self._sharing(drafter)
+        driver = SessionDriver(session, link, seat, tracer=notes)
+        self._drivers = {one for one in self._drivers if one.running} | {driver}
+        self.stats = GenerationStats(session.counters, session.estimates, route, self._policy)
+        try:
+            if started is not None:
+                started(self.stats)
+            reader = ReplyReader(self._decoder, tokens, sampling, session.counters)
+            watch = self.options.watch
+            async for event in self._events(driver, reader):
+                if watch is not None:
+                    watch.soon()
+                yield event
+        finally:
+            notes.ended()
+            self._tell_of_failure(session.counters.draft_failure)
+            try:
+                await driver.close()
+            finally:  # also where it is cancelled a second time
+                if route is not None:
+                    await route.close()
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """What ``generate`` can be asked for: the models and adapters of the verifiers that answer
+        now, the usual one first. Raises ``GenerationError`` where none answers."""
+        try:
+            return await served_models(self._transport)
+        except LinkError as error:
+            raise GenerationError(f"no verifier answers: {error}", None) from error
+
+    async def _read(self, sampling: SamplingParams) -> SamplingParams:
+        """With a constraint that this device has read, if it can; in a thread, for it may take a
+        second. Raises ``ConstraintError``."""
+        constraint, read = sampling.constraint, self._read_constraint
+        if constraint is None or read is None:
+            return sampling
+        return replace(sampling, constraint=await asyncio.to_thread(read, constraint))
+
+    @property
+    def transport(self) -> Transport | VerifierPool:
+        return self._transport
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
+
+    @property
+    def price(self) -> RowPrice:
+        """What the verifier last said that a draft node costs."""
+        return self._price
+
+    async def close(self) -> None:
+        """End what runs, and free the model."""
+        drivers, self._drivers = self._drivers, set()
+        for driver in drivers:
+            await driver.close()
+        if ending := {task for driver in drivers for task in driver.running}:
+            await asyncio.wait(ending, timeout=_CLOSING_S)
+        await self._transport.close()
+        if self.options.watch is not None:
+            self.options.watch.close()
+        if self._drafter is not None:
+            self._sharing(self._drafter).close()
+        self.options.keep(self.options.learned)
+
+    async def __aenter__(self) -> Agent:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _sharing(self, drafter: Drafter) -> SharedDrafter:
+        if self._shared is None:
+            self._shared = SharedDrafter(drafter, self.options.draft_caches, self.options.turns)
+        return self._shared
+
+    def _tell_of_failure(self, why: str) -> None:
+        """Say once, for each reason, that a generation went on without drafts."""
+        if why and why not in self._told:
+            if len(self._told) < _MOST_TOLD:
+                self._told.add(why)
+            _log.warning("the draft model failed, the text went on without drafts: %s", why)
+
+    def _session(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        drafter: Drafter | None,
+        logprobs: int,
+        model: str,
+    ) -> OfflineSession:
+        request = Open(
+            session_id=secrets.token_hex(16),
+            model=model,
+            vocabulary=self._vocabulary,
+            prompt=prompt,
+            sampling=sampling,
+            run_ahead=self.options.run_ahead,
+            drafting=drafter is not None,
+            session_secret=secrets.token_bytes(16),
+            logprobs=logprobs,
+        )
+        context_length = 0 if drafter is None else drafter.info.context_length
+        info = None if drafter is None else drafter.info
+        eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
+        longest = min(len(prompt) + sampling.max_tokens, context_length)
+        stops = frozenset((*sampling.stop_token_ids, *eos))
+        writer = WritingPolicy(self._policy, longest, stops)
+        session = DraftSession(
+            request,
+            writer,
+            self.options.reconnect,
+            context_length,
+            jitter_seed=secrets.randbits(32),
+            vocabulary_size=self._vocabulary_size,
+            price=self._price,
+            leaves=most_leaves(drafter),
+            learned=self._learned.of(model),
+        )
+        return OfflineSession(session, writer, self.options.offline)
+
+    @property
+    def _vocabulary_size(self) -> int:
+        """0: not known. Whether this very generation drafts makes no difference."""
+        return 0 if self._drafter is None else self._drafter.info.vocabulary_size
+
+    async def _events(
+        self, driver: SessionDriver, reader: ReplyReader
+    ) -> AsyncIterator[ReplyEvent]:
+        async for outcome in driver.outcomes():
+            found: list[ReplyEvent] = []
+            match outcome:
+                case Fail(why, code):
+                    for event in reader.give_up():
+                        yield event
+                    raise GenerationError(why, code)
+                case Finish(reason):
+                    found = reader.finish(reason)
+                case Deliver():
+                    found = reader.deliver(outcome)
+                    if reader.stopped:
+                        driver.stop(Stop(FinishReason.STOP))  # nothing to do the second time
+                case Provisional():
+                    found = reader.write(outcome)
+                    if reader.pauses:
+                        driver.stop(PauseWriting())
+                case Correction(position):
+                    found = reader.correct(position)
+                case _:
+                    assert_never(outcome)
+            for event in found:
+                yield event

@@ -1,0 +1,242 @@
+"""The device, from its configuration to running parts.
+
+The one place that knows which class stands behind which setting of a device. Heavy libraries are
+loaded by the function that needs them; one that is missing is a ``SetupError`` with the line that
+installs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
+from edgespec.config.setup_error import needs
+from edgespec.core.device.draft_ladder import DraftLadder
+from edgespec.core.device.learned import Learned
+from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
+from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
+from edgespec.core.device.preference import Prefer
+from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.ports import Drafter, Transport
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.conversation import current_conversation
+from edgespec.device.export.export_cache import cache_folder
+from edgespec.device.machine_watch import MachineWatch
+from edgespec.device.many_verifiers import verifiers_of, with_port
+from edgespec.device.row_cost_file import RowCostFile
+from edgespec.device.text import TextDecoder
+from edgespec.device.verifier_pool import VerifierPool
+from edgespec.models.chat_template import ChatTokenizer
+from edgespec.models.constraint_readers import device_reader
+from edgespec.models.draft_sources import resolve_texts
+from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, resolve_model
+from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
+from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.vocabulary_info import vocabulary_info
+from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.machine_sensors import MachineSensors
+from edgespec.telemetry.trace import Tracer
+from edgespec.wire.access import DeviceAccess, device_access
+
+if TYPE_CHECKING:
+    from edgespec.wire.grpc_client import GrpcTransport
+    from edgespec.wire.wire_limits import WireLimits
+
+BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
+# Right in about four of five contexts, as a good draft is.
+_TOY_DRAFT_NOISE = 0.25
+# What a device sends is bounded by the verifier's context, which it learns later: the longest that
+# can be configured.
+_MAX_CONTEXT_LENGTH = 1 << 20
+
+Say = Callable[[str], None]
+
+
+class PromptTokenizer(ChatTokenizer, Protocol):
+    """The text side of a model: ``models.TextTokenizer`` or the toy's."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def stream(self, prompt: Sequence[int] = ()) -> TextDecoder: ...
+
+
+def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
+    """The drafter of ``config.draft``, paced or routed when it says so; None for ``none``.
+
+    A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
+    ``SetupError``, or ``ValueError`` naming the file or the setting.
+    """
+    drafter = _drafter(config, say or (lambda text: None))
+    if drafter is not None and config.draft.draft_ms:
+        from edgespec.device.drafters.paced import PacedDrafter
+
+        drafter = PacedDrafter(drafter, config.draft.draft_ms, row_ms=config.draft.row_ms)
+    if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
+        from edgespec.device.drafters.routed import RoutedDrafter
+
+        drafter = RoutedDrafter(drafter)
+    return drafter
+
+
+def load_tokenizer(reference: str) -> PromptTokenizer:
+    """The tokenizer of a model reference. Raises ``ValueError`` naming the file."""
+    if reference == TOY:
+        return ToyTokenizer()
+    from edgespec.models.tokenizer import TextTokenizer
+
+    # The bundled one is read from the draft's folder: a device may hold no other.
+    return TextTokenizer(resolve_texts(reference))
+
+
+def tokenizer_reference(config: AgentConfig) -> str:
+    """Which tokenizer goes with ``config``: the one named, the draft's, else the bundled one."""
+    has_no_model = config.draft.model in (NONE, RANDOM, LOOKUP)
+    return config.tokenizer or (BUNDLED if has_no_model else config.draft.model)
+
+
+def vocabulary_of(reference: str) -> str:
+    """The fingerprint of a reference's vocabulary. Raises ``ValueError`` naming the file."""
+    if reference == TOY:
+        return toy_info().vocabulary
+    folder = resolve_texts(reference)
+    if (folder / DRAFT_MANIFEST).is_file():
+        return model_info(folder).vocabulary
+    return vocabulary_fingerprint(folder / "tokenizer.json")
+
+
+def connect(
+    address: str,
+    link: LinkSection | None = None,
+    access: DeviceAccess | None = None,
+    server_name: str = "",
+) -> Transport:
+    """A transport to the verifier at ``address``, behind an emulated link if that has any delay.
+
+    Nothing is sent before the first use. A missing port means the default one. ``server_name`` is
+    what its certificate has to name if ``access`` does not say, and not the host. Raises
+    ``ConfigError`` when ``access`` holds a key that others could read on its way there.
+    """
+    transport = dial(address, access, server_name)
+    if link is None or not link.shaped:
+        return transport
+    from edgespec.wire.shaped import ShapedTransport
+
+    up, down = link_models(link)
+    return ShapedTransport(transport, up, down, limits=_wire_limits())
+
+
+def dial(address: str, access: DeviceAccess | None = None, server_name: str = "") -> GrpcTransport:
+    """``connect`` without an emulated link."""
+    with needs("grpc", "edgespec"):
+        from edgespec.wire.grpc_client import GrpcTransport
+    access = access or DeviceAccess()
+    return GrpcTransport(
+        with_port(address),
+        limits=_wire_limits(),
+        credentials=access.credentials,
+        shows_certificate=access.shows_certificate,
+        server_name=access.server_name or server_name,
+        api_key=access.key_for(with_port(address)),
+        trace_parent=current_trace_parent,
+        conversation=current_conversation,
+    )
+
+
+def _wire_limits() -> WireLimits:
+    from edgespec.wire.wire_limits import WireLimits
+
+    return WireLimits.for_context(_MAX_CONTEXT_LENGTH)
+
+
+def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
+    """Both directions of an emulated link: half the round trip each, queues of their own."""
+    bits_per_s = link.mbps * 1e6 if link.mbps else math.inf
+    settings = LinkSettings(
+        one_way_s=link.rtt_ms / 2e3, jitter_s=link.jitter_ms / 1e3, loss=link.loss, seed=link.seed
+    )
+    up = LinkModel(settings, SharedQueue(bits_per_s))
+    down = LinkModel(replace(settings, seed=link.seed + 1), SharedQueue(bits_per_s))
+    return up, down
+
+
+def build_policy(
+    name: PolicyName | str = DEFAULT_POLICY,
+    gamma: int | None = None,
+    width: int = DEFAULT_WIDTH,
+    window: int | None = None,
+    prefer: Prefer | str = Prefer.SPEED,
+) -> DraftPolicy:
+    """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
+    name = PolicyName(name)
+    PolicySection(name, gamma, width, window)  # checks the ranges
+    return named_policy(name, gamma, width, window, Prefer(prefer))
+
+
+def build_agent(
+    config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
+) -> Agent:
+    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
+    tokenizer = load_tokenizer(reference := tokenizer_reference(config))
+    options = agent_options(config, vocabulary_of(reference))
+    drafter = load_drafter(config, say=say)
+    if drafter is not None and config.policy.leaves > 1:
+        known = RowCostFile(cache_folder(), config.draft)
+        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
+    encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
+    transport = verifier_transport(config)
+    return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
+
+
+def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
+    """To the verifiers of ``config``, behind its emulated link. Raises ``ConfigError``."""
+    access = device_access(config)
+    return verifiers_of(config, access, partial(connect, link=config.link, access=access))
+
+
+def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
+    """The options of an agent whose tokenizer has this fingerprint; empty is not checked."""
+    policy = config.policy
+    return AgentOptions(
+        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
+        prefer=policy.prefer,
+        watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
+        run_ahead=policy.run_ahead,
+        reconnect=config.patience,
+        model=config.model,
+        vocabulary=vocabulary,
+        draft_caches=config.draft.caches,
+        offline=config.offline_policy,
+    )
+
+
+def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
+    draft = config.draft
+    if draft.model == NONE:
+        return None
+    if draft.model == TOY:
+        from edgespec.device.drafters.toy import ToyDrafter
+
+        return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
+    if draft.model == LOOKUP:
+        from edgespec.device.drafters.model_free import ModelFreeDrafter
+
+        if (reference := tokenizer_reference(config)) == TOY:
+            return ModelFreeDrafter(toy_info())
+        longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
+        return ModelFreeDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
+    if draft.model == RANDOM:
+        from edgespec.device.drafters.adversarial import RandomDrafter
+
+        reference = tokenizer_reference(config)
+        if reference == TOY:
+            return RandomDrafter(toy_info())
+        return RandomDrafter(model_info(resolve_texts(reference)))
+    from edgespec.device.model_drafter import model_drafter
+
+    tokenizer = "" if config.tokenizer == TOY else config.tokenizer
+    return model_drafter(draft, tokenizer, config.policy, say)

@@ -1,0 +1,325 @@
+"""A draft model on onnxruntime: one sequence, key/value buffers that grow, rollback by one integer.
+
+Past and present keys/values of every layer are bound once to the same memory (``kv_buffers.py``),
+so a step copies no cache. What is cached is said by two small integers the graph reads; writing
+smaller ones is the whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and
+writes in place. Of a text longer than the window only the last tokens are held
+(``draft_window.py``).
+
+Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
+from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory
+and lets a step end early that nobody waits for any more.
+Chunking changes logits by rounding only, so a guess may differ; a guess is only a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgespec.core.ports import (
+    PREFILL_CHUNK,
+    Cancelled,
+    Candidate,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
+from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters.draft_window import DraftWindow
+from edgespec.device.drafters.kv_buffers import KV_TYPES, KvBuffers, give_back
+from edgespec.device.drafters.manifest import (
+    MAX_CONTEXT_LENGTH,
+    MODEL_FILE,
+    DraftManifest,
+    DraftModelError,
+    read_manifest,
+)
+from edgespec.device.drafters.masked_guesses import guesses
+from edgespec.device.drafters.runtime_session import CPU, Placement, load_session, placement
+from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.sampling.array_sampler import MAX_WIDTH
+from edgespec.sampling.workspace import Workspace
+
+CHUNK = PREFILL_CHUNK
+# Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
+_TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
+# Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
+_RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
+
+
+class OnnxDrafter:
+    """``Drafter`` over a folder written by ``export.export_draft``.
+
+    ``threads`` 0 chooses 1 for a small model, else 2. ``context_length`` 0 is the model's own; a
+    smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
+    ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
+    (``draft_window.py``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
+    how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
+    a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
+    """
+
+    _slides = True
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int = 0,
+        context_length: int = 0,
+        window: int = 0,
+        chunk: int = CHUNK,
+        providers: Sequence[str] = CPU,
+    ) -> None:
+        self._manifest = read_manifest(folder)
+        self._info = _limited(self._manifest.model, context_length)
+        bounded("window", window, 0, self._info.context_length)
+        bounded("chunk", chunk, 1, CHUNK)
+        self._chunk = chunk
+        trained = min(self._manifest.window, self._info.context_length) if self._slides else 0
+        self._window = DraftWindow(window or trained or self._info.context_length)
+        self._capacity, self._most_guesses = self._window.size, MAX_WIDTH
+        if window or (trained and not context_length):
+            self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
+        self._weights_bytes = _weights_bytes(folder)
+        threads = threads or (1 if is_small(folder) else 2)
+        path = folder / MODEL_FILE
+        self._session: ort.InferenceSession | None = self._open(path, threads, providers)
+        self._cache, self._work = TokenCache(self._info), Workspace()
+        self._binding: Any = None  # onnxruntime has no types
+        self._bind(self._session)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def manifest(self) -> DraftManifest:
+        return self._manifest
+
+    @property
+    def placement(self) -> Placement | None:
+        """What of the graph runs where, if that is known and not the CPU alone."""
+        return None if self._session is None else placement(self._session)
+
+    def twin(self) -> OnnxDrafter:
+        """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
+        if self._session is None:
+            raise ValueError("the drafter is closed")
+        twin = copy(self)
+        twin._cache, twin._work = TokenCache(self._info), Workspace()
+        twin._window = DraftWindow(self._window.size)
+        twin._bind(self._session)
+        return twin
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._cache.begin(prompt_length, sampling)
+        self._window.clear()
+
+    def restrict(self, window: int, width: int) -> None:
+        """From now on hold at most ``window`` rows and give at most ``width`` guesses a step, and
+        give the rest of the rows back to the system; 0 rests: no rows and no guesses. Calls come
+        from the thread of the steps. Raises ``ValueError`` for a window beyond the first one."""
+        bounded("window", window, 0, self._capacity)
+        if window > self._window.size:
+            self._window.clear()  # the next step reaches further back
+        self._window.size, self._most_guesses = window, width if window else 0
+        self._rows.shrink(window)
+
+    @property
+    def held_tokens(self) -> int:
+        """Rows of keys and values that are resident."""
+        return self._rows.touched_length
+
+    def growth_bytes(self, length: int) -> int:
+        """What a step that makes the text ``length`` long may add to what is resident."""
+        rows = min(length, self._window.size) - self._rows.touched_length
+        return max(0, rows) * self._rows.bytes_per_token
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if self._session is None:
+            raise ValueError("the drafter is closed")
+        position = self._cache.advance(keep_length, feed)
+        if not self._most_guesses:
+            self._window.clear()
+            return ()
+        first = self._window.place(keep_length, position)
+        try:
+            for start in range(first, position, self._chunk):
+                if cancelled():
+                    fed, of = start - first, position - first
+                    raise StepCancelledError(f"cancelled with {fed} of {of} tokens fed")
+                end = min(start + self._chunk, position)
+                self._forward(start - self._window.first, self._cache.tokens[start:end])
+        except Exception:
+            self._cache.forget(keep_length)  # rows behind it are not to be trusted
+            raise
+        self._logits[0, self._manifest.proposable :] = -np.inf
+        width = min(width, self._most_guesses)
+        return guesses(self._logits[0], self._cache, position, width, self._work)
+
+    def close(self) -> None:
+        """Free weights and buffers; further steps are refused."""
+        self._cache.forget(0)
+        self._session = self._binding = None
+        self._ids_values.clear()
+        self._buffers.clear()
+        self._rows.close()
+        give_back()
+
+    def memory_bytes(self, cached_length: int | None = None) -> int:
+        """An estimate of what this drafter keeps resident: weights, cache rows, logits.
+
+        With ``cached_length``, what it would be with so many tokens cached; without, with the
+        most there have been (``kv_buffers.py``). Not counted: the runtime itself (about 50 MB with
+        its imports) and scratch.
+        """
+        rows = self._rows.touched_length if cached_length is None else cached_length
+        factor = _RESIDENT_PER_STORED.get(self._manifest.bits, 1.5)
+        cache = rows * self._rows.bytes_per_token
+        return int(self._weights_bytes * factor) + cache + self._logits.nbytes
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """The row behind the last step's candidates, [V]; overwritten by the next step."""
+        row: NDArray[np.float32] = self._logits[0]
+        return row
+
+    def cached_rows(self, length: int) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        """(``"0.key"``, the first ``length`` rows of that buffer, [heads, length, head dim])."""
+        for name, array in self._rows.arrays():
+            yield name, array[0, :, :length]
+
+    def _open(self, path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+        session = load_session(path, threads, providers)
+        _check_signature(path, session, self._manifest)
+        return session
+
+    def _buffer(self, session: ort.InferenceSession, capacity: int) -> KvBuffers:
+        manifest = self._manifest
+        kv_type = KV_TYPES[_types(session.get_inputs())["past.0.key"]]
+        return KvBuffers(manifest.layers, manifest.kv_heads, capacity, manifest.head_dim, kv_type)
+
+    def _bind(self, session: ort.InferenceSession) -> None:
+        self._rows = self._buffer(session, self._capacity)
+        self._binding = session.io_binding()
+        self._ids = np.zeros((1, CHUNK), dtype=np.int64)
+        self._last_index = np.zeros(1, dtype=np.int32)
+        self._length = np.zeros((), dtype=np.int32)
+        self._logits = np.zeros((1, self._info.vocabulary_size), dtype=np.float32)
+        self._ids_values: dict[int, ort.OrtValue] = {}
+        self._bound_length = 0
+        # Held here because onnxruntime borrows the memory of these arrays.
+        self._buffers: list[ort.OrtValue] = []
+        self._bind_input("seqlens_k", self._last_index)
+        self._bind_input("total_sequence_length", self._length)
+        self._binding.bind_ortvalue_output("logits", self._borrow(self._logits))
+        for name, array in self._rows.arrays():
+            value = self._borrow(array)
+            self._binding.bind_ortvalue_input(f"past.{name}", value)
+            self._binding.bind_ortvalue_output(f"present.{name}", value)
+
+    def _borrow(self, array: NDArray[np.generic]) -> ort.OrtValue:
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._buffers.append(value)
+        return value
+
+    def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
+        self._binding.bind_ortvalue_input(name, self._borrow(array))
+
+    def _forward(self, cached_length: int, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` (1..CHUNK) behind ``cached_length`` rows; logits of the last one."""
+        assert self._session is not None
+        count = len(tokens)
+        self._ids[0, :count] = tokens
+        if count != self._bound_length:
+            if count not in self._ids_values:
+                view = self._ids[:, :count]
+                self._ids_values[count] = ort.OrtValue.ortvalue_from_numpy(view)
+            self._binding.bind_ortvalue_input("input_ids", self._ids_values[count])
+            self._bound_length = count
+        length = cached_length + count
+        self._last_index[0] = length - 1
+        self._length[()] = length
+        self._rows.touch(length)
+        self._session.run_with_iobinding(self._binding)
+        self._window.held = length
+
+
+def runtime_version() -> tuple[int, int]:
+    """Of the onnxruntime in use: (major, minor)."""
+    major, minor, *_ = str(ort.__version__).split(".")
+    return int(major), int(minor)
+
+
+def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
+    if not 0 <= context_length <= model.context_length:
+        raise ValueError(
+            f"context_length is {context_length}, but must be in [0, {model.context_length}]"
+        )
+    length = context_length or model.context_length
+    return ModelInfo(
+        model.name, model.vocabulary, model.vocabulary_size, length, model.eos_token_ids
+    )
+
+
+def _weights_bytes(folder: Path) -> int:
+    path = folder / MODEL_FILE
+    if not path.is_file():
+        raise DraftModelError(f"{path}: no such file")
+    return sum(part.stat().st_size for part in folder.glob(f"{MODEL_FILE}*"))
+
+
+def is_small(folder: Path) -> bool:
+    """Is its step so short that a second thread would lengthen it? Raises ``DraftModelError``."""
+    return _weights_bytes(folder) < _TWO_THREADS_FROM_BYTES.get(read_manifest(folder).bits, 0)
+
+
+def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:
+    """The graph against the manifest, before any buffer is sized by the latter."""
+    inputs = {node.name: list(node.shape) for node in session.get_inputs()}
+    outputs = {node.name: list(node.shape) for node in session.get_outputs()}
+    parts = [f"{layer}.{part}" for layer in range(manifest.layers) for part in ("key", "value")]
+    needed = ["input_ids", "seqlens_k", "total_sequence_length", *(f"past.{p}" for p in parts)]
+    for kind, names, found in (
+        ("input", needed, inputs),
+        ("output", ["logits", *(f"present.{p}" for p in parts)], outputs),
+    ):
+        missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
+        if missing or unknown:
+            raise DraftModelError(
+                f"{path}: not a draft graph of {manifest.layers} layers:"
+                f" {kind}s missing {missing}, unknown {unknown}"
+            )
+    if outputs["logits"] != [1, manifest.model.vocabulary_size]:
+        raise DraftModelError(
+            f"{path}: logits have shape {outputs['logits']}, but the manifest's vocabulary"
+            f" has {manifest.model.vocabulary_size} ids"
+        )
+    heads, dim = inputs["past.0.key"][1], inputs["past.0.key"][3]
+    if (heads, dim) != (manifest.kv_heads, manifest.head_dim):
+        raise DraftModelError(
+            f"{path}: keys have {heads} heads of {dim}, but the manifest says"
+            f" {manifest.kv_heads} of {manifest.head_dim}"
+        )
+    kv_type = _types(session.get_inputs())["past.0.key"]
+    if kv_type not in KV_TYPES:
+        raise DraftModelError(f"{path}: keys are {kv_type}, not one of {sorted(KV_TYPES)}")
+
+
+def _types(nodes: Sequence[ort.NodeArg]) -> Mapping[str, str]:
+    return {node.name: node.type for node in nodes}

@@ -1,0 +1,107 @@
+"""The tokens a drafter holds, and the contract of ``Drafter.step`` checked in one place.
+
+Invariants: ``len(tokens)`` is the cached length, at most ``context_length``; every id is inside
+the vocabulary. A refused step changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.constrained_text import ConstrainedText
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.sampling.token_counts import TokenCounts
+
+
+class TokenCache:
+    """Ids of one sequence, with prompt and output told apart.
+
+    ``counts`` are those of its tokens where the sampling has penalties, else None; ``constrained``
+    is where it stands in the grammar of a constraint that this device has read.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.sampling = SamplingParams()
+        self.counts: TokenCounts | None = None
+        self.constrained: ConstrainedText | None = None
+        self._info = info
+        self._tokens: list[int] = []
+        self._prompt_length = 0
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
+        limit = self._info.context_length
+        if not 1 <= prompt_length <= limit:
+            raise ValueError(f"prompt length is {prompt_length}, but must be in [1, {limit}]")
+        self._tokens.clear()
+        self._prompt_length = prompt_length
+        self.sampling = sampling
+        self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
+        constraint, ends = sampling.constraint, self._info.eos_token_ids
+        known = constraint is not None and constraint.matcher is not None and ends
+        self.constrained = ConstrainedText(constraint, ends) if constraint and known else None
+
+    def advance(self, keep_length: int, feed: Sequence[int]) -> int:
+        """Truncate to ``keep_length``, append ``feed``, return the new length.
+
+        Raises ``ValueError`` naming the value and the limit.
+        """
+        if not 0 <= keep_length <= len(self._tokens):
+            raise ValueError(
+                f"keep_length is {keep_length}, but {len(self._tokens)} tokens are cached"
+            )
+        if not feed:
+            raise ValueError("feed must hold at least one token")
+        length = keep_length + len(feed)
+        if length > self._info.context_length:
+            raise ValueError(
+                f"{length} tokens do not fit the draft's context length"
+                f" of {self._info.context_length}"
+            )
+        for token in feed:
+            if not 0 <= token < self._info.vocabulary_size:
+                raise ValueError(
+                    f"token id is {token}, but the draft's vocabulary has"
+                    f" {self._info.vocabulary_size} ids"
+                )
+        self.forget(keep_length)
+        self._tokens.extend(feed)
+        if self.counts is not None:
+            for part, in_output in self._parts(keep_length):
+                self.counts.add(part, in_output=in_output)
+        return length
+
+    def forget(self, length: int) -> None:
+        """Truncate to ``length`` (a forward pass failed after ``advance``)."""
+        if self.counts is not None:
+            for part, in_output in self._parts(length):
+                self.counts.remove(part, in_output=in_output)
+        del self._tokens[length:]
+
+    def mask(self) -> bytes | None:
+        """What the constraint allows behind the tokens; None: it says nothing here."""
+        if self.constrained is None:
+            return None
+        self.constrained.follow(self.output)
+        return self.constrained.mask()
+
+    def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
+        """What lies behind ``start``: that of the prompt and that of the output."""
+        middle = max(start, self._prompt_length)
+        return (self._tokens[start:middle], False), (self._tokens[middle:], True)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._tokens
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self._tokens[: self._prompt_length]
+
+    @property
+    def output(self) -> Sequence[int]:
+        return self._tokens[self._prompt_length :]
+
+    def __len__(self) -> int:
+        return len(self._tokens)

@@ -1,0 +1,114 @@
+"""A drafter over the toy model: exact scalar arithmetic, so that equal laws draft equal tokens."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    ModelInfo,
+    StepCancelledError,
+    never_cancelled,
+)
+from edgespec.core.protocol.noise import gumbel, noise_bits
+from edgespec.core.protocol.sampling import SamplingParams, masked, warp
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.drafters.token_cache import TokenCache
+
+DEFAULT_CONTEXT_LENGTH = 1 << 16
+
+
+class ToyDrafter:
+    """``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
+
+    Standard library only. Like ``sampler.best_candidates`` it fills up ``width`` from
+    outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
+    """
+
+    def __init__(self, model: ToyModel, info: ModelInfo | None = None) -> None:
+        self._model = model
+        self._info = info or toy_info(model)
+        if self._info.vocabulary_size != model.vocabulary_size:
+            raise ValueError(
+                f"info has {self._info.vocabulary_size} token ids,"
+                f" the toy model {model.vocabulary_size}"
+            )
+        self._cache = TokenCache(self._info)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def twin(self) -> ToyDrafter:
+        """Another sequence (``ports.Twinned``)."""
+        return ToyDrafter(self._model, self._info)
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._cache.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if cancelled():
+            raise StepCancelledError("the toy's step was cancelled before it began")
+        position = self._cache.advance(keep_length, feed)
+        cache, params = self._cache, self._cache.sampling
+        logits = masked(self._model.logits(cache.tokens), cache.mask())
+        if max(logits) == -math.inf:
+            return ()
+        prompt, output = (cache.prompt, cache.output) if params.penalised else ((), ())
+        found = best_of(warp(logits, params, prompt, output), params, position, width)
+        if len(found) == width or params.greedy:
+            return found
+        open_params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
+        others = best_of(
+            warp(logits, open_params, prompt, output), open_params, position, len(logits)
+        )
+        inside = {candidate.token for candidate in found}
+        fill = [candidate for candidate in others if candidate.token not in inside]
+        return found + tuple(fill[: width - len(found)])
+
+    def close(self) -> None:
+        self._cache.forget(0)
+
+
+def best_of(
+    scores: Sequence[float], params: SamplingParams, position: int, width: int
+) -> tuple[Candidate, ...]:
+    """The scalar form of ``sampler.best_candidates`` over already warped scores.
+
+    Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer.
+    """
+    if width < 1:
+        raise ValueError(f"width is {width}, but must be at least 1")
+    best = max(scores)
+    log_total = best + math.log(math.fsum(math.exp(s - best) for s in scores))
+    inside = [(s, token) for token, s in enumerate(scores) if s > -math.inf]
+    if params.greedy:
+        ranked = [(s, -token) for s, token in inside]
+    else:
+        seed = params.seed
+        ranked = [(s + gumbel(noise_bits(seed, position, t)), -t) for s, t in inside]
+    return tuple(
+        Candidate(-token, scores[-token] - log_total) for _, token in heapq.nlargest(width, ranked)
+    )
+
+
+def toy_info(model: ToyModel) -> ModelInfo:
+    """What a toy drafter or target over ``model`` says of itself; perturbation does not count."""
+    eos = () if model.eos_token is None else (model.eos_token,)
+    return ModelInfo(
+        name="toy",
+        vocabulary=f"toy-{model.vocabulary_size}",
+        vocabulary_size=model.vocabulary_size,
+        context_length=DEFAULT_CONTEXT_LENGTH,
+        eos_token_ids=eos,
+    )

@@ -1,0 +1,394 @@
+"""A Llama-family decoder as an ONNX graph made for drafting on a small CPU.
+
+Built node by node instead of traced: a traced graph copies the KV cache at every step. Here
+``GroupQueryAttention`` writes new keys and values in place into buffers of fixed capacity, and the
+cached length is an input, so rolling back costs one integer. About eleven nodes a layer:
+
+    norm -> qkv -> attention -> o -> norm -> gate, up -> SiLU * up -> down
+
+Queries, keys and values are one product: rows of a matrix do not know of each other, so its result,
+cut in parts, has the bits that a product for each would give.
+
+Inputs: ``input_ids`` int64 [1, T]; ``seqlens_k`` int32 [1], cached + T - 1;
+``total_sequence_length`` int32 scalar, cached + T; ``past.{i}.key|value`` float32
+[1, kv heads, capacity, head dim]. Outputs: ``logits`` float32 [1, V] of the last position only,
+and ``present.{i}.key|value``, to be bound to the same memory as the past.
+
+In the last layer everything behind the attention runs for the last position alone: nobody reads
+the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from edgespec.device.export.checkpoint import Checkpoint, DecoderShape
+from edgespec.device.export.family_weights import FamilyWeights
+from edgespec.device.export.graph_signature import graph_signature
+from edgespec.device.export.head_padding import (
+    pad_head_norm,
+    pad_inputs,
+    pad_outputs,
+    pad_tables,
+    padded_epsilon,
+    padded_head_dim,
+)
+from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
+from edgespec.device.export.rope import rope_tables
+
+BITS = (4, 8, 32)
+_OPSET = 21
+_IR_VERSION = 10
+_CONTRIB = "com.microsoft"
+# SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
+_CONTRIB_KINDS = (
+    "GatherBlockQuantized",
+    "GroupQueryAttention",
+    "MatMulNBits",
+    "QuickGelu",
+    "SkipSimplifiedLayerNormalization",
+)
+_INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
+
+
+def build_graph(
+    shape: DecoderShape,
+    checkpoint: Checkpoint,
+    context_length: int,
+    bits: int,
+    table_bits: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    kept: Sequence[int] = (),
+) -> onnx.ModelProto:
+    """The model with its weights inside; the same input gives the same bytes.
+
+    ``bits`` is the precision of the layers' matrices, ``table_bits`` (0: the same) that of the
+    embedding and the head; 4 and 8 are blocks of 32 (``quantize.py``), 32 is float32. Norms,
+    biases and rotary tables stay float32. With ``kept``, ascending token ids, only these have a
+    row in the head, and the logits of all others are minus infinity. Raises ``ValueError`` naming
+    the value, ``CheckpointError`` for a missing or misshapen tensor.
+    """
+    table_bits = table_bits or bits
+    for name, value in (("bits", bits), ("table_bits", table_bits)):
+        if value not in BITS:
+            raise ValueError(f"{name} is {value}, but must be one of {BITS}")
+    weights = FamilyWeights(checkpoint, shape)
+    builder = _Builder(shape, weights, context_length, bits, table_bits, kept)
+    return builder.build(progress or (lambda done, layers: None))
+
+
+class _Builder:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        checkpoint: FamilyWeights,
+        context_length: int,
+        bits: int,
+        table_bits: int,
+        kept: Sequence[int],
+    ) -> None:
+        self._source = shape
+        self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
+        self._checkpoint = checkpoint
+        self._context_length = context_length
+        self._bits = bits
+        self._table_bits = table_bits
+        self._kept = np.array(kept, dtype=np.int64)
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+
+    def build(self, progress: Callable[[int, int], None]) -> onnx.ModelProto:
+        shape = self._shape
+        self._rotations()
+        self._constant("last", np.array(-1, dtype=np.int64))
+        residual, branch = self._embedding(), ""
+        for layer in range(shape.layers):
+            residual, branch = self._layer(layer, residual, branch)
+            progress(layer + 1, shape.layers)
+        normed, _ = self._norm("model.norm", residual, branch)
+        self._head(normed)
+        inputs, outputs = graph_signature(self._shape)
+        graph = helper.make_graph(
+            self._nodes, "edgespec_draft", inputs, outputs, self._initializers
+        )
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
+        return helper.make_model(
+            graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
+        )
+
+    def _rotations(self) -> None:
+        shape, dim = self._shape, self._source.head_dim
+        for suffix, rope in (("", shape.rope), (".local", shape.local_rope)):
+            if rope:
+                cos, sin = pad_tables(*rope_tables(rope, dim, self._context_length), dim)
+                self._constant(f"cos{suffix}", cos)
+                self._constant(f"sin{suffix}", sin)
+
+    # --- parts of the decoder ---------------------------------------------------------------
+
+    def _embedding(self) -> str:
+        shape, name = self._shape, "model.embed_tokens"
+        weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
+        if self._table_bits == 32:
+            self._constant(f"{name}.weight", weight)
+            return self._node("Gather", [f"{name}.weight", "input_ids"], name)
+        matrix = quantize_matrix(weight, self._table_bits)
+        self._quantized(name, matrix)
+        filled = matrix.scales.shape[1] * BLOCK_SIZE
+        width = filled * self._table_bits // 8
+        self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
+        table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
+        rows = self._node(
+            "GatherBlockQuantized",
+            [table, "input_ids", f"{name}.scales"],
+            name if filled == shape.hidden else f"{name}.filled",
+            bits=self._table_bits,
+            block_size=BLOCK_SIZE,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if filled == shape.hidden:
+            return rows
+        for part, value in (("start", 0), ("end", shape.hidden), ("axis", 2)):
+            self._constant(f"{name}.{part}", np.array([value], dtype=np.int64))
+        return self._node("Slice", [rows, *(f"{name}.{x}" for x in ("start", "end", "axis"))], name)
+
+    def _layer(self, layer: int, residual: str, branch: str) -> tuple[str, str]:
+        """(residual stream, output of the MLP still to be added to it)."""
+        shape, name = self._shape, f"model.layers.{layer}"
+        normed, residual = self._norm(f"{name}.input_layernorm", residual, branch)
+        attended = self._attention(layer, normed)
+        if layer == shape.layers - 1:
+            attended = self._node("Gather", [attended, "last"], f"{name}.attended_last", axis=1)
+            residual = self._node("Gather", [residual, "last"], f"{name}.residual_last", axis=1)
+        attended = self._output_projection(f"{name}.self_attn.o_proj", attended)
+        before = "post_attention_layernorm"
+        if shape.normalises_branches:
+            attended = self._branch_norm(f"{name}.post_attention_layernorm", attended)
+            before = "pre_feedforward_layernorm"
+        normed, residual = self._norm(f"{name}.{before}", residual, attended)
+        gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
+        up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
+        active = self._activation(f"{name}.mlp.active", gate)
+        product = self._node("Mul", [active, up], f"{name}.mlp.product")
+        down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
+        if shape.normalises_branches:
+            down = self._branch_norm(f"{name}.post_feedforward_layernorm", down)
+        return residual, down
+
+    def _activation(self, name: str, value: str) -> str:
+        match self._shape.activation:
+            case "silu":
+                return self._node("QuickGelu", [value], name, alpha=1.0)
+            case "gelu":
+                return self._node("Gelu", [value], name)
+            case _:  # its tanh approximation
+                return self._node("Gelu", [value], name, approximate="tanh")
+
+    def _attention(self, layer: int, normed: str) -> str:
+        shape, name = self._shape, f"model.layers.{layer}.self_attn"
+        heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        query, key, value = self._joint_projection(name, normed, heads), "", ""
+        if shape.normalises_heads:  # else the attention takes the three as they are
+            query, key, value = self._heads_apart(f"{name}.qkv", query, heads.values())
+            query = self._head_norm(f"{name}.q_norm", query, shape.heads)
+            key = self._head_norm(f"{name}.k_norm", key, shape.kv_heads)
+        past = [f"past.{layer}.key", f"past.{layer}.value"]
+        present = [f"present.{layer}.key", f"present.{layer}.value"]
+        lengths = ["seqlens_k", "total_sequence_length"]
+        windowed = shape.slides(layer) and shape.window < self._context_length
+        rope = shape.rope_of(layer)
+        suffix = ".local" if rope is shape.local_rope else ""
+        tables = [f"cos{suffix}", f"sin{suffix}"] if rope else []
+        extra = {"softcap": shape.attention_cap} if shape.attention_cap else {}
+        return self._node(
+            "GroupQueryAttention",
+            [query, key, value, *past, *lengths, *tables],
+            f"{name}.attention",
+            outputs=[f"{name}.attention", *present],
+            num_heads=shape.heads,
+            kv_num_heads=shape.kv_heads,
+            do_rotary=1 if rope else 0,
+            local_window_size=shape.window if windowed else -1,
+            scale=shape.attention_scale,
+            **extra,
+        )
+
+    def _joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
+        """The product with the projections into ``heads`` (name: how many), one behind the
+        other."""
+        hidden, dim = self._shape.hidden, self._source.head_dim
+        weights = [
+            pad_outputs(self._read(f"{name}.{x}_proj.weight", (count * dim, hidden)), dim)
+            for x, count in heads.items()
+        ]
+        joint = f"{name}.qkv_proj"
+        product = self._product(joint, normed, np.concatenate(weights), self._bits)
+        if f"{name}.q_proj.bias" not in self._checkpoint:
+            return product
+        biases = [
+            pad_outputs(self._read(f"{name}.{x}_proj.bias", (count * dim,)), dim)
+            for x, count in heads.items()
+        ]
+        self._constant(f"{joint}.bias", np.concatenate(biases))
+        return self._node("Add", [product, f"{joint}.bias"], f"{joint}.biased")
+
+    def _heads_apart(self, name: str, value: str, counts: Iterable[int]) -> list[str]:
+        """``value`` [1, T, heads * dim], cut into parts of ``counts`` heads each."""
+        widths = np.array([count * self._shape.head_dim for count in counts], dtype=np.int64)
+        self._constant(f"{name}.widths", widths)
+        outputs = [f"{name}.{part}" for part in range(len(widths))]
+        self._node("Split", [value, f"{name}.widths"], name, outputs=outputs, axis=-1)
+        return outputs
+
+    def _output_projection(self, name: str, attended: str) -> str:
+        hidden, dim = self._shape.hidden, self._source.head_dim
+        weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
+        product = self._product(name, attended, pad_inputs(weight, dim), self._bits)
+        return self._biased(name, product, hidden)
+
+    def _head_norm(self, name: str, value: str, heads: int) -> str:
+        """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
+        dim = self._shape.head_dim
+        # 0 keeps the input's dimension: [1, T, heads * dim] -> [1, T, heads, dim] and back.
+        self._constant(f"{name}.split", np.array([0, 0, heads, dim], dtype=np.int64))
+        self._constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
+        split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
+        source_dim = self._source.head_dim
+        weight = pad_head_norm(self._read(f"{name}.weight", (source_dim,)), source_dim)
+        self._constant(f"{name}.weight", weight)
+        epsilon = padded_epsilon(self._shape.norm_epsilon, source_dim)
+        normed = self._simple_norm(name, split, epsilon)
+        return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
+
+    def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
+        """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
+        if not branch:
+            return self._simple_norm(name, residual, self._shape.stream_epsilon), residual
+        normed = self._node(
+            "SkipSimplifiedLayerNormalization",
+            [branch, residual, f"{name}.weight"],
+            name,
+            outputs=[name, "", "", f"{name}.sum"],
+            epsilon=self._shape.stream_epsilon,
+        )
+        return normed, f"{name}.sum"
+
+    def _branch_norm(self, name: str, branch: str) -> str:
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
+        return self._simple_norm(name, branch, self._shape.norm_epsilon)
+
+    def _simple_norm(self, name: str, value: str, epsilon: float) -> str:
+        return self._node(
+            "SimplifiedLayerNormalization",
+            [value, f"{name}.weight"],
+            name,
+            axis=-1,
+            epsilon=epsilon,
+        )
+
+    def _head(self, normed: str) -> None:
+        shape, bits, table = self._shape, self._table_bits, "model.embed_tokens"
+        size = (shape.vocabulary_size, shape.hidden)
+        whole = "logits.kept" if len(self._kept) else "logits"
+        out = "logits.uncapped" if shape.logits_cap else whole
+        own = not shape.tied and "lm_head.weight" in self._checkpoint
+        if own or len(self._kept):
+            weight = self._read("lm_head.weight" if own else f"{table}.weight", size)
+            rows = weight[self._kept] if len(self._kept) else weight
+            self._product("lm_head", normed, rows, bits, out)
+        elif bits == 32:  # the table as it stands, read transposed
+            self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
+        else:
+            self._block_product(table, normed, size, bits, out)
+        if shape.logits_cap:
+            self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
+            share = self._node("Div", [out, "logits.cap"], "logits.share")
+            bent = self._node("Tanh", [share], "logits.bent")
+            self._node("Mul", [bent, "logits.cap"], whole)
+        if len(self._kept):
+            self._spread(whole)
+
+    def _spread(self, kept: str) -> None:
+        """From the kept ids' logits to those of the whole vocabulary: each id reads its own, the
+        others a column of minus infinity behind them."""
+        column = np.full(self._shape.vocabulary_size, len(self._kept), dtype=np.int64)
+        column[self._kept] = np.arange(len(self._kept))
+        self._constant("logits.column", column)
+        self._constant("logits.ends", np.array([0, 0, 0, 1], dtype=np.int64))
+        self._constant("logits.none", np.array(-np.inf, dtype=np.float32))
+        padded = self._node("Pad", [kept, "logits.ends", "logits.none"], "logits.padded")
+        self._node("Gather", [padded, "logits.column"], "logits", axis=1)
+
+    # --- matrices ---------------------------------------------------------------------------
+
+    def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
+        weight = self._read(f"{name}.weight", (rows, columns))
+        product = self._product(name, value, weight, self._bits)
+        return self._biased(name, product, rows)
+
+    def _biased(self, name: str, product: str, rows: int) -> str:
+        if f"{name}.bias" not in self._checkpoint:
+            return product
+        self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
+        return self._node("Add", [product, f"{name}.bias"], f"{name}.biased")
+
+    def _product(
+        self, name: str, value: str, weight: NDArray[np.float32], bits: int, output: str = ""
+    ) -> str:
+        if bits == 32:
+            self._constant(f"{name}.weight", np.ascontiguousarray(weight.T))
+            return self._node("MatMul", [value, f"{name}.weight"], output or name)
+        self._quantized(name, quantize_matrix(weight, bits))
+        rows, columns = weight.shape
+        return self._block_product(name, value, (rows, columns), bits, output or name)
+
+    def _quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        self._constant(f"{name}.packed", matrix.packed)
+        self._constant(f"{name}.scales", matrix.scales)
+
+    def _block_product(
+        self, name: str, value: str, size: tuple[int, int], bits: int, output: str
+    ) -> str:
+        return self._node(
+            "MatMulNBits",
+            [value, f"{name}.packed", f"{name}.scales"],
+            output,
+            N=size[0],
+            K=size[1],
+            bits=bits,
+            block_size=BLOCK_SIZE,
+            accuracy_level=_INT8_ACCUMULATION,
+        )
+
+    # --- plumbing ---------------------------------------------------------------------------
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return self._checkpoint.read(name, shape)
+
+    def _constant(self, name: str, value: NDArray[np.generic]) -> None:
+        self._initializers.append(onnx.numpy_helper.from_array(value, name))
+
+    def _node(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        name: str,
+        *,
+        outputs: Sequence[str] = (),
+        **attributes: int | float | str,
+    ) -> str:
+        """Append a node; its first output has its name."""
+        outputs = list(outputs) or [name]
+        domain = _CONTRIB if kind in _CONTRIB_KINDS else ""
+        node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)
+        node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
+        self._nodes.append(node)
+        return outputs[0]

@@ -1,0 +1,213 @@
+"""One generation on asyncio: a ``DraftSession`` with a real link, a real drafter and a real clock.
+
+This file decides nothing. Draft steps run in the drafter's own thread (``shared_drafter.py``), so a
+reply that arrives during a step is read at once; the step's result comes back as an event like any
+other. Nothing dies silently: whatever is raised while an event is handled or an action carried out
+ends the generation with a ``Fail`` that the caller hears. And nobody waits for a draft once the
+text is complete: a step that still runs is cancelled and ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, assert_never
+
+from edgespec.core.device.events import (
+    Connect,
+    Deliver,
+    Disconnect,
+    Fail,
+    Finish,
+    Start,
+    StartStep,
+    Stop,
+    Tick,
+    Transmit,
+)
+from edgespec.core.device.offline import (
+    Correction,
+    OfflineAction,
+    OfflineEvent,
+    OfflineSession,
+    PauseWriting,
+    Provisional,
+)
+from edgespec.core.ports import Transport
+from edgespec.core.protocol.messages import Cancel
+from edgespec.device.link import Link
+from edgespec.device.shared_drafter import Seat, SharedDrafter
+from edgespec.telemetry.trace import NoTrace, Tracer
+
+# How long leaving a generation early waits for its last messages to leave.
+LETTING_GO_S: Final = 1.0
+Outcome = Deliver | Provisional | Correction | Finish | Fail
+_log = logging.getLogger(__name__)
+
+
+class SessionDriver:
+    """Runs ``session`` until it finishes or fails; iterate ``outcomes`` to follow it.
+
+    ``drafter`` None: the session must have been opened without drafting.
+    """
+
+    def __init__(
+        self,
+        session: OfflineSession,
+        transport: Transport,
+        drafter: SharedDrafter | None,
+        *,
+        tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session = session
+        self._transport = transport
+        self._tracer, self._clock = tracer or NoTrace(), clock
+        # Holds at most a few entries a token, and max_tokens bounds those.
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._link: Link | None = None
+        self._links: set[asyncio.Task[None]] = set()
+        self._steps: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = threading.Event()
+        """No outcome will follow the last one; a running draft step is not wanted any more."""
+        self._seat: Seat | None = None
+        if drafter is not None:
+            request, counters = session.request, session.counters
+            self._seat = Seat(
+                drafter,
+                request.session_id,
+                len(request.prompt),
+                request.sampling,
+                notify=self._handle,
+                spawn=self._spawn_step,
+                accepted=lambda: counters.accepted,
+                over=self._over.is_set,
+            )
+            drafter.join(self._seat)
+
+    @property
+    def running(self) -> set[asyncio.Task[None]]:
+        """The tasks that have not ended yet."""
+        return self._links | self._steps
+
+    async def outcomes(self) -> AsyncIterator[Outcome]:
+        """Deliveries, what was written offline, and the ``Finish`` or ``Fail`` that ends them."""
+        self._handle(Start())
+        while True:
+            outcome = await self._outcomes.get()
+            yield outcome
+            if isinstance(outcome, Finish | Fail):
+                return
+
+    def stop(self, event: Stop | PauseWriting) -> None:
+        """End the generation, and the outcome follows; or write no more without a verifier."""
+        self._handle(event)
+
+    async def close(self) -> None:
+        """Let go of everything. A generation that was left early waits a moment for its last
+        messages to leave; a draft step that runs is not waited for (``running``)."""
+        if self._over.is_set():
+            return
+        self._handle(Stop())
+        if self._links:
+            await asyncio.wait(self._links, timeout=LETTING_GO_S)
+
+    # --- the session -----------------------------------------------------------------------
+
+    def _handle(self, event: OfflineEvent) -> None:
+        """Never raises: what goes wrong becomes the generation's ``Fail``."""
+        if self._over.is_set():
+            return
+        try:
+            now, key = self._clock(), self.session.request.session_id
+            self._tracer.record(now, "device", key, "event", event)
+            for action in self.session.handle(event, now):
+                self._tracer.record(now, "device", key, "action", action)
+                self._do(action)
+            self._arm()
+        except Exception as error:
+            self._fail(error)
+
+    def _do(self, action: OfflineAction) -> None:
+        match action:
+            case Connect():
+                self._link = Link(self._transport, self._handle)
+                self._watch(self._link.task, self._links)
+            case Disconnect():
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
+            case Transmit(message):
+                if self._link is not None:
+                    self._link.send(message)
+            case StartStep():
+                assert self._seat is not None
+                self._seat.ask(action)
+            case Deliver() | Provisional() | Correction():
+                self._outcomes.put_nowait(action)
+            case Finish() | Fail():
+                self._end(action)
+            case _:
+                assert_never(action)
+
+    def _end(self, last: Finish | Fail) -> None:
+        self._over.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._seat is not None:
+            self._seat.leave()
+        self._outcomes.put_nowait(last)
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug, here or in a part that was handed in. The verifier is told as far as possible."""
+        if self._over.is_set():
+            return
+        _log.error("the device's side of a generation failed", exc_info=error)
+        self._end(Fail(f"the device failed: {type(error).__name__}: {error}"))
+        link, self._link = self._link, None
+        if link is not None:
+            with contextlib.suppress(Exception):
+                link.send(Cancel())
+                link.close()
+
+    def _spawn_step(self, work: Coroutine[Any, Any, None]) -> None:
+        self._watch(asyncio.create_task(work), self._steps)
+
+    def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
+        """Keep ``task`` alive, and hear of it when it ends in a way that it should not."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            kind.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._fail(error)
+
+        kind.add(task)
+        task.add_done_callback(ended)
+
+    def _arm(self) -> None:
+        """Have ``_on_timer`` called by the deadline. Deadlines mostly move on, so a timer that is
+        set for an earlier moment stays."""
+        deadline = self.session.deadline
+        if deadline is None or self._over.is_set():
+            return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, deadline - self._clock())
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        deadline = self.session.deadline
+        if deadline is not None and deadline <= self._clock():
+            self._handle(Tick())
+        else:
+            self._arm()

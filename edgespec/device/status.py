@@ -1,0 +1,332 @@
+"""How an agent is: a snapshot that costs nothing until somebody asks for it.
+
+``StatusSource`` reads what the agent counts anyway and what ``Activity`` noted, in any thread.
+While nothing runs nobody hears of the verifier, so whoever shows a status says ``ask_soon``, and
+the verifiers are asked who they are: at most every few seconds, and only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from edgespec.core.association.circuit_breaker import CLOSED
+from edgespec.core.device.draft_ladder import Rung
+from edgespec.core.device.events import STREAMING
+from edgespec.core.ports import Transport
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.printable import one_line
+from edgespec.device.activity import GenerationNotes
+from edgespec.device.draft_worth import draft_worth
+from edgespec.device.verifier_pool import VerifierPool
+from edgespec.telemetry.agent_status import (
+    MAX_GENERATIONS,
+    AgentStatus,
+    BatteryStatus,
+    DraftingStatus,
+    GenerationStatus,
+    MemoryStatus,
+    VerifierState,
+    VerifierStatus,
+)
+from edgespec.telemetry.battery import battery_status
+from edgespec.telemetry.process_memory import resident_bytes
+
+if TYPE_CHECKING:
+    from edgespec.device.agent import Agent
+
+ASK_EVERY_S: Final = 5.0
+ASK_WITHIN_S: Final = 3.0
+BATTERY_EVERY_S: Final = 10.0
+_MAX_VERIFIERS: Final = 64
+_THERE: Final = (VerifierState.READY, VerifierState.SERVING)
+_MAX_WRAPPERS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a verifier said when it was asked; ``info`` None: it did not."""
+
+    info: VerifierInfo | None
+    rtt_s: float | None
+    at: float
+    why: str = ""
+
+
+class StatusSource:
+    """Makes snapshots of ``agent``. ``addresses`` are its verifiers as they were configured."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        addresses: tuple[str, ...],
+        version: str = "",
+        *,
+        battery: Callable[[], BatteryStatus | None] = battery_status,
+        resident: Callable[[], int] = resident_bytes,
+    ) -> None:
+        self._agent, self._addresses, self._version = agent, addresses, version
+        self._battery, self._resident = battery, resident
+        self._battery_seen: tuple[float, BatteryStatus | None] | None = None
+        self._answers: dict[str, _Answer] = {}
+        self._asked_at: float | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._since: dict[str, tuple[VerifierState, float]] = {}
+
+    def snapshot(self, after: int = 0) -> AgentStatus:
+        """The status now, with the events behind the one numbered ``after``. Any thread may ask."""
+        agent, activity = self._agent, self._agent.activity
+        now = activity.clock()
+        with activity.lock:
+            running = tuple(activity.running.values())
+        events, lost = activity.events_after(after)
+        return AgentStatus(
+            version=self._version,
+            clock_s=now,
+            uptime_s=now - activity.began_at,
+            running=len(running),
+            tokens_per_s=activity.rate.per_s(now),
+            verifiers=self._verifiers(running, now),
+            generations=tuple(self._generation(one, now) for one in running[-MAX_GENERATIONS:]),
+            totals=activity.totals(),
+            drafting=self._drafting(running),
+            memory=self._memory(),
+            battery=self._battery_now(now),
+            events=events,
+            last_event=events[-1].number if events else max(after, 0),
+            lost_events=lost,
+            draft="" if agent.drafter is None else agent.drafter.info.name,
+            policy=type(agent.options.policy).__name__.removesuffix("Policy").lower(),
+        )
+
+    # --- asking the verifiers ----------------------------------------------------------------
+
+    def ask_soon(self) -> asyncio.Task[None] | None:
+        """Somebody looks: ask the verifiers in the background unless that was done of late. Call in
+        the agent's event loop. Returns the task while it runs."""
+        now = self._agent.activity.clock()
+        if self._asking is not None and not self._asking.done():
+            return self._asking
+        if self._asked_at is not None and now - self._asked_at < ASK_EVERY_S:
+            return None
+        self._asked_at = now
+        self._asking = asyncio.create_task(self._ask())
+        return self._asking
+
+    @property
+    def asked(self) -> bool:
+        """Whether the verifiers were ever asked to the end, whatever they said."""
+        return bool(self._answers)
+
+    async def ask(self) -> None:
+        """Ask now, if it is time to, and wait for the answers for ``ASK_WITHIN_S`` at most."""
+        if (task := self.ask_soon()) is not None:
+            await asyncio.wait([task], timeout=ASK_WITHIN_S)
+
+    async def close(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._asking
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(ASK_WITHIN_S):
+                found = await self._transports()
+        except Exception:  # a name that cannot be resolved: what is known stays
+            return
+        asked = list(found.items())[:_MAX_VERIFIERS]
+        answers = await asyncio.gather(*(self._ask_one(one) for _, one in asked))
+        names = [address for address, _ in asked]
+        self._answers = dict(zip(names, answers, strict=True))
+
+    async def _transports(self) -> Mapping[str, Transport]:
+        transport = self._agent.transport
+        if isinstance(transport, VerifierPool):
+            return await transport.known()
+        return {self._addresses[0]: transport} if self._addresses else {}
+
+    async def _ask_one(self, transport: Transport) -> _Answer:
+        clock = self._agent.activity.clock
+        asked_at = clock()
+        try:
+            async with asyncio.timeout(ASK_WITHIN_S):
+                info = await transport.info()
+        except TimeoutError:
+            return _Answer(None, None, clock(), f"no answer within {ASK_WITHIN_S:g} s")
+        except Exception as error:
+            return _Answer(None, None, clock(), one_line(str(error)))
+        return _Answer(info, clock() - asked_at, clock())
+
+    # --- the parts -----------------------------------------------------------------------------
+
+    def _verifiers(
+        self, running: tuple[GenerationNotes, ...], now: float
+    ) -> tuple[VerifierStatus, ...]:
+        pool = self._agent.transport
+        if isinstance(pool, VerifierPool):
+            found = self._pooled(pool, running)
+        else:
+            found = [self._only(running)]
+        return tuple(self._timed(one, now) for one in found[:_MAX_VERIFIERS])
+
+    def _only(self, running: tuple[GenerationNotes, ...]) -> VerifierStatus:
+        """The one verifier: what the link says while a generation runs, else what it answered."""
+        address = self._addresses[0] if self._addresses else ""
+        reach, answer = self._agent.activity.reach, self._answers.get(address)
+        status = VerifierStatus(address, reach.state, why=reach.why)
+        if answer is not None:
+            status = _told(status, answer.info)
+            status = replace(status, rtt_s=answer.rtt_s)
+            if not running and answer.at > reach.since:
+                here = answer.info is not None
+                state = VerifierState.READY if here else VerifierState.AWAY
+                status = replace(status, state=state, why=answer.why)
+        return self._measured(status, running)
+
+    def _pooled(
+        self, pool: VerifierPool, running: tuple[GenerationNotes, ...]
+    ) -> list[VerifierStatus]:
+        serving = {one.verifier for one in running if one.session.state is STREAMING}
+        found = []
+        for candidate in tuple(pool.failover.candidates.listed.values()):
+            address, answer = candidate.address, self._answers.get(candidate.address)
+            info = candidate.info if answer is None else answer.info or candidate.info
+            status = _told(VerifierStatus(address, VerifierState.UNKNOWN), info)
+            status = replace(status, rtt_s=candidate.rtt_s)
+            if address in serving:
+                status = self._measured(replace(status, state=VerifierState.SERVING), running)
+            elif candidate.breaker.state is not CLOSED:
+                status = replace(status, state=VerifierState.AWAY, why=candidate.error)
+            elif answer is not None and answer.info is None:
+                status = replace(status, state=VerifierState.AWAY, why=answer.why)
+            elif info is not None:
+                status = replace(status, state=VerifierState.READY)
+            found.append(status)
+        if not found:
+            found = [VerifierStatus(one, VerifierState.UNKNOWN) for one in self._addresses]
+        return found
+
+    def _measured(
+        self, status: VerifierStatus, running: tuple[GenerationNotes, ...]
+    ) -> VerifierStatus:
+        """With the times that the last generation measured, which are those under load."""
+        last = running[-1] if running else self._agent.activity.last
+        if last is None:
+            return status
+        estimates = last.session.estimates
+        rtt_s, pass_s = estimates.rtt_s.get(0.0), estimates.pass_s.get(0.0)
+        return replace(status, rtt_s=rtt_s or status.rtt_s, pass_s=pass_s or status.pass_s)
+
+    def _timed(self, status: VerifierStatus, now: float) -> VerifierStatus:
+        """With the time for which it has been in its state, as far as anybody looked."""
+        activity, pooled = self._agent.activity, isinstance(self._agent.transport, VerifierPool)
+        reach, is_there = activity.reach, status.state in _THERE
+        if not pooled and not is_there and status.state is reach.state:
+            return replace(status, since_s=max(0.0, now - reach.since))
+        kind = VerifierState.READY if is_there else status.state
+        state, since = self._since.get(status.address, (None, now))
+        if state is not kind:
+            since = now
+        address = status.address if pooled else ""
+        if is_there:  # it may have served for long when somebody looks
+            since = min(since, activity.there.get(address, since))
+        elif status.state is VerifierState.AWAY:
+            activity.left(address)
+        self._since[status.address] = (kind, since)
+        return replace(status, since_s=max(0.0, now - since))
+
+    def _generation(self, notes: GenerationNotes, now: float) -> GenerationStatus:
+        session, counters = notes.session, notes.session.counters
+        first_at, tokens = notes.first_token_at, counters.committed
+        later, took_s = tokens - notes.first_count, notes.last_token_at - (first_at or 0.0)
+        known = first_at is not None and later > 0 and took_s > 0.0
+        return GenerationStatus(
+            number=notes.number,
+            link=session.state.value,
+            verifier=notes.verifier or (self._addresses[0] if self._addresses else ""),
+            age_s=now - notes.began_at,
+            quiet_s=max(0.0, now - notes.last_token_at),
+            prompt_tokens=len(session.request.prompt),
+            tokens=tokens,
+            tokens_per_s=later / took_s if known else None,
+            acceptance=counters.acceptance,
+            drafting=session.drafting,
+            accepted=counters.accepted,
+            sent=counters.sent,
+            passes=counters.passes,
+            reconnects=counters.reconnects,
+            unverified=notes.unverified,
+            model=one_line(notes.model),
+        )
+
+    def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:
+        agent, activity = self._agent, self._agent.activity
+        if agent.drafter is None:
+            return DraftingStatus(False, "this agent has no draft model: it only streams")
+        drafts = [one for one in running if one.session.drafting]
+        notes = drafts[-1] if drafts else activity.last_drafted or activity.last
+        session = None if notes is None else notes.session
+        found = draft_worth(
+            agent.options.policy,
+            agent.price,
+            None if session is None else session.estimates,
+            None if session is None else session.counters,
+        )
+        if (watch := agent.options.watch) is not None:
+            ladder = watch.ladder
+            found = replace(found, rung=ladder.rung.name.lower())
+            if ladder.rung is Rung.NONE:
+                return replace(found, worth=False, why=f"drafting rests: {ladder.why}")
+            if ladder.why:
+                found = replace(found, why=f"drafting is {found.rung}, {ladder.why}; {found.why}")
+        if self._memory_parts()[1] == 0:
+            why = "the memory budget leaves nothing to the draft: it rests"
+            return replace(found, worth=False, why=why)
+        if running and not drafts and session is not None and not session.counters.draft_failure:
+            why = "the draft is busy, or the text is longer than its context"
+            return replace(found, worth=False, why=why)
+        return found
+
+    def _memory(self) -> MemoryStatus:
+        try:
+            resident = self._resident()
+        except Exception:  # whatever a system says about itself, or does not
+            resident = 0
+        budget, window, width = self._memory_parts()
+        return MemoryStatus(resident, budget, window, width, resting=window == 0)
+
+    def _memory_parts(self) -> tuple[int | None, int | None, int | None]:
+        """Budget, window and width of a guarded drafter, however it is wrapped."""
+        drafter: Any = self._agent.drafter
+        for _ in range(_MAX_WRAPPERS):
+            if drafter is None:
+                break
+            caches = getattr(drafter, "caches", None)
+            if budget := getattr(caches, "budget_bytes", 0):
+                now = getattr(caches, "restriction", None)
+                return budget, getattr(now, "window", None), getattr(now, "width", None)
+            inner = (getattr(drafter, name, None) for name in ("inner", "_inner", "_model"))
+            drafter = next((one for one in inner if one is not None), None)
+        return None, None, None
+
+    def _battery_now(self, now: float) -> BatteryStatus | None:
+        if self._battery_seen is None or now - self._battery_seen[0] >= BATTERY_EVERY_S:
+            self._battery_seen = (now, self._battery())
+        return self._battery_seen[1]
+
+
+def _told(status: VerifierStatus, info: VerifierInfo | None) -> VerifierStatus:
+    if info is None:
+        return status
+    return replace(
+        status,
+        model=one_line(info.model.name),
+        pass_s=info.pass_us / 1e6 or None,
+        sessions=info.sessions,
+        max_sessions=info.max_sessions or None,
+    )

@@ -1,0 +1,335 @@
+"""Several verifiers behind one agent: streams are dialed, watched and moved from one to another.
+
+``core/association/failover.py`` decides all of it; this file connects, asks and measures. A
+generation gets a ``RoutedTransport``, which looks to its session's driver like a transport to one
+verifier: it connects to whichever is best, and its streams say, when they end, whether another
+verifier can be tried at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, Protocol, assert_never
+
+from edgespec.core.association import failover_events as ev
+from edgespec.core.association.failover import Failover
+from edgespec.core.association.route import Route
+from edgespec.core.ports import DeviceStream, LinkError, Transport
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.device.conversation import ConversationTransport, dial_for
+from edgespec.device.link import link_down
+from edgespec.device.pooled_stream import PooledStream
+
+# Names of models whose last text is remembered; the one asked for longest ago is forgotten.
+_MOST_NAMES: Final = 256
+_log = logging.getLogger(__name__)
+
+
+class Directory(Protocol):
+    """Where the verifiers are: names may have several addresses, and other ones tomorrow."""
+
+    async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
+        """A transport for each address, in order of preference; the same one each time. ``fresh``:
+        what was found before is of no use. Never raises ``LinkError``."""
+
+    async def close(self) -> None:
+        """Close all transports that were ever found."""
+
+
+class VerifierPool:
+    """Carries out what ``failover`` says for all generations of one agent."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        failover: Failover,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failover, self._clock = failover, clock
+        self._directory = directory
+        self._transports: Mapping[str, Transport] = {}
+        self._numbers = itertools.count(1)
+        self._dials: dict[tuple[int, str], asyncio.Task[None]] = {}
+        self._dialed: dict[tuple[int, str], DeviceStream] = {}
+        self._waiting: dict[int, asyncio.Future[PooledStream]] = {}
+        self._streams: dict[int, PooledStream] = {}
+        """In use, one a generation."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._none_found = False
+        self._models: dict[str, ModelIdentity] = {}
+        """Of the text before, by the name that it asked for."""
+
+    def clock(self) -> float:
+        return self._clock()
+
+    @property
+    def quiet_s(self) -> float:
+        return self.failover.policy.quiet_s
+
+    def route(
+        self, needed_length: int = 0, conversation: str = "", model: str = ""
+    ) -> RoutedTransport:
+        """For one generation of that conversation, whose prompt and longest output are so many
+        tokens, by the model of that name."""
+        wanted = ev.Wanted(next(self._numbers), needed_length, conversation, model)
+        return RoutedTransport(self, wanted)
+
+    async def known(self) -> Mapping[str, Transport]:
+        """The verifiers, to ask them how they are. Raises ``LinkError``."""
+        self._transports = self._transports or await self._directory.find()
+        return self._transports
+
+    async def close(self) -> None:
+        """End what is under way, and the transports."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for number in list(self.failover.routes):
+            self.over(number)
+        tasks = [*self._dials.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._directory.close()
+
+    # --- for one generation ----------------------------------------------------------------
+
+    async def stream(self, wanted: ev.Wanted) -> PooledStream:
+        """Raises ``LinkError`` naming every address and what it failed with."""
+        number = wanted.route
+        self._transports = await self._directory.find(fresh=self._none_found)
+        self.handle(ev.Known(tuple(self._transports)))
+        future: asyncio.Future[PooledStream] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self.handle(wanted)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._waiting.get(number) is future:
+                del self._waiting[number]
+                self.handle(ev.Unwanted(number))
+            elif not future.cancelled() and future.exception() is None:
+                await future.result().close()  # it came in the very moment of the cancellation
+            raise
+
+    def tell(self, stream: PooledStream, event: ev.RouteEvent) -> None:
+        """Something happened on a stream; it counts only while the stream is in use."""
+        if self._streams.get(stream.route) is stream:
+            self.handle(event)
+
+    def let_go(self, stream: PooledStream) -> None:
+        """The generation has closed its stream."""
+        if self._streams.get(stream.route) is stream:
+            del self._streams[stream.route]
+            self.handle(ev.Unwanted(stream.route))
+
+    def over(self, number: int) -> None:
+        self.handle(ev.Over(number))
+        self._streams.pop(number, None)
+        future = self._waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_exception(LinkError("the generation is over", retryable=False))
+
+    def begins_with(self, route: int, model: ModelIdentity, address: str) -> None:
+        """A verifier greeted; say so if a text begins with another model than the one before that
+        asked for the same name."""
+        known = self.failover.routes.get(route)
+        if known is None or known.began is not None:
+            return
+        before = self._models.pop(known.model, None)
+        self._models[known.model] = model
+        if len(self._models) > _MOST_NAMES:
+            del self._models[next(iter(self._models))]
+        if before is not None and not model.is_model_of(before):
+            _log.warning(
+                "%s serves the model %s; the text before was of %s", address, model, before
+            )
+
+    # --- the machine -----------------------------------------------------------------------
+
+    def handle(self, event: ev.FailoverEvent) -> None:
+        """Never raises: who waits for a stream hears of a bug, and streams in use go on. Most
+        events come from timers and tasks, which nobody awaits."""
+        try:
+            for action in self.failover.handle(event, self._clock()):
+                self._do(action)
+            self._arm()
+        except Exception as error:
+            _log.exception("choosing a verifier failed at %s", type(event).__name__)
+            broken = LinkError(f"choosing a verifier failed: {error}", retryable=False)
+            for number in tuple(self._waiting):
+                self._leave(number, broken)
+
+    def _do(self, action: ev.FailoverAction) -> None:
+        match action:
+            case ev.Dial(number, address):
+                task = asyncio.create_task(self._dial(number, address))
+                self._dials[number, address] = task
+            case ev.Drop(number, address):
+                self._drop(number, address)
+            case ev.Use(number, address):
+                stream = self._dialed.pop((number, address))
+                self._streams[number] = pooled = PooledStream(self, number, address, stream)
+                future = self._waiting.pop(number, None)
+                if future is None or future.done():
+                    self._watch(pooled.close())
+                else:
+                    future.set_result(pooled)
+            case ev.Leave(number, why, again_s, retryable):
+                self._none_found = again_s is None
+                error = LinkError(why, retryable=retryable, again_s=again_s)
+                self._leave(number, error)
+            case ev.Probe(address):
+                self._watch(self._probe(address))
+            case _:
+                assert_never(action)
+
+    def _leave(self, number: int, error: LinkError) -> None:
+        future = self._waiting.pop(number, None)
+        if future is not None:
+            if not future.done():
+                future.set_exception(error)
+        elif (stream := self._streams.pop(number, None)) is not None:
+            stream.leave(error)
+            self._watch(stream.hang_up())
+
+    def _drop(self, number: int, address: str) -> None:
+        stream = self._dialed.pop((number, address), None)
+        if stream is not None:
+            self._watch(stream.close())
+        elif (task := self._dials.pop((number, address), None)) is not None:
+            task.cancel()
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _dial(self, number: int, address: str) -> None:
+        key, me = (number, address), asyncio.current_task()
+        if (route := self.failover.routes.get(number)) is not None:
+            dial_for(route.conversation)
+        try:
+            transport = self._transports.get(address)
+            if transport is None:
+                raise LinkError(f"{address} is not known any more")
+            stream = await transport.connect()
+        except Exception as error:
+            down = link_down(error)
+            if self._dials.get(key) is me:
+                del self._dials[key]
+                self.handle(ev.DialFailed(number, address, down.why, down.retryable))
+            return
+        if self._dials.get(key) is not me:  # it was dropped in the very moment
+            await stream.close()
+            return
+        del self._dials[key]
+        self._dialed[key] = stream
+        self.handle(ev.Dialed(number, address))
+
+    async def _probe(self, address: str) -> None:
+        """Always answered: a question that is forgotten would keep its verifier out for ever."""
+        why, alive = "the question was given up", False
+        found: tuple[VerifierInfo, float] | None = None
+        limit_s = self.failover.policy.probe_s
+        try:
+            async with asyncio.timeout(limit_s):
+                found = await self._ask(address)
+        except TimeoutError:
+            why = f"no answer within {limit_s:g} s"
+        except LinkError as error:
+            why, alive = str(error), error.alive
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            if found is None:
+                self.handle(ev.ProbeFailed(address, why, alive))
+            else:
+                self.handle(ev.ProbeAnswered(address, *found))
+
+    async def _ask(self, address: str) -> tuple[VerifierInfo, float]:
+        """What it told, and its round trip. That is timed on an open channel: the first question
+        opens it, the second is timed."""
+        transport = self._transports.get(address)
+        candidate = self.failover.candidates.listed.get(address)
+        if transport is None or candidate is None:
+            raise LinkError(f"{address} is not known any more")
+        info = await transport.info()
+        if candidate.rtt_s is not None:
+            return info, candidate.rtt_s
+        asked_s = self._clock()
+        return await transport.info(), self._clock() - asked_s
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _arm(self) -> None:
+        """Deadlines come and go, so the timer is set anew for the earliest."""
+        deadline = self.failover.deadline
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            delay_s = max(0.0, deadline - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.handle(ev.Tick())
+
+
+def link_for(
+    transport: Transport | VerifierPool, conversation: str, needed_length: int, model: str
+) -> tuple[Transport, RoutedTransport | None]:
+    """What a generation of that conversation connects by, and its route if there are several
+    verifiers. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
+    if not isinstance(transport, VerifierPool):
+        return ConversationTransport(transport, conversation), None
+    route = transport.route(needed_length, conversation, model)
+    return route, route
+
+
+class RoutedTransport:
+    """``ports.Transport`` for one generation; ``close`` ends the generation, not the verifiers."""
+
+    def __init__(self, pool: VerifierPool, wanted: ev.Wanted) -> None:
+        self._pool, self._wanted = pool, wanted
+        self._route = Route()
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The addresses that brought tokens of this text so far."""
+        return tuple(self._route.served)
+
+    @property
+    def using(self) -> str:
+        """The address of the stream in use, or else of the last token; empty before the first."""
+        return self._route.using or self.last
+
+    @property
+    def last(self) -> str:
+        """The address that brought the last token; empty before the first."""
+        return self._route.last or ""
+
+    @property
+    def failovers(self) -> int:
+        """How often a token came from another address than the one before."""
+        return self._route.failovers
+
+    async def connect(self) -> DeviceStream:
+        stream = await self._pool.stream(self._wanted)
+        self._route = self._pool.failover.routes.get(self._wanted.route, self._route)
+        return stream
+
+    async def info(self) -> VerifierInfo:
+        raise LinkError("ask the verifiers themselves", retryable=False)
+
+    async def close(self) -> None:
+        with contextlib.suppress(LinkError):
+            self._pool.over(self._wanted.route)

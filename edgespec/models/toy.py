@@ -1,0 +1,72 @@
+"""The toy model and its text: one letter a token, so that a toy stream can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgespec.core.ports import ModelInfo
+from edgespec.core.toy_model import ToyModel
+from edgespec.models.chat_template import ChatTemplate, Message
+
+TOY = "toy"
+TOY_CONTEXT_LENGTH = 4096
+TOY_EOS = 0
+# One letter an id; id 0 ends the text. 64 ids in all, as in ``TOY_MODEL``.
+TOY_ALPHABET = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
+TOY_MODEL = ToyModel(len(TOY_ALPHABET), order=3, sharpness=3.0, eos_token=TOY_EOS)
+_OTHER = TOY_ALPHABET.index(" ")
+
+
+def toy_info() -> ModelInfo:
+    """The toy's vocabulary and context."""
+    size = len(TOY_ALPHABET)
+    return ModelInfo("toy", f"toy-{size}", size, TOY_CONTEXT_LENGTH, (TOY_EOS,))
+
+
+class ToyTokenizer:
+    """The methods of ``TextTokenizer`` that agents and the command line use.
+
+    A character outside the alphabet becomes a space.
+    """
+
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
+        return [ids.get(letter, _OTHER) for letter in text if letter != "\0"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)
+
+    def stream(self, prompt: Sequence[int] = ()) -> ToyTextStream:
+        return ToyTextStream()
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        """Of the toy: contents and spaces."""
+        return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        return " ".join(message["content"] for message in messages) + " "
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
+
+class ToyTextStream:
+    """Incremental decoding; every token is a whole letter, so nothing is ever held back."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ToyTokenizer().decode(tokens)
+
+    def flush(self) -> str:
+        return ""

@@ -1,0 +1,233 @@
+"""The verifier, from its configuration to running parts: its target model, the native engine's,
+vLLM's or the toy's, the daemon, and the server that listens for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec.config import VerifierConfig
+from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.verifier import VLLM
+from edgespec.core.ports import TargetModel, pass_shape
+from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.text_files import (
+    MAX_TEXT_BYTES,
+    TEXT_FILES,
+    PackedFile,
+    TextFileError,
+)
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.fair_shares import ShareLimits
+from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.models.constraint_readers import verifier_reader
+from edgespec.models.folders import Role, check_folder, model_info, resolve_model
+from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
+from edgespec.models.weights import text_fingerprint, weights_fingerprint
+from edgespec.telemetry.trace import Tracer
+from edgespec.telemetry.watch import Watch
+from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.engines.loading import vllm_target
+from edgespec.verifier.target_memory import pool_budget
+from edgespec.wire.access import ServerAccess
+
+if TYPE_CHECKING:
+    from edgespec.wire.grpc_server import GrpcServer
+
+_TOY_BLOCK_TOKENS = 16
+
+
+def build_verifier(
+    config: VerifierConfig,
+    *,
+    target: TargetModel | None = None,
+    tracer: Tracer | None = None,
+    access: ServerAccess | None = None,
+    watch: Watch | None = None,
+) -> tuple[Verifier, GrpcServer]:
+    """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
+    reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
+    with needs("grpc", "edgespec"):
+        from edgespec.wire.grpc_server import GrpcServer
+        from edgespec.wire.wire_limits import WireLimits
+    access = access or ServerAccess(config)
+    target = target or load_target(config)
+    bounds, shape = config.limits, pass_shape(target)
+    context_length = target.info.context_length
+    if target.cache is not None:  # the longest text has to fit by itself
+        context_length = min(context_length, target.cache.tokens)
+    limits = Limits(
+        context_length=context_length,
+        max_nodes_outstanding=bounds.max_nodes_outstanding,
+        max_nodes_per_pass=min(bounds.max_nodes_per_pass, shape.max_nodes),
+        max_unreceived=bounds.max_unreceived,
+        lease_s=bounds.lease_s,
+    )
+    engine_limits = EngineLimits(
+        max_sessions=bounds.max_sessions,
+        max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
+        max_rows_per_session=bounds.max_rows_per_session,
+        max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
+        cache=target.cache,
+        share_prefixes=bounds.share_prefixes,
+        stall_s=bounds.stall_s,
+        server_drafts=config.server_drafts,
+        trees=shape.trees,
+    )
+    streams = None if watch is None else watch.streams
+    read = None if config.engine == VLLM else verifier_reader(config.model)
+    verifier = Verifier(
+        target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
+    )
+    wire = WireLimits.for_context(limits.context_length)
+    # Streams beyond the sessions are let in, so that they are told why they are refused.
+    server = GrpcServer(
+        config.address,
+        verifier.serve,
+        lambda: verifier.info,
+        limits=wire,
+        max_streams=bounds.max_sessions + 64,
+        peer_share=bounds.peer_share,
+        meter=None if watch is None else watch.traffic,
+        refused=None if streams is None else streams.refused,
+        waits=None if watch is None else watch.waits.add,
+        uplink=UplinkLimits(
+            shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate),
+            address_rate=bounds.address_message_rate,
+        ),
+        credentials=access.credentials,
+        authenticate=access.authenticate if access.asks_for_keys else None,
+        texts=partial(packed_texts, config.model),
+    )
+    return verifier, server
+
+
+def load_target(config: VerifierConfig) -> TargetModel:
+    """The target model of ``config``, paced when it says so; canonical mode has been self-tested.
+
+    Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
+    """
+    if config.engine == VLLM:
+        target: TargetModel = vllm_target(config, model_name(config))
+    else:
+        target = _toy_target(config) if config.model == TOY else _torch_target(config)
+    if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
+        return target
+    from edgespec.verifier.targets.paced import PacedTarget
+
+    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+
+
+def target_mode(target: TargetModel) -> str:
+    """How the target computes, in words, for the ready line."""
+    inner = getattr(target, "inner", target)
+    words = [str(getattr(inner, "mode", "toy"))]
+    if inner is not target:
+        words.append("emulated pass time")
+    return ", ".join(words)
+
+
+def model_name(config: VerifierConfig) -> str:
+    """What devices may ask for: the name given, the folder's, or the reference itself."""
+    if config.name:
+        return config.name
+    path = Path(os.path.expanduser(config.model))
+    return path.resolve().name if path.is_dir() else config.model
+
+
+def prefer_reproducible_products() -> None:
+    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows.
+
+    That is a promise of Intel's library (conditional numerical reproducibility, strict), which
+    makes canonical mode cheaper; canonical mode tries what holds and does not rely on it. It has
+    an effect only before this process's first matrix product. A value that is set is left alone.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def prefer_huge_pages() -> None:
+    """Ask torch for huge pages under tensors of 2 MiB and more, where Linux gives them on demand.
+
+    Products of few rows read all weights, and look up fewer pages then (measurements.md). It has
+    an effect only before this process's first tensor. A value that is set is left alone.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def _toy_target(config: VerifierConfig) -> TargetModel:
+    from edgespec.verifier.targets.toy import ToyTarget
+
+    return ToyTarget(
+        TOY_MODEL,
+        name=model_name(config),
+        vocabulary=toy_info().vocabulary,
+        fingerprint=text_fingerprint(repr(TOY_MODEL)),
+        context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
+        max_sessions=config.limits.max_sessions,
+        cache=CacheShape(
+            -(-config.limits.max_cached_tokens // _TOY_BLOCK_TOKENS), _TOY_BLOCK_TOKENS
+        ),
+    )
+
+
+def _torch_target(config: VerifierConfig) -> TargetModel:
+    folder = resolve_model(config.model, Role.TARGET)
+    check_folder(folder, Role.TARGET)
+    info = model_info(folder)
+    prefer_huge_pages()
+    if config.canonical is not False:
+        prefer_reproducible_products()
+    with needs("torch", "edgespec[server]"):
+        from edgespec.verifier.targets.pipeline import pipeline_target
+        from edgespec.verifier.targets.tensor_parallel import torch_target
+    tensor_parallel, pipeline = config.tensor_parallel, config.pipeline
+    load: Callable[..., TargetModel]
+    if pipeline.stages > 1:
+        load = partial(
+            pipeline_target,
+            stages=pipeline.stages,
+            delay_ms=pipeline.delay_ms,
+            pass_within_s=pipeline.pass_within_s,
+        )
+    else:
+        load = partial(
+            torch_target, ranks=tensor_parallel.size, pass_within_s=tensor_parallel.pass_within_s
+        )
+    try:
+        return load(
+            str(folder),
+            name=model_name(config),
+            vocabulary=info.vocabulary,
+            weights=weights_fingerprint(folder, info.vocabulary),
+            dtype=config.dtype,
+            device=config.device,
+            max_cached_tokens=config.limits.max_cached_tokens,
+            max_sessions=config.limits.max_sessions,
+            context_length=config.max_model_len,
+            canonical=config.canonical,
+            cuda_graphs=config.cuda_graphs,
+            model_threads=config.threads,
+            quantize=config.quantize,
+            pool_budget=pool_budget(config.limits),
+        )
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
+        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+
+
+def packed_texts(reference: str) -> list[PackedFile]:
+    """The files that a verifier of this model lends. Raises ``TextFileError`` for the toy, which
+    has none, and for files over the bound; ``ValueError`` naming the file."""
+    if reference == TOY:
+        raise TextFileError("the toy model has none; give --tokenizer toy")
+    folder = resolve_model(reference, Role.TARGET)
+    paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
+    total = sum(path.stat().st_size for path in paths.values())
+    if total > MAX_TEXT_BYTES:
+        raise TextFileError(f"it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent")
+    return [PackedFile.of(name, path.read_bytes()) for name, path in paths.items()]

@@ -1,0 +1,220 @@
+"""vLLM's engine core in this process, stepped by the verifier (``step.StepEngine``).
+
+The core's scheduler lives here; its workers live here too, or in processes of their own with
+tensor or pipeline parallelism. No step runs but those that are asked for, and each asks for certain
+sessions, so scheduling ahead of the results (asynchronous scheduling) is off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import TargetLostError
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.verifier.engines.vllm.step import Adapter, Stepped, Wanted
+
+MAX_DRAFTS: Final = 15
+_HERE: Final = "edgespec.verifier.engines.vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """``flags`` are vLLM's own, as on its command line."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_sessions: int = 64
+    tensor_parallel_size: int = 1
+    max_drafts: int = MAX_DRAFTS
+    """The longest chain of a pass, in tokens."""
+    share_prefixes: bool = True
+    """May a session use what another has computed? vLLM knows no sharing among some."""
+    flags: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+
+class VllmCore:
+    """Loads the model. Raises ``SetupError`` when vLLM refuses a flag or the model."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        self._ids: dict[str, str] = {}
+        self._count = 0
+        config = _config(options)
+        self.context_length = int(config.model_config.max_model_len)
+        quantised = config.model_config.quantization
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.number_format = f"{dtype}-{quantised}" if quantised else dtype
+        self.max_drafts = options.max_drafts
+        self._core = _core(config)
+        atexit.register(self.shut_down)
+        try:
+            self._core.collective_rpc("edgespec_install")
+        except Exception as error:  # vLLM has no exception of its own for this either
+            self.shut_down()
+            raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
+        self._adapters = self._loaded(options.adapters)
+        self._scheduler = self._core.scheduler
+        self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
+        """Of one step."""
+
+    def _loaded(self, adapters: Sequence[Adapter]) -> dict[str, Any]:
+        """vLLM's requests for them, by name."""
+        from vllm.lora.request import LoRARequest
+
+        requests: dict[str, Any] = {"": None}
+        for number, one in enumerate(adapters, 1):
+            requests[one.name] = LoRARequest(one.name, number, str(one.folder))
+            try:
+                self._core.add_lora(requests[one.name])
+            except Exception as error:  # vLLM has no exception of its own for this either
+                self.shut_down()
+                raise SetupError(f"vLLM cannot load the adapter {one.folder}: {error}") from error
+        return requests
+
+    def add(
+        self,
+        key: str,
+        text: Sequence[int],
+        prompt_length: int,
+        sampling: SamplingParams,
+        adapter: str = "",
+    ) -> None:
+        from vllm import SamplingParams as VllmParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        from edgespec.verifier.engines.vllm.worker import EXTRA, arguments_of
+
+        self._count += 1
+        name = str(self._count)
+        params = VllmParams(
+            temperature=0.0,
+            max_tokens=self.context_length,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={EXTRA: arguments_of(prompt_length, sampling)},
+        )
+        lora = self._adapters[adapter]
+        request = EngineCoreRequest(
+            name, list(text), None, params, None, time.time(), lora, None, None
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+        self._ids[key] = name
+
+    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+        names = {self._ids[key]: key for key in wanted}
+        self._scheduler.wanted = {self._ids[key]: one for key, one in wanted.items()}
+        outputs, _ = self._core.step()
+        grown = {
+            one.request_id: one for group in outputs.values() for one in group.outputs if group
+        }
+        found: dict[str, Stepped] = {}
+        for name, key in names.items():
+            request, output = self._scheduler.requests.get(name), grown.get(name)
+            if request is None and output is None:
+                found[key] = Stepped(0, failure="vLLM has ended the text")
+                continue
+            computed = 0 if request is None else int(request.num_computed_tokens)
+            if output is None:
+                found[key] = Stepped(computed)
+                continue
+            targets, scores, failure = self._scheduler.rows[name]
+            if failure and request is not None:
+                self._distrust(name)
+            found[key] = Stepped(computed, tuple(output.new_token_ids), targets, scores, failure)
+        return found
+
+    def _distrust(self, name: str) -> None:
+        """What the request has computed led to no numbers: nobody else shall find it by prefix."""
+        cache = self._scheduler.kv_cache_manager
+        cache.evict_blocks({block for group in cache.get_block_ids(name) for block in group})
+
+    def drop(self, key: str) -> None:
+        self._core.abort_requests([self._ids.pop(key)])
+
+    def reset(self) -> None:
+        """vLLM counts rows as computed when it has scheduled them, and lets others share them: so
+        after a step that failed its cache may hold what was never computed."""
+        why = "its cache cannot be emptied"
+        try:
+            self._core.abort_requests(list(self._ids.values()))
+            self._ids.clear()
+            if self._core.reset_prefix_cache():
+                return
+        except Exception as error:  # vLLM has no exception of its own
+            why = f"{type(error).__name__}: {error}"
+        raise TargetLostError(f"vLLM failed in a step and cannot begin anew: {why}")
+
+    def shut_down(self) -> None:
+        """End vLLM's workers; a second time it does nothing."""
+        atexit.unregister(self.shut_down)
+        with contextlib.suppress(Exception):  # they may have died, which is why this is called
+            self._core.shutdown()
+
+
+def _config(options: VllmOptions) -> Any:
+    """vLLM's configuration, with what the engine needs in place of what the flags say."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    ours = {
+        "model": options.model,
+        "dtype": _dtype(options.dtype),
+        "max_num_seqs": options.max_sessions + 1,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": options.share_prefixes,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "scheduler_cls": f"{_HERE}.scheduler.DraftScheduler",
+        "worker_extension_cls": f"{_HERE}.worker.WorkerExtension",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": f"{_HERE}.worker.NoProposer",
+            "num_speculative_tokens": options.max_drafts,
+        },
+    }
+    if options.adapters:
+        # All of them may be in one step; and the last place stays empty, since vLLM's kernels for
+        # CPUs take what is there for rows without an adapter (vllm-project/vllm pull 48421).
+        ours |= {"enable_lora": True, "max_loras": len(options.adapters) + 1}
+    if options.max_model_len is not None:
+        ours["max_model_len"] = options.max_model_len
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))
+    try:
+        given = parser.parse_args(list(options.flags))
+    except SystemExit:  # argparse has said why
+        raise SetupError(f"vLLM does not take the flags {' '.join(options.flags)}") from None
+    for name, value in ours.items():  # first of all the model: vLLM looks for its default one
+        setattr(given, name, value)
+    try:
+        return EngineArgs.from_cli_args(given).create_engine_config()
+    except Exception as error:  # vLLM has no exception of its own for this
+        raise SetupError(f"vLLM refuses {options.model}: {error}") from error
+
+
+def _dtype(name: str) -> str:
+    """``auto`` is float32 on a CPU, as with the engine of this project, so that texts agree."""
+    from vllm.platforms import current_platform
+
+    return "float32" if name == "auto" and current_platform.is_cpu() else name
+
+
+def _core(config: Any) -> Any:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    # A process that serves has threads, and a fork of it may hang.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        return EngineCore(config, Executor.get_class(config), log_stats=False)
+    except Exception as error:  # whatever a model, a driver or a lack of memory raises
+        raise SetupError(
+            f"vLLM cannot load {config.model_config.model}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,64 @@
+"""vLLM's scheduler, with drafts and a guest list: a step has the sessions that it was made for.
+
+Theory of operation. Before each step the driver sets ``wanted``. Requests of other sessions are put
+aside while vLLM's own ``schedule`` runs, and put back after it: they keep their cache and stand
+still. Each wanted request whose text is computed to its end gets its drafts, and vLLM verifies them
+as it would those of a draft model of its own; without drafts the step decodes one token.
+
+Requests are scheduled in the order of ``wanted``. When a step found no room at all, the next one
+first takes the cache of a request that was put aside, which vLLM computes again when it is wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from edgespec.verifier.engines.vllm.step import Wanted
+
+
+class DraftScheduler(Scheduler):  # type: ignore[misc]
+    """Named to vLLM by ``--scheduler-cls``. Not for its asynchronous scheduling."""
+
+    wanted: Mapping[str, Wanted] | None = None
+    """By request id; None: everybody, without drafts."""
+    rows: Mapping[str, Any] = {}
+    """What the worker says of the last step beyond its tokens (``worker.py``)."""
+    _starved = False
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        wanted = self.wanted
+        if wanted is None:
+            return super().schedule(throttle_prefills)
+        by_id = {request.request_id: request for request in self.running}
+        aside = [request for name, request in by_id.items() if name not in wanted]
+        if self._starved and aside:
+            self._preempt_request(aside.pop(), time.monotonic())
+        self.running: list[Any] = [by_id[name] for name in wanted if name in by_id]
+        held = [request for request in self.waiting if request.request_id not in wanted]
+        self.waiting.remove_requests(held)
+        for request in self.running:
+            decodes = request.num_tokens - request.num_computed_tokens == 1
+            request.spec_token_ids = list(wanted[request.request_id].drafts) if decodes else []
+        # A request that begins one token behind a cached prefix is padded to a whole chain.
+        self.scheduler_config.long_prefill_token_threshold = max(
+            1 + self.num_spec_tokens, *[one.rows for one in wanted.values()]
+        )
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.running += aside
+            for request in held:
+                self.waiting.add_request(request)
+        self._starved = output.total_num_scheduled_tokens == 0
+        output.edgespec_logprobs = {
+            name: one.logprobs for name, one in wanted.items() if one.logprobs
+        }
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.rows = getattr(model_runner_output, "edgespec_rows", {})
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -1,0 +1,222 @@
+"""In vLLM's worker: tokens are chosen by this project's own law, for text and drafts alike.
+
+Theory of operation. vLLM's runner computes logits for the last row of each text and for each draft
+behind it, and then calls ``_sample``. Here that is ``targets/sampler.py``: the token at a position
+is a function of logits, position and parameters, so a draft is accepted when it *is* the token that
+was chosen for its place, and there is nothing to draw again. What vLLM's own sampler would do with
+its parameters is not asked for.
+
+In a step where nobody has a draft the runner is told that there is no speculation, since what
+vLLM does for it costs more than a tiny model's pass. Not for models with recurrent layers, whose
+state is kept in other places then.
+
+Each tensor-parallel rank has all logits and chooses the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from edgespec.core.ports import ModelOutputError
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import PassRequest
+from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
+from edgespec.sampling.torch_scores import score_passes
+from edgespec.sampling.torch_token_counts import TokenCounts
+
+EXTRA = "edgespec"
+"""Under this name a request's ``extra_args`` say how to choose its tokens."""
+Row = tuple[tuple[int, ...], tuple[TokenScore, ...], str]
+"""Targets, scores, and why there are none."""
+
+
+class NoProposer:
+    """The draft model that vLLM asks for: it never has a draft, since devices draft."""
+
+    def __init__(self, vllm_config: object) -> None:
+        del vllm_config
+
+    def load_model(self, *_: object, **__: object) -> None:
+        pass
+
+    def propose(self, sampled: Sequence[object], *_: object, **__: object) -> list[list[int]]:
+        return [[] for _ in sampled]
+
+
+class WorkerExtension:
+    """Named to vLLM by ``--worker-extension-cls``; its methods are called on every worker."""
+
+    model_runner: Any
+
+    def edgespec_install(self) -> None:
+        """Choose tokens by our law from here on."""
+        RunnerSampling(self.model_runner)
+
+
+class _Text:
+    """What is known of one request, for its penalties."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.params = sampling_of(arguments)
+        self._prompt_length = int(arguments["prompt_length"])
+        self._tokens: list[int] = []
+        self._counts: TokenCounts | None = None
+
+    def block(self, name: str, tokens: Any, end: int, drafts: tuple[int, ...]) -> SampleBlock:
+        """Rows at position ``end`` and behind each draft; ``tokens`` is the runner's row."""
+        positions = range(end, end + 1 + len(drafts))
+        if not self.params.penalised:
+            return SampleBlock(name, self.params, positions)
+        known = len(self._tokens)
+        self._tokens += tokens[known:end].tolist()
+        counts = self._counts = self._counts or TokenCounts(self._prompt_length)
+        counts.follow(self._tokens, known)
+        parents = range(-1, len(drafts) - 1)
+        return SampleBlock(name, self.params, positions, counts.before(drafts, parents))
+
+
+class RunnerSampling:
+    """Takes the place of ``_sample`` in vLLM's model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._sample_tokens = runner, runner.sample_tokens
+        self._texts: dict[str, _Text] = {}
+        self._logprobs: dict[str, int] = {}
+        self._rows: dict[str, Row] = {}
+        self._execute_model, self._speculation = runner.execute_model, runner.speculative_config
+        self._recurrent = bool(getattr(runner.model_config, "has_inner_state", True))
+        runner.execute_model = self.execute_model
+        runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
+
+    def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        """As the runner's, which sees no speculation where there are no drafts."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        needed = bool(drafts) or self._recurrent
+        self._runner.speculative_config = self._speculation if needed else None
+        return self._execute_model(scheduler_output, *rest, **named)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As the runner's, with all rows' targets in what goes back to the scheduler."""
+        state, self._rows = self._runner.execute_model_state, {}
+        self._logprobs = {} if state is None else getattr(state[0], "edgespec_logprobs", {})
+        output = self._sample_tokens(grammar_output)
+        if hasattr(output, "sampled_token_ids"):
+            output.edgespec_rows = self._rows
+        return output
+
+    def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        """As ``GPUModelRunner._sample``: int32 [requests, 1 + most drafts], the accepted tokens
+        and one more, then -1. ``metadata`` None: there are no drafts."""
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self._runner.input_batch
+        counts: list[int] = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
+        guesses: list[int] = metadata.draft_token_ids.tolist() if any(counts) else []
+        sampled = torch.full((len(counts), 1 + max(counts)), -1, dtype=torch.int32)
+        discarded = self._runner.discard_request_mask.np
+        blocks: list[SampleBlock] = []
+        rows: list[int] = []
+        drafts: dict[str, tuple[int, ...]] = {}
+        row = guess = 0
+        for index, count in enumerate(counts):
+            if not discarded[index]:
+                name = batch.req_ids[index]
+                drafts[name] = tuple(guesses[guess : guess + count])
+                tokens, end = batch.token_ids_cpu[index], int(batch.num_tokens_no_spec[index])
+                blocks.append(self._text(name).block(name, tokens, end, drafts[name]))
+                rows += range(row, row + 1 + count)
+            row, guess = row + 1 + count, guess + count
+        if len(rows) < row:
+            logits = logits[rows]
+        self._choose(logits, blocks, drafts)
+        for name, chain in drafts.items():
+            accepted = accepted_tokens(self._rows[name][0], chain)
+            index = batch.req_id_to_index[name]
+            sampled[index, : len(accepted)] = torch.tensor(accepted, dtype=torch.int32)
+        return SamplerOutput(sampled.to(logits.device), None)
+
+    def _text(self, name: str) -> _Text:
+        requests = self._runner.requests
+        if len(self._texts) > 2 * len(requests):
+            self._texts = {key: one for key, one in self._texts.items() if key in requests}
+        if (text := self._texts.get(name)) is None:
+            text = _Text(requests[name].sampling_params.extra_args[EXTRA])
+            self._texts[name] = text
+        return text
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        blocks: list[SampleBlock],
+        drafts: dict[str, tuple[int, ...]],
+    ) -> None:
+        """Fill ``_rows``; a request whose logits are no numbers is told why, and alone."""
+        while blocks:
+            try:
+                tokens = choose_tokens(logits, blocks)
+            except ModelOutputError as error:
+                self._rows[error.key] = (), (), str(error)
+                keep = [one.key != error.key for one in blocks for _ in one.positions]
+                logits = logits[torch.tensor(keep, device=logits.device)]
+                blocks = [one for one in blocks if one.key != error.key]
+                continue
+            scores = self._scores(logits, blocks, drafts, tokens)
+            first = 0
+            for one in blocks:
+                last = first + len(one.positions)
+                self._rows[one.key] = tuple(tokens[first:last]), scores.get(one.key, ()), ""
+                first = last
+            return
+
+    def _scores(
+        self,
+        logits: torch.Tensor,
+        blocks: list[SampleBlock],
+        drafts: dict[str, tuple[int, ...]],
+        tokens: list[int],
+    ) -> dict[str, tuple[TokenScore, ...]]:
+        if not self._logprobs:
+            return {}
+        asked = [
+            PassRequest(one.key, 0, (), chain, logprobs=self._logprobs.get(one.key, 0))
+            for one in blocks
+            for chain in (drafts[one.key],)
+        ]
+        return score_passes(logits, asked, tokens)
+
+
+def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The target's tokens as far as the drafts before them are right. A request without targets
+    has failed, and gets a token that nobody will see."""
+    if not targets:
+        return [0]
+    right = 0
+    while right < len(drafts) and drafts[right] == targets[right]:
+        right += 1
+    return list(targets[: right + 1])
+
+
+def arguments_of(prompt_length: int, sampling: SamplingParams) -> dict[str, Any]:
+    """What a request's ``extra_args`` hold: plain data, for it may go to another process."""
+    return {
+        "prompt_length": prompt_length,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
+        "seed": sampling.seed,
+    }
+
+
+def sampling_of(arguments: dict[str, Any]) -> SamplingParams:
+    """The part of the parameters that chooses tokens; how a text ends is the session's business."""
+    fields = {name: value for name, value in arguments.items() if name != "prompt_length"}
+    return SamplingParams(**fields | {"logit_bias": dict(fields["logit_bias"])})

@@ -1,0 +1,256 @@
+"""Canonical mode gives the logits of a position the same bits under every schedule.
+
+Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: 8, 16 and 32
+rows, and row by row only where canonical mode was asked for by name, because it is dear. With
+packed weights (``packed_linear.py``) 2 rows, or 4 where they are quicker, are tried before these,
+for with oneDNN's kernels a row's bits depend on no row count; layers that are not packed, and
+attention, then take the smallest base with which most row counts agree, of their own. A base holds
+when
+
+1. every matrix product of a shape that the loaded model has gives a row the same bits at every
+   place of the base (``row_tiles.agreeing_sizes``), and so does attention, and
+2. whole passes agree to the bit under schedules of all kinds (``self_test.py``), which covers what
+   is between the products.
+
+Where no base holds with packed weights, they are unpacked. The order is fixed and nothing is timed,
+so a verifier that starts again computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import torch
+
+from edgespec.verifier.targets.attention_backend import LayerAttention, LayerStates
+from edgespec.verifier.targets.attention_choice import head_shape
+from edgespec.verifier.targets.backend_self_test import HeadShape
+from edgespec.verifier.targets.canonical_attention import (
+    KEY_TILE,
+    CanonicalGroup,
+    canonical_attention,
+)
+from edgespec.verifier.targets.loading import LoadedModel
+from edgespec.verifier.targets.packed_linear import (
+    NarrowEmbedding,
+    PackedLinear,
+    is_packed,
+    quick_rows,
+    unpack_model,
+)
+from edgespec.verifier.targets.quantized import QuantizedLinear
+from edgespec.verifier.targets.row_tiles import (
+    LARGEST_SIZE,
+    RowTiles,
+    TiledLayer,
+    agreeing_linear_sizes,
+    agreeing_packed_sizes,
+    agreeing_sizes,
+    install,
+    remove,
+    whole_vector_rows,
+)
+from edgespec.verifier.targets.self_test import SelfTest
+
+TILE_BASES = (8, 16, 32)
+# Of attention and plain layers beside packed ones.
+SMALL_BASES = (2, 4, *TILE_BASES)
+ROW_BY_ROW = 1
+# Keys of the attention that is tried: one tile and a part of the next.
+_TRIED_KEYS = KEY_TILE + 40
+
+
+class CanonicalModeError(ValueError):
+    """Canonical mode was asked for, and no way of computing holds; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalMode:
+    """The outcome of ``find_canonical_mode``."""
+
+    tiles: RowTiles | None
+    """None when nothing holds."""
+    failures: tuple[str, ...]
+    """Why each base that was tried before does not hold."""
+
+
+def find_canonical_mode(
+    loaded: LoadedModel,
+    self_test: Callable[[RowTiles], SelfTest],
+    *,
+    row_by_row: bool,
+    agreed: Callable[[bool], bool] = bool,
+) -> CanonicalMode:
+    """Install and return the cheapest way of computing that holds for ``loaded``.
+
+    ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
+    left as it was, with plain weights. Sets nothing but the model's layers; the caller has set one
+    thread. Of several ranks all take the same way: ``agreed`` says whether what holds here holds on
+    every one.
+    """
+    failures: list[str] = []
+    other = _other_products(loaded)
+    if not agreed(not other):
+        what = other or "what another rank holds"
+        unpack_model(loaded.model)
+        return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
+    found = None
+    # Asked of all ranks, for some may have packed nothing.
+    if not agreed(not is_packed(loaded.model)):
+        bases = (packed_base(), *TILE_BASES)
+        found = _first_that_holds(loaded, self_test, bases, agreed, failures)
+        if found is None:
+            unpack_model(loaded.model)
+    if found is None:
+        found = _first_that_holds(loaded, self_test, TILE_BASES, agreed, failures)
+    if found is None and row_by_row:
+        found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), agreed, failures)
+    return CanonicalMode(found, tuple(failures))
+
+
+def packed_base() -> int:
+    """The smallest row count with packed weights: 2, for 1 takes no less time, or what is quick."""
+    return max(2, quick_rows())
+
+
+def _first_that_holds(
+    loaded: LoadedModel,
+    self_test: Callable[[RowTiles], SelfTest],
+    bases: Sequence[int],
+    agreed: Callable[[bool], bool],
+    failures: list[str],
+) -> RowTiles | None:
+    """Of ``bases``, in their order; installed. What does not hold is added to ``failures``."""
+    for base in bases:
+        with torch.inference_mode():
+            tiles = _try_products(loaded, base, failures)
+        if not agreed(tiles is not None) or tiles is None:
+            if tiles is not None:
+                remove(_linear_layers(loaded))
+                failures.append(f"{tiles}: another rank's products give equal rows different bits")
+            continue
+        result = self_test(tiles)
+        if agreed(result.ok):
+            return tiles
+        remove(_linear_layers(loaded))
+        failures.append(f"{tiles}: {result.message}")
+    return None
+
+
+def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
+    """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
+    heads = head_shape(loaded)
+    packed = base not in (*TILE_BASES, ROW_BY_ROW)
+    bases = SMALL_BASES if packed else (base,)
+    attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
+    inner_width = loaded.model.config.intermediate_size // loaded.ranks
+    row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
+    tiles = RowTiles(base, row_multiple, attention, base)
+    if not attention:
+        failures.append(f"{tiles}: attention gives equal rows different bits")
+        return None
+    found: list[tuple[TiledLayer, tuple[int, ...]]] = []
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for layer in _linear_layers(loaded):
+        kind = _kind(layer)
+        if kind not in known:
+            own = (base,) if isinstance(layer, PackedLinear) else bases
+            known[kind] = _widest(own, partial(_layer_sizes, layer))
+        if not known[kind]:
+            failures.append(
+                f"{tiles}: a {layer.in_features} x {layer.out_features} product"
+                " gives equal rows different bits"
+            )
+            return None
+        found.append((layer, known[kind]))
+    install(found)
+    return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
+
+
+def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+    """Of the sizes that agree with each base those that reach furthest, the smallest base first."""
+    best: tuple[int, ...] = ()
+    for base in bases:
+        sizes = sizes_of(base)
+        if sizes and (not best or sizes[-1] > best[-1]):
+            best = sizes
+        if best and best[-1] == LARGEST_SIZE:
+            break
+    return best
+
+
+def _kind(layer: TiledLayer) -> tuple[object, ...]:
+    """Equal for layers whose products are computed alike."""
+    if isinstance(layer, PackedLinear):
+        return (layer.dtype, layer.in_features, layer.out_features, layer.bias is None)
+    if isinstance(layer, QuantizedLinear):
+        places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
+        return (layer.number_format, layer.packed.shape, places, layer.bias is None)
+    weight = layer.weight
+    return (weight.shape, weight.stride(), weight.data_ptr() % 64, layer.bias is None)
+
+
+def _layer_sizes(layer: TiledLayer, base: int) -> tuple[int, ...]:
+    if isinstance(layer, PackedLinear):
+        return agreeing_packed_sizes(layer, base)
+    if isinstance(layer, QuantizedLinear):
+        return _agreeing_quantized_sizes(layer, base)
+    return agreeing_linear_sizes(layer.weight, layer.bias, base)
+
+
+def _linear_layers(loaded: LoadedModel) -> Iterator[TiledLayer]:
+    return (part for part in loaded.model.modules() if isinstance(part, TiledLayer))
+
+
+def _agreeing_quantized_sizes(layer: QuantizedLinear, base: int) -> tuple[int, ...]:
+    """The base alone, where the places in it agree: bfloat16 results might hide what other row
+    counts change, and a product of integer weights gains little from more rows."""
+    generator = torch.Generator().manual_seed(layer.in_features)
+    probes = torch.randn((4, layer.in_features), generator=generator).bfloat16()
+    return agreeing_sizes(layer.product, probes, base)[:1]
+
+
+def _other_products(loaded: LoadedModel) -> str:
+    """The name of a matrix that no layer with a known product holds, such as those of experts."""
+    for name, part in loaded.model.named_modules():
+        if isinstance(part, QuantizedLinear):
+            continue
+        known = isinstance(part, (torch.nn.Linear, torch.nn.Embedding, NarrowEmbedding))
+        own = chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        for tensor, values in own:
+            plain = type(values) in (torch.Tensor, torch.nn.Parameter)
+            if values.ndim > 1 and not (known and plain and values.is_floating_point()):
+                return f"{name}.{tensor}"
+    return ""
+
+
+def _attention_sizes(loaded: LoadedModel, shape: HeadShape, base: int) -> tuple[int, ...]:
+    """``agreeing_sizes`` of attention to random keys, all rows at one position.
+
+    Attention computes in float32 whatever the model's type, so float32 is what is tried: nothing
+    is hidden by rounding the result.
+    """
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(loaded.device)
+
+    keys, values = random(2 * KEY_TILE, loaded.key_width), random(2 * KEY_TILE, loaded.key_width)
+    slots = torch.arange(2 * KEY_TILE, device=loaded.device)
+    mask = torch.zeros(2 * KEY_TILE, device=loaded.device)
+    mask[_TRIED_KEYS:] = -torch.inf
+
+    def attend(rows: torch.Tensor) -> torch.Tensor:
+        count = len(rows)
+        query = rows.view(count, heads, head_dim).transpose(0, 1)
+        own = query[:kv_heads]
+        masks = tuple(part.expand(count, -1).contiguous() for part in mask.split(KEY_TILE))
+        group = CanonicalGroup(slots[:count], count, slots.split(KEY_TILE), masks)
+        states = LayerStates(query, own, own, keys, values)
+        return canonical_attention(states, group, LayerAttention(head_dim**-0.5)).flatten(1)
+
+    return agreeing_sizes(attend, random(4, heads * head_dim), base)

@@ -1,0 +1,328 @@
+"""Keys and values of all sequences, in blocks of one pool.
+
+Theory of operation. The pool has ``BLOCK_SIZE`` slots a block; a sequence's table lists its blocks,
+and position p lives in slot ``blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE``. Tables come
+with the requests of each pass: the engine's ledger decides who holds which block
+(``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
+lie behind the fed tokens, in the order of the request; ``keep`` copies the kept ones to their
+positions and forgets the rest. Nothing else moves, so truncation is a number. The copies of all
+sessions are made at once, when ``data`` is next looked at: no pass runs in between, so whoever gets
+a block meanwhile has written nothing to it. Block 0 belongs to nobody and stays zero: masked keys
+point at it, and zero times zero weight is zero, whereas stale memory may hold NaN. Nor does the
+last block belong to anybody: rows of padding write there.
+
+Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
+keeps a ledger of its own for them.
+
+Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
+of its last pass lie behind them until ``keep`` or the next ``reserve``. A block may stand in
+several tables: a pass writes no row before its ``cache_length``, and the ledger gives out no block
+behind that twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgespec.core.ports import CapacityError, PassRequest
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.sampling.torch_device_copies import to_device
+from edgespec.sampling.torch_sampler import is_plain
+from edgespec.verifier.targets import block_tables
+from edgespec.verifier.targets.block_tables import BlockTables
+from edgespec.verifier.targets.pass_batch import Indices, PassBatch
+
+BLOCK_SIZE = block_tables.BLOCK_SIZE
+NULL_SLOT = 0
+Slots = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class CachedSequence:
+    """One sequence's share of the pool."""
+
+    prompt_length: int
+    sampling: SamplingParams
+    table: int
+    """Its row of ``KvPool.tables``."""
+    blocks: tuple[int, ...] = ()
+    """Its table in the last pass."""
+    bare: bool = False
+    """Whether that came from the pool's own ledger."""
+    text: Sequence[int] = ()
+    """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
+    tokens: list[int] = field(default_factory=list)
+    """Committed tokens whose keys are cached."""
+    nodes: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, length: int) -> None:
+        """Of the committed tokens the first ``length`` are cached."""
+        if length < self.length and len(self.text) < self.length:
+            self.text = tuple(self.tokens)
+        del self.tokens[length:]
+        self.tokens += self.text[self.length : length]
+
+    def slots(self, stop: int) -> Slots:
+        """Slots of positions 0 .. ``stop - 1``, int64."""
+        count = -(-stop // BLOCK_SIZE)
+        starts = np.asarray(self.blocks[:count], dtype=np.int64) * BLOCK_SIZE
+        return (starts[:, None] + np.arange(BLOCK_SIZE)).reshape(-1)[:stop]
+
+
+class KvPool:
+    """``max_tokens`` (rounded up to whole blocks) key and value rows for every layer.
+
+    ``data[0, layer]`` holds the keys and ``data[1, layer]`` the values, [slots, heads * head_dim].
+    """
+
+    def __init__(
+        self,
+        layer_count: int,
+        row_width: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if max_tokens < BLOCK_SIZE:
+            raise ValueError(f"max_cached_tokens is {max_tokens}, but must be >= {BLOCK_SIZE}")
+        self.block_count = -(-max_tokens // BLOCK_SIZE)
+        slot_count = (self.block_count + 2) * BLOCK_SIZE
+        shape = (2, layer_count, slot_count, row_width)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._moves: list[tuple[int, int, int]] = []
+        """Keys to copy: row of ``tables``, from which place and to which."""
+        self._placed: list[Slots] = []
+        """[2, keys] each: the same by slots, of tables that have changed since."""
+        self._scratch_table: int | None = None
+        self.tables = BlockTables(device)
+        self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
+        self._sequences: dict[str, CachedSequence] = {}
+        self.special: set[str] = set()
+        """Sequences whose tokens are not just the largest logits."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Keys and values, with every kept node at its position."""
+        if self.has_moves:
+            self.move(to_device(self.moves(), self.device))
+        return self._data
+
+    @property
+    def scratch_block(self) -> int:
+        """Of padding; behind all others."""
+        return self.block_count + 1
+
+    @property
+    def scratch_table(self) -> int:
+        """A row of ``tables`` that lists the block of padding."""
+        if self._scratch_table is None:
+            self._scratch_table = self.tables.take()
+            self.tables.write(self._scratch_table, (self.scratch_block,))
+        return self._scratch_table
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether kept nodes are still to be copied to their positions."""
+        return bool(self._moves or self._placed)
+
+    @property
+    def free_tokens(self) -> int:
+        """Room, in tokens (whole blocks), that requests without tables have left."""
+        return self._own.free_count * BLOCK_SIZE
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, all layers."""
+        sides, layers, _, width = self._data.shape
+        return sides * layers * width * self._data.element_size()
+
+    @property
+    def session_count(self) -> int:
+        return len(self._sequences)
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        """Start a sequence; it holds no block before its first pass. Raises ``ValueError`` when
+        the key is in use."""
+        if key in self._sequences:
+            raise ValueError(f"sequence {key!r} is already open")
+        table = self.tables.take()
+        self._sequences[key] = CachedSequence(prompt_length, sampling, table, text=text)
+        if not is_plain(sampling):
+            self.special.add(key)
+
+    def close(self, key: str) -> None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.tables.give_back(sequence.table)
+            self._own.release(key)
+            self.special.discard(key)
+
+    def sequence(self, key: str) -> CachedSequence:
+        """Raises ``ValueError`` for a key that is not open."""
+        if key not in self._sequences:
+            raise ValueError(f"sequence {key!r} is not open")
+        return self._sequences[key]
+
+    def cached_length(self, request: PassRequest) -> int:
+        """How many tokens the request may find cached: those of its session's passes, and, in the
+        blocks of its table, all that are known to be committed. Raises as ``sequence`` does."""
+        sequence = self.sequence(request.key)
+        shared = len(sequence.text) if request.blocks else 0
+        return max(sequence.length, shared)
+
+    def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
+        """By how many tokens (in blocks) the free room is too small for the requests of ``batch``
+        that bring no table; 0 if it fits."""
+        wanted = sum(
+            self._own.missing(request.key, request.cache_length + request.row_count)
+            for request in batch
+            if not request.blocks
+        )
+        return max(0, wanted - self._own.free_count) * BLOCK_SIZE
+
+    def reserve(self, batch: Sequence[PassRequest]) -> None:
+        """Truncate every sequence to its ``cache_length``, or lengthen it by what its blocks hold
+        of its text, and take over its table.
+
+        All or nothing: raises before anything has changed, ``ValueError`` for a table that is too
+        short or names a block that is not there, ``CapacityError`` when requests without tables
+        find no room.
+        """
+        batch = PassBatch.of(batch)
+        sequences = [self.sequence(key) for key in batch.keys]
+        held = [sequence.blocks for sequence in sequences]
+        # The usual pass: every table is as it was. Lists compare in C.
+        changed = (
+            []
+            if all(batch.tables) and held == list(batch.tables)
+            else [i for i, new in enumerate(batch.tables) if not new or new != held[i]]
+        )
+        room = np.fromiter(map(len, batch.tables), np.int64, len(batch)) * BLOCK_SIZE
+        short = np.flatnonzero(room < batch.ends).tolist()
+        bare = [batch[i] for i in {*changed, *short} if not self._check_table(batch[i])]
+        missing = self.missing_tokens(bare)
+        if missing:
+            raise CapacityError(
+                f"the pass needs {missing} more cached tokens than the {self.free_tokens} free of "
+                f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
+            )
+        if changed and self._moves:
+            self._place_moves()
+        for sequence, cached in zip(sequences, batch.cached.tolist(), strict=True):
+            if len(sequence.tokens) != cached:
+                sequence.cut(cached)
+            if sequence.nodes:
+                sequence.nodes = sequence.parents = ()
+        for i in changed:
+            sequence, given = sequences[i], batch.tables[i]
+            sequence.blocks, sequence.bare = given or self._own_table(batch[i]), not given
+            self.tables.write(sequence.table, sequence.blocks)
+
+    def commit(self, request: PassRequest) -> None:
+        """``commit_all`` of one request."""
+        self.commit_all(PassBatch.of([request]))
+
+    def commit_all(self, batch: PassBatch) -> None:
+        """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
+        for key, feed in zip(batch.keys, batch.feeds, strict=True):
+            self._sequences[key].tokens += feed
+        if batch.has_nodes:
+            for request in batch:
+                if request.tokens:
+                    sequence = self._sequences[request.key]
+                    sequence.nodes, sequence.parents = request.tokens, request.parents
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        """Commit ``nodes`` (a path from the root) of the last pass and free the others.
+
+        Raises ``ValueError`` when they are not such a path.
+        """
+        sequence = self.sequence(key)
+        drawn, parents, parent = sequence.nodes, sequence.parents, -1
+        for node in nodes:
+            if not 0 <= node < len(drawn) or parents[node] != parent:
+                raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
+            parent = node
+        if parent >= 0:
+            tokens, first = sequence.tokens, len(sequence.tokens)
+            for place, node in enumerate(nodes):
+                if node != place:
+                    self._moves.append((sequence.table, first + node, first + place))
+            tokens += [drawn[node] for node in nodes]
+        if drawn:
+            sequence.nodes = sequence.parents = ()
+        if sequence.bare:
+            self._own.trim(key, len(sequence.tokens))
+
+    def table_rows(self, batch: PassBatch) -> Indices:
+        """[sessions]: each session's row of ``tables``."""
+        sequences = self._sequences
+        return np.array([sequences[key].table for key in batch.keys])
+
+    def cached_lengths(self, batch: PassBatch) -> Indices:
+        """[sessions]: tokens that the passes of each session have cached. Raises as ``sequence``
+        does."""
+        try:
+            found = [len(self._sequences[key].tokens) for key in batch.keys]
+        except KeyError as error:
+            raise ValueError(f"sequence {error.args[0]!r} is not open") from None
+        return np.array(found)
+
+    def moves(self) -> Slots:
+        """[2, keys]: the slots of kept nodes, and those of their positions; not empty."""
+        if self._moves:
+            self._place_moves()
+        return self._placed[0] if len(self._placed) == 1 else np.concatenate(self._placed, axis=1)
+
+    def move(self, moves: torch.Tensor) -> None:
+        """Copy the kept nodes as ``moves``, what the function of that name says now, lists them."""
+        source, goal = moves
+        self._data.index_copy_(2, goal, self._data.index_select(2, source))
+        self._placed.clear()
+
+    def _place_moves(self) -> None:
+        rows, sources, goals = np.array(self._moves).T
+        placed = [self.tables.slots_of(rows, keys) for keys in (sources, goals)]
+        self._placed.append(np.stack(placed))
+        self._moves.clear()
+
+    def _check_table(self, request: PassRequest) -> bool:
+        """Whether the request brings a table; raises ``ValueError`` for one that is wrong."""
+        blocks = request.blocks
+        sequence = self.sequence(request.key)
+        if not blocks:
+            return False
+        room = len(blocks) * BLOCK_SIZE
+        rows = request.cache_length + request.row_count
+        if rows > room:
+            raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
+        if blocks == sequence.blocks:  # as in its last pass
+            return True
+        low, high = min(blocks), max(blocks)
+        if low < 1 or high > self.block_count:
+            raise ValueError(f"{request.key!r}: blocks {low} to {high}, limit {self.block_count}")
+        return True
+
+    def _own_table(self, request: PassRequest) -> tuple[int, ...]:
+        length = request.cache_length + request.row_count
+        self._own.trim(request.key, length)
+        self._own.reserve(request.key, length)
+        return self._own.table(request.key)

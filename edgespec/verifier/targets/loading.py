@@ -1,0 +1,204 @@
+"""Open a causal language model from a folder or a hub id, or refuse it by name.
+
+``families.py`` says which models the packed pass computes correctly, ``strict_weights.py`` that
+a checkpoint must fill its model to the last tensor, ``checkpoint_formats.py`` which quantised ones
+can be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from edgespec.verifier.targets import packed_attention
+from edgespec.verifier.targets.checkpoint_formats import not_loaded, prepare_format
+from edgespec.verifier.targets.families import UnsupportedModelError, check_family
+from edgespec.verifier.targets.pipeline_stage import (
+    PipelineError,
+    StageShare,
+    check_stageable,
+    join_stage,
+    stage_class,
+)
+from edgespec.verifier.targets.quantized import FORMATS as QUANTIZE_FORMATS
+from edgespec.verifier.targets.quantized import quantize_model
+from edgespec.verifier.targets.strict_weights import check_loading, check_numbers, check_types
+from edgespec.verifier.targets.tensor_parallel_model import (
+    Share,
+    TensorParallelError,
+    check_shareable,
+    loading_options,
+    share_layers,
+)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Any
+    """A transformers causal language model in evaluation mode."""
+    layer_count: int
+    """Of this stage, where layers lie on several."""
+    key_width: int
+    """Key-value heads times head dimension, of this rank."""
+    vocabulary_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    ranks: int = 1
+    """Over how many processes heads and inner columns are shared, evenly."""
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    context_length: int | None = None,
+    quantize: str = "",
+    share: Share | StageShare | None = None,
+) -> LoadedModel:
+    """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
+
+    ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
+    any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
+    cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
+    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16. With
+    ``share`` only that rank's part is loaded, as the checkpoint has it.
+    Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, but must be auto, {', '.join(DTYPES)}")
+    where = _device(device)
+    if quantize:
+        dtype = _check_quantize(quantize, dtype, where)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    served_length = check_family(config, context_length)
+    ranks, layer_count = 1, config.num_hidden_layers
+    if isinstance(share, StageShare):
+        check_stageable(config, share.world_size)
+        layer_count = len(share.layers(layer_count))
+    elif share is not None:
+        ranks = share.world_size
+    check_shareable(config, ranks)
+    model = _read(path, config, _dtype(dtype, where), where, quantize, share)
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None)
+    return LoadedModel(
+        model=model,
+        layer_count=layer_count,
+        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads) // ranks,
+        vocabulary_size=config.vocab_size,
+        context_length=served_length,
+        eos_token_ids=_eos(model),
+        dtype=model.dtype,
+        device=where,
+        ranks=ranks,
+    )
+
+
+def _read(
+    path: str,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    quantize: str,
+    share: Share | StageShare | None,
+) -> Any:
+    """The model with all its weights, or the share of them, on ``device``, in evaluation mode."""
+    method = prepare_format(path, config, on_cpu=device.type == "cpu")
+    if method and quantize:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
+        )
+    if method and isinstance(share, StageShare):
+        raise PipelineError(
+            f"{path}: the checkpoint is quantised ({method}), but pipeline.stages"
+            f" {share.world_size} cuts plain weights alone"
+        )
+    if method and share is not None:
+        raise TensorParallelError(
+            f"{path}: the checkpoint is quantised ({method}), but tensor_parallel.size"
+            f" {share.world_size} shares plain weights alone"
+        )
+    if not method:
+        check_types(path)
+    packed_attention.register()
+    try:
+        kind = stage_class(config, share) if isinstance(share, StageShare) else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(
+            path,
+            config=config,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation=packed_attention.IMPLEMENTATION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named with all other faults instead
+            **(loading_options(share) if isinstance(share, Share) else {}),
+        )
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        if not method:
+            raise
+        raise not_loaded(path, method, error) from error
+    model, info = loaded
+    check_loading(path, info)
+    if isinstance(share, StageShare):
+        join_stage(model, share)
+    elif share is not None:
+        share_layers(model, share)
+    check_numbers(path, model)
+    if quantize:
+        quantize_model(path, model, quantize)
+    return model.to(device).eval()
+
+
+def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
+    """The number format of the activations. Raises ``ValueError``."""
+    if quantize not in QUANTIZE_FORMATS:
+        raise ValueError(f"quantize is {quantize!r}, but must be {' or '.join(QUANTIZE_FORMATS)}")
+    if device.type != "cpu":
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes on a CPU, but device is {str(device)!r}; "
+            "on a GPU serve a checkpoint that comes quantised"
+        )
+    if dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"quantize is {quantize!r}, which computes in bfloat16, but dtype is {dtype!r}"
+        )
+    return "bfloat16"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, but must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but no CUDA device is available")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

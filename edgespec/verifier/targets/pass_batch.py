@@ -1,0 +1,146 @@
+"""The requests of a pass by column, so that what is the same for each is done for all at once.
+
+Theory of operation. A pass over many sessions must cost little beside the model. Reading an
+attribute of a request is cheap, a function call for each request is not: so every attribute is read
+once, by a loop in C, and what is left are operations on arrays. A batch that looks wrong is never
+judged here: ``request_checks.py`` then looks at its requests one by one, and names the first that
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from edgespec.core.ports import ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.scores import TokenScore
+from edgespec.verifier.targets.tree_shape import TreeShape, tree_shape
+
+Indices = npt.NDArray[np.int64]
+
+_columns = attrgetter(
+    "key", "cache_length", "feed", "tokens", "parents", "sample", "blocks", "logprobs"
+)
+
+
+@dataclass(frozen=True)
+class PassBatch(Sequence[PassRequest]):
+    """The requests of a pass, which it is a sequence of, and their fields; arrays are int64."""
+
+    requests: tuple[PassRequest, ...]
+    keys: tuple[str, ...]
+    feeds: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
+    parents: tuple[tuple[int, ...], ...]
+    samples: tuple[bool, ...]
+    tables: tuple[tuple[int, ...], ...]
+    logprobs: tuple[int, ...]
+    trees: tuple[TreeShape | None, ...]
+    """None for a request without nodes."""
+    cached: Indices
+    """[sessions]: ``cache_length``."""
+    fed: Indices
+    """[sessions]."""
+    node_counts: Indices
+    """[sessions]."""
+    has_nodes: bool
+    """Whether any request has nodes."""
+
+    @classmethod
+    def of(cls, requests: Sequence[PassRequest]) -> PassBatch:
+        """The columns of one request or more. Raises ``ValueError`` for a parent behind its node,
+        and ``OverflowError`` for a number beyond 64 bits."""
+        if isinstance(requests, PassBatch):
+            return requests
+        keys, cached, feeds, nodes, parents, samples, tables, logprobs = zip(
+            *map(_columns, requests), strict=True
+        )
+        count = len(keys)
+        has_nodes = any(nodes) or any(parents)
+        return cls(
+            requests=tuple(requests),
+            keys=keys,
+            feeds=feeds,
+            nodes=nodes,
+            parents=parents,
+            samples=samples,
+            tables=tables,
+            logprobs=logprobs,
+            trees=tuple([tree_shape(one) if one else None for one in parents])
+            if has_nodes
+            else (None,) * count,
+            cached=np.array(cached, dtype=np.int64),
+            fed=np.fromiter(map(len, feeds), np.int64, count),
+            node_counts=np.fromiter(map(len, nodes), np.int64, count)
+            if has_nodes
+            else np.zeros(count, dtype=np.int64),
+            has_nodes=has_nodes,
+        )
+
+    @cached_property
+    def ends(self) -> Indices:
+        """[sessions]: tokens of the cache, the feed and the nodes."""
+        return self.cached + self.fed + self.node_counts
+
+    @cached_property
+    def tokens(self) -> Indices:
+        """[rows]: of each request the feed, then the nodes."""
+        parts = (
+            chain.from_iterable(zip(self.feeds, self.nodes, strict=True))
+            if self.has_nodes
+            else self.feeds
+        )
+        return np.fromiter(chain.from_iterable(parts), np.int64)
+
+    def surely_right(self, cached_lengths: Indices, info: ModelInfo) -> bool:
+        """Whether ``request_checks.check_batch`` would find nothing wrong, if at most
+        ``cached_lengths`` tokens of each session are cached. False means: ask it."""
+        lengths = self.cached + self.fed
+        if self.has_nodes:
+            if list(map(len, self.parents)) != self.node_counts.tolist():
+                return False
+            lengths += np.fromiter([t.depth if t else 0 for t in self.trees], np.int64)
+        return (
+            len(set(self.keys)) == len(self.keys)
+            and int(self.cached.min()) >= 0
+            and bool((self.cached <= cached_lengths).all())
+            and all(self.feeds)
+            and all(
+                [sample or not one for sample, one in zip(self.samples, self.nodes, strict=True)]
+            )
+            # As an unsigned number a negative one is too large as well.
+            and int(self.tokens.view(np.uint64).max()) < info.vocabulary_size
+            and int(lengths.max()) <= info.context_length
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> PassRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PassRequest, ...]: ...
+    def __getitem__(self, index: int | slice) -> PassRequest | tuple[PassRequest, ...]:
+        return self.requests[index]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[PassRequest]:
+        return iter(self.requests)
+
+
+def share_out(
+    batch: PassBatch, tokens: list[int], scores: dict[str, tuple[TokenScore, ...]]
+) -> list[PassResult]:
+    """Each session's share of the sampled rows' ``tokens``."""
+    results, first = [], 0
+    for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
+        last = first + 1 + len(nodes) if sample else first
+        results.append(PassResult(key, tuple(tokens[first:last]), scores.get(key, ())))
+        first = last
+    return results

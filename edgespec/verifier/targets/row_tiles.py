@@ -1,0 +1,230 @@
+"""Matrix products in which a row's bits depend neither on its neighbours nor on its place.
+
+Theory of operation. A library of matrix products chooses its kernel by the shape. So the same row
+can come out with other last bits among 8 rows than among 64, and with some kernels even at another
+place among the same 8. Here a product is only ever called with row counts, called *sizes*, of a
+short list. The rows of a pass are padded to a multiple of the smallest size, the *base*, and cut
+into pieces of the sizes on the list. ``agreeing_sizes`` finds that list for one product by trying
+every size: each of its rows, at each place, must have the bits that it has in the base. The list
+then holds by construction: no other shape is ever computed. Base 1 computes row by row, which
+needs no trial and costs one reading of the weights for each row.
+
+The buffers of the pieces start at multiples of ``ALIGNMENT_BYTES``, because kernels may also choose
+by alignment; and sums are split by the number of threads, so canonical mode has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from edgespec.verifier.targets.packed_linear import PackedLinear
+from edgespec.verifier.targets.quantized import QuantizedLinear
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Takes rows [count, width], gives rows [count, any]."""
+TiledLayer = torch.nn.Linear | PackedLinear | QuantizedLinear
+
+ALIGNMENT_BYTES = 64
+# Elements that torch's longest vector loop takes at once: two vectors of 32 bfloat16.
+_VECTOR_ELEMENTS = 64
+# Rows of the weights that are tried; a layer with more outputs repeats them.
+_DISTINCT_OUTPUTS = 512
+# Each takes what the others leave of a row's sum, down to the last of bfloat16's 8 bits.
+_CORRECTIONS = 4
+# What reading the weights once takes, in rows computed: 17 to 20 on two shapes (measurements.md).
+_PIECE_ROWS = 16
+LARGEST_SIZE = 128
+"""Of all sizes that are tried."""
+_SIZES = {
+    1: (1,),
+    2: (2, 4, 8, 16, 32, 64, 128),
+    4: (4, 8, 16, 32, 64, 128),
+    8: (8, 16, 32, 64, 128),
+    16: (16, 32, 48, 64, 128),
+    32: (32, 64, 96, 128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """How a pass is padded and cut so that its arithmetic is the same under every schedule."""
+
+    base: int = 8
+    """The smallest row count of a matrix product; 1 means row by row. A layer may have a larger
+    one of its own, to which it pads its rows."""
+    row_multiple: int = 8
+    """The rows of a pass are padded to a multiple of this."""
+    attention_sizes: tuple[int, ...] = _SIZES[8]
+    """Row counts of an attention group, ascending."""
+    largest: int = 8
+    """The largest row count that agrees with ``base`` in every matrix product."""
+
+    def __str__(self) -> str:
+        if self.base == 1:
+            return "row by row"
+        more = f" to {self.largest}" if self.largest > self.base else ""
+        return f"row tiles of {self.base}{more}"
+
+
+def candidate_sizes(base: int) -> tuple[int, ...]:
+    """The row counts that are worth trying beside ``base``, ascending, ``base`` first."""
+    return _SIZES[base]
+
+
+def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the largest
+    first; only the last may hold less than it could.
+
+    Each piece reads all weights, which takes as long as computing ``_PIECE_ROWS`` rows more: 30
+    rows are one piece of 32 rather than 16, 8, 4 and 2.
+    """
+    whole, rest = divmod(count, sizes[-1])
+    return (sizes[-1],) * whole + _soonest(rest, sizes)
+
+
+@lru_cache(maxsize=4096)
+def _soonest(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if count <= 0:
+        return ()
+    choices = [(size, *_soonest(count - size, sizes)) for size in reversed(sizes)]
+    best: tuple[int, ...] = min(choices, key=_cost_rows)
+    return tuple(sorted(best, reverse=True))
+
+
+def _cost_rows(pieces: tuple[int, ...]) -> int:
+    return sum(pieces) + _PIECE_ROWS * len(pieces)
+
+
+def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
+    """The least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors.
+
+    The element-wise functions (silu, cosine) work in vectors, and treat what is left over at the
+    end of a tensor with a scalar function that differs in the last bit.
+    """
+    return math.lcm(base, *(_VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, w) for w in widths))
+
+
+def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[int, ...]:
+    """The candidate row counts at which ``product`` gives every row the bits it has in ``base``.
+
+    ``probes`` [count, width] are the rows to try. Empty when equal rows differ in the base itself,
+    or when a result is not a number.
+    """
+    expected = []
+    for probe in probes:
+        tile = product(probe.expand(base, -1).contiguous())
+        if not torch.equal(tile, tile[:1].expand_as(tile)):
+            return ()
+        expected.append(tile[0].clone())
+    reference, count = torch.stack(expected), len(probes)
+    sizes = [base]
+    for size in candidate_sizes(base)[1:]:
+        # Repeated with a shift, so that no two neighbouring groups of rows look the same.
+        which = torch.tensor([(i + i // count) % count for i in range(size)], device=probes.device)
+        if torch.equal(product(probes[which]), reference[which]):
+            sizes.append(size)
+    return tuple(sizes)
+
+
+def agreeing_linear_sizes(
+    weight: torch.Tensor, bias: torch.Tensor | None, base: int
+) -> tuple[int, ...]:
+    """``agreeing_sizes`` of a linear layer, tried with weights that show every rounding.
+
+    A bfloat16 result hides most differences of its float32 sum. So the layer is tried with weights
+    of its shape and alignment whose products nearly cancel: what is left is rounding, and another
+    order of the sum gives another result.
+    """
+    tried = _cancelling_like(weight)
+    zero_bias = None if bias is None else torch.zeros_like(bias)
+    return agreeing_sizes(
+        lambda rows: linear(rows, tried, zero_bias, (rows.shape[0],)), _equal_numbers(tried), base
+    )
+
+
+def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
+    """``agreeing_linear_sizes`` of a packed layer."""
+    shape = (layer.out_features, layer.in_features)
+    zero_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
+    # Only the packed copy of what is tried lives on: that of a large head takes much memory.
+    tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
+    rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
+    return agreeing_sizes(tried.product, rows, base)
+
+
+def linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """``torch.nn.functional.linear`` of ``rows`` [..., width], computed in pieces of ``sizes``."""
+    return in_pieces(rows, lambda piece: functional.linear(piece, weight, bias), sizes)
+
+
+def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
+    """``product`` of ``rows`` [..., width], computed in pieces of ``sizes``.
+
+    Rows of zeros fill the pieces.
+    """
+    flat = rows.reshape(-1, rows.shape[-1])
+    count, cuts = len(flat), cut(len(flat), sizes)
+    if missing := sum(cuts) - count:
+        flat = functional.pad(flat, (0, 0, 0, missing))
+    pieces = [product(_aligned(piece)) for piece in flat.split(cuts)]
+    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return out[:count].view(*rows.shape[:-1], -1)
+
+
+def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
+    """Make each layer compute in pieces of its sizes, until ``remove``."""
+    for layer, sizes in layers:
+        forward: Any
+        if isinstance(layer, torch.nn.Linear):
+            forward = partial(linear, weight=layer.weight, bias=layer.bias, sizes=sizes)
+        else:
+            forward = partial(in_pieces, product=layer.product, sizes=sizes)
+        layer.forward = forward  # type: ignore[method-assign]
+
+
+def remove(layers: Iterable[TiledLayer]) -> None:
+    """Undo ``install``; layers without it stay as they are."""
+    for layer in layers:
+        layer.__dict__.pop("forward", None)
+
+
+def _cancelling_like(weight: torch.Tensor) -> torch.Tensor:
+    """Weights whose rows sum to nearly zero, with the shape, type and alignment of ``weight``."""
+    outputs, width = weight.shape
+    generator = torch.Generator().manual_seed(width)
+    shape = (min(outputs, _DISTINCT_OUTPUTS), width)
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    # Magnitudes over so many powers of two that float32 must round their sums.
+    reach = 8 if weight.dtype == torch.float16 else 12
+    block = sign * torch.exp2(reach * (2 * torch.rand(shape, generator=generator) - 1))
+    block = block.to(weight.dtype)
+    corrections = torch.randperm(width, generator=generator)[:_CORRECTIONS]
+    block[:, corrections] = 0
+    for column in corrections.tolist():
+        block[:, column] = -block.double().sum(dim=1).to(weight.dtype)
+    spare = ALIGNMENT_BYTES // weight.element_size()
+    memory = torch.empty(weight.numel() + spare, dtype=weight.dtype, device=weight.device)
+    distance = (weight.data_ptr() - memory.data_ptr()) % ALIGNMENT_BYTES
+    start = distance // weight.element_size()
+    like = memory[start : start + weight.numel()].view(outputs, width)
+    repeats = -(-outputs // shape[0])
+    return like.copy_(block.to(weight.device).repeat(repeats, 1)[:outputs])
+
+
+def _equal_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Rows [4, inputs] to try with ``_cancelling_like`` weights, each of one number."""
+    scales = torch.tensor([1.0, -2.0, 4.0, -0.5], dtype=weight.dtype, device=weight.device)
+    return scales[:, None].expand(-1, weight.shape[1])
+
+
+def _aligned(piece: torch.Tensor) -> torch.Tensor:
+    return piece.clone() if piece.data_ptr() % ALIGNMENT_BYTES else piece

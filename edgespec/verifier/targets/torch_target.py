@@ -1,0 +1,386 @@
+"""The target model on torch and transformers: one packed forward pass for all sessions.
+
+Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
+(``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
+(``packed_attention.py``, by one of the backends of ``attention_backend.py``) -> choose a token for
+every sampled row (``sampler.py``).
+
+Canonical mode makes the logits of a position the same to the last bit under every schedule:
+``canonical_mode.py`` looks at start-up for a way of computing that holds for the loaded model, and
+``pass_plan.py`` lays the passes out for it. It is the default on CPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
+from edgespec.sampling.torch_device_copies import current_device
+from edgespec.sampling.torch_sampler import SampleBlock, best_tokens, choose_tokens
+from edgespec.sampling.torch_scores import score_passes
+from edgespec.sampling.torch_token_counts import TokenCountsCache
+from edgespec.verifier.targets.attention_backend import AttentionBackend
+from edgespec.verifier.targets.attention_choice import choose_backend
+from edgespec.verifier.targets.batch_rows import lay_out
+from edgespec.verifier.targets.canonical_attention import CanonicalAttention
+from edgespec.verifier.targets.canonical_mode import CanonicalModeError, find_canonical_mode
+from edgespec.verifier.targets.constrained_rows import ConstrainedRows
+from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.graph_choice import GraphChoice
+from edgespec.verifier.targets.graphed_passes import GraphedPasses
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
+from edgespec.verifier.targets.loading import LoadedModel, load_model
+from edgespec.verifier.targets.packed_linear import is_packed, pack_model
+from edgespec.verifier.targets.pass_batch import PassBatch, share_out
+from edgespec.verifier.targets.pass_plan import PassPlan, plan_rows
+from edgespec.verifier.targets.pipeline_stage import StageShare
+from edgespec.verifier.targets.pool_size import (
+    PoolBudget,
+    check_budget,
+    largest_pass,
+    measured_rows,
+    memory_figures,
+    pool_tokens,
+    starting_tokens,
+)
+from edgespec.verifier.targets.request_checks import check_batch
+from edgespec.verifier.targets.row_tiles import RowTiles
+from edgespec.verifier.targets.self_test import SelfTest, finite_logits, run_self_test
+from edgespec.verifier.targets.tensor_parallel_model import Share
+from edgespec.verifier.targets.tree_shape import tree_shape
+
+logger = logging.getLogger(__name__)
+
+
+class TorchTarget:
+    """``ports.TargetModel`` for checkpoints of the families in ``families.py``.
+
+    ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
+    are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
+    ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
+    large ones are packed on a CPU (``packed_linear.py``).
+    ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
+    sized by memory instead.
+    ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
+    ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
+    on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
+    GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
+    thread, *for the whole process*, since thread counts change how sums associate; in plain mode
+    ``model_threads`` sets the count when given. With ``share`` this process is one of several
+    ranks, which are built alike and make the same calls (``tensor_parallel.py``).
+
+    Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
+    numbers, ``ValueError`` for a bad option.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        name: str,
+        vocabulary: str,
+        weights: str = "",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_cached_tokens: int = 65_536,
+        max_sessions: int = 64,
+        context_length: int | None = None,
+        canonical: bool | None = None,
+        model_threads: int | None = None,
+        quantize: str = "",
+        packed: bool = True,
+        pool_budget: PoolBudget | None = None,
+        share: Share | StageShare | None = None,
+        cuda_graphs: bool = True,
+    ) -> None:
+        if max_sessions < 1:
+            raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
+        loaded = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            context_length=context_length,
+            quantize=quantize,
+            share=share,
+        )
+        if share is not None:
+            share.wait_for_all()
+        to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
+        if packed:
+            pack_model(loaded.model)
+        self._model = loaded.model
+        self._max_sessions = max_sessions
+        number_format = str(loaded.dtype).removeprefix("torch.")
+        if quantize:
+            number_format = f"{quantize}-{number_format}"
+        self._info = ModelInfo(
+            name,
+            vocabulary,
+            loaded.vocabulary_size,
+            loaded.context_length,
+            loaded.eos_token_ids,
+            f"{weights}-{number_format}" if weights else "",
+        )
+        if pool_budget is not None:
+            check_budget(pool_budget, loaded.device)
+            max_cached_tokens = starting_tokens(pool_budget, loaded.device)
+        self._pool = _pool(loaded, max_cached_tokens)
+        self._counts = TokenCountsCache(max_sessions)
+        self._constrained = ConstrainedRows(self._info)
+        self._row_tiles: RowTiles | None = None
+        self._attention: AttentionBackend = choose_backend(loaded)
+        self._graphs: GraphedPasses | None = None
+        if to_be_canonical:
+            self._enter_canonical_mode(loaded, share, required=canonical is True)
+        if model_threads is not None and not self.canonical:
+            torch.set_num_threads(model_threads)
+        logger.info("attention backend: %s", self.attention)
+        if not finite_logits(self._pool, self._run, self._info.vocabulary_size):
+            raise UnsupportedModelError(
+                f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
+            )
+        self._notes = [f"{quantize} weights"] if quantize else []
+        if is_packed(loaded.model):
+            self._notes.append("packed weights")
+        graphs = self._graph_choice(loaded, cuda_graphs and share is None and not self.canonical)
+        if pool_budget is not None:
+            self._size_pool(loaded, pool_budget, graphs)
+        self._graphs = graphs.choose(self._pool)
+        if self._graphs is not None:
+            self._notes.append("CUDA graphs")
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def cache(self) -> CacheShape:
+        return CacheShape(self._pool.block_count, BLOCK_SIZE)
+
+    @property
+    def canonical(self) -> bool:
+        """Whether canonical mode is on."""
+        return self._row_tiles is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a text is promised to be the same, bit for bit, whatever is drafted; else it may
+        differ where the two best tokens nearly tie."""
+        return self.canonical
+
+    @property
+    def mode(self) -> str:
+        """How the target computes, in words for those who start it."""
+        how = "plain (texts may differ where two tokens nearly tie)"
+        if self._row_tiles is not None:
+            how = f"canonical ({self._row_tiles})"
+        return ", ".join([how, *self._notes])
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention backend."""
+        return self._attention.name
+
+    @property
+    def free_tokens(self) -> int:
+        """Room in the pool, in tokens (whole blocks), for requests that bring no block table."""
+        return self._pool.free_tokens
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        # One more than are served: the probe that finds out whether the target still works.
+        if self._pool.session_count > self._max_sessions:
+            raise CapacityError(
+                f"{self._pool.session_count} sessions are open, limit max_sessions "
+                f"{self._max_sessions}"
+            )
+        if not 0 < prompt_length <= self._info.context_length:
+            raise CapacityError(
+                f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length} "
+                "(context_length)"
+            )
+        self._pool.open(key, prompt_length, sampling, text)
+        try:
+            self._constrained.open(key, sampling)
+        except ValueError:
+            self._pool.close(key)
+            raise
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
+        ``ModelOutputError`` before any token is chosen; the same sessions, less the one that the
+        latter names, can go on with another batch from the same ``cache_length``."""
+        if not batch:
+            return []
+        batch = self._checked(batch)
+        logits = self.run_pass(batch)
+        with torch.inference_mode():
+            tokens = self._choose(logits, batch)
+            scores = score_passes(logits, batch, tokens)
+        if scores or batch.has_nodes or not all(batch.samples):
+            return share_out(batch, tokens, scores)
+        return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
+
+    def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
+        """``forward`` before it samples: logits [sampled rows, vocabulary], until the next pass."""
+        batch = self._checked(batch)
+        self._pool.reserve(batch)
+        logits = self._run(batch)
+        self._pool.commit_all(batch)
+        return logits
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self._pool.keep(key, nodes)
+
+    def close(self, key: str) -> None:
+        self._pool.close(key)
+        self._constrained.close(key)
+
+    def self_test(self) -> SelfTest:
+        """Check that logits do not depend on the schedule. A few small passes; between sessions."""
+        return run_self_test(self._pool, self._run, self._info.vocabulary_size)
+
+    def _graph_choice(self, loaded: LoadedModel, wanted: bool) -> GraphChoice:
+        def call(plan: PassPlan) -> torch.Tensor:
+            return _call_model(loaded.model, plan, loaded.vocabulary_size)
+
+        return GraphChoice(loaded, self._attention, call, self._run, self._max_sessions, wanted)
+
+    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget, graphs: GraphChoice) -> None:
+        """Measure the largest pass on the pool there is, then make the one to serve with."""
+        rows = measured_rows(budget.rows, loaded.device)
+        graph_bytes = graphs.measure(self._pool, rows)
+        batch = largest_pass(rows, self._info.vocabulary_size)
+        sampling = SamplingParams(temperature=1.0, top_p=0.9)
+        for request in batch:
+            self._pool.open(request.key, 1, sampling)
+        try:
+            figures = memory_figures(
+                budget,
+                lambda: self.forward(batch),
+                token_bytes=self._pool.token_bytes,
+                layer_count=loaded.layer_count,
+                device=loaded.device,
+                graph_bytes=graph_bytes,
+            )
+        finally:
+            for request in batch:
+                self._pool.close(request.key)
+        longest = -(-self._info.context_length // BLOCK_SIZE) * BLOCK_SIZE
+        tokens = pool_tokens(budget, figures, self._max_sessions * longest)
+        self._pool = _pool(loaded, tokens)
+        logger.info("%d cached tokens: %s", tokens, figures)
+        self._notes.append(
+            f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
+        )
+
+    def _enter_canonical_mode(
+        self, loaded: LoadedModel, share: Share | StageShare | None, *, required: bool
+    ) -> None:
+        def self_test(tiles: RowTiles) -> SelfTest:
+            self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
+            return self.self_test()
+
+        plain = self._attention
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        agreed = bool if share is None else share.agreed
+        if share is not None:
+            share.ordered = True
+        found = find_canonical_mode(loaded, self_test, row_by_row=required, agreed=agreed)
+        self._row_tiles = found.tiles
+        if found.tiles is not None:
+            return
+        self._attention = plain
+        torch.set_num_threads(threads)
+        if share is not None:
+            share.ordered = False
+        why = "; ".join(found.failures)
+        if required:
+            raise CanonicalModeError(f"canonical mode does not hold on this machine: {why}")
+        logger.warning(
+            "canonical mode is off, so texts may differ where two tokens nearly tie: %s", why
+        )
+
+    def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
+        """Logits [sampled rows, vocabulary] of a reserved batch."""
+        # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
+        # it would have as many threads as there are cores, whatever canonical mode has set.
+        torch.get_num_threads()
+        with torch.inference_mode(), current_device(self._pool.device):
+            rows = lay_out(self._pool, batch)
+            logits = None if self._graphs is None else self._graphs.run(rows)
+            if logits is not None:
+                return logits
+            plan = plan_rows(rows, self._attention, tiles=self._row_tiles)
+            return _call_model(self._model, plan, self._info.vocabulary_size)
+
+    def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
+        """The batch by columns. Raises as ``check_batch`` does."""
+        if isinstance(batch, PassBatch):
+            return batch
+        try:
+            found = PassBatch.of(batch)
+        except (ValueError, OverflowError):
+            check_batch(batch, self._pool.cached_length, self._info)
+            raise
+        if not found.surely_right(self._pool.cached_lengths(found), self._info):
+            check_batch(batch, self._pool.cached_length, self._info)
+        return found
+
+    def _choose(self, logits: torch.Tensor, batch: PassBatch) -> list[int]:
+        """The token of every sampled row."""
+        if self._pool.special.isdisjoint(batch.keys):
+            best = best_tokens(logits)
+            if best is not None:
+                return best
+        blocks = [block for block in map(self._sample_block, batch) if block.positions]
+        return choose_tokens(logits, blocks)
+
+    def _sample_block(self, request: PassRequest) -> SampleBlock:
+        """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
+        sequence = self._pool.sequence(request.key)
+        params, length = sequence.sampling, sequence.length
+        counts = None
+        if params.penalised:
+            counts = self._counts.of(
+                request.key, sequence.tokens, sequence.prompt_length, request.cache_length
+            )
+        if not request.sample:
+            return SampleBlock(request.key, params, ())
+        positions = [length]
+        if request.parents:
+            positions += (tree_shape(request.parents).depths + length).tolist()
+        before = counts.before(request.tokens, request.parents) if counts else None
+        masks: Sequence[bytes | None] = ()
+        if params.constraint is not None:
+            output = sequence.tokens[sequence.prompt_length :]
+            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        return SampleBlock(request.key, params, positions, before, masks)
+
+
+def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:
+    return KvPool(
+        loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
+    )
+
+
+def _call_model(model: Any, plan: PassPlan, vocabulary_size: int) -> torch.Tensor:
+    arguments = {
+        "input_ids": plan.tokens,
+        "position_ids": plan.positions,
+        "use_cache": False,
+        "edgespec_pass": plan,
+    }
+    if plan.sampled_count == 0:  # a pure prefill: spare the vocabulary projection
+        model.model(**arguments)
+        return torch.empty((0, vocabulary_size), device=plan.tokens.device)
+    logits: torch.Tensor = model(**arguments, logits_to_keep=plan.sampled_rows).logits
+    return logits[0, : plan.sampled_count]

@@ -1,0 +1,200 @@
+"""A target model of known distributions, for tests, the simulator and demonstrations.
+
+It samples with the scalar specification (``core/protocol/sampling.choose``) from
+``core/toy_model``, and it keeps the tokens it has cached, so that a wrong ``cache_length``, a
+forgotten ``keep`` or a changed committed prefix is an error here before it is a wrong text
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.scores import score_token
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.toy_model import ToyModel
+from edgespec.verifier.targets.constrained_rows import ConstrainedRows
+from edgespec.verifier.targets.request_checks import check_batch
+from edgespec.verifier.targets.toy_memory import ToyMemory
+
+
+@dataclass(slots=True)
+class _Sequence:
+    prompt_length: int
+    sampling: SamplingParams
+    text: Sequence[int] = ()
+    """Committed tokens, as many as were ever known at once."""
+    tokens: list[int] = field(default_factory=list)
+    """Committed tokens in the cache."""
+    nodes: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Tree of the last pass, until it is kept or dropped."""
+
+    def cut(self, length: int) -> None:
+        """Of the committed tokens the first ``length`` are cached."""
+        if length < len(self.tokens) and len(self.text) < len(self.tokens):
+            self.text = tuple(self.tokens)
+        del self.tokens[length:]
+        self.tokens += self.text[len(self.tokens) : length]
+
+
+class ToyTarget:
+    """``ports.TargetModel`` over a ``ToyModel``, standard library only.
+
+    With ``cache`` its cache is a real one, whose tables come with the requests; None keeps no
+    account. Raises ``CapacityError`` beyond ``max_sessions`` sequences and one for a probe, and
+    beyond ``max_cached_tokens`` cached tokens, ``ValueError`` when a request does not fit what is
+    cached.
+    """
+
+    def __init__(
+        self,
+        model: ToyModel | None = None,
+        *,
+        name: str = "toy",
+        vocabulary: str = "toy",
+        fingerprint: str = "",
+        context_length: int = 4096,
+        max_sessions: int = 1024,
+        max_cached_tokens: int = 1 << 20,
+        cache: CacheShape | None = None,
+    ) -> None:
+        self.model = model or ToyModel()
+        self.passes = 0
+        """Passes so far, and the rows they had."""
+        self.rows = 0
+        eos = () if self.model.eos_token is None else (self.model.eos_token,)
+        size = self.model.vocabulary_size
+        self._info = ModelInfo(name, vocabulary, size, context_length, eos, fingerprint)
+        self._max_sessions = max_sessions
+        self._max_cached_tokens = max_cached_tokens
+        self._cache = cache
+        self._memory = None if cache is None else ToyMemory(cache)
+        self._sequences: dict[str, _Sequence] = {}
+        self._constrained = ConstrainedRows(self._info)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self._cache
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        if key in self._sequences:
+            raise ValueError(f"sequence {key!r} is already open")
+        if len(self._sequences) > self._max_sessions:  # one more than are served, for a probe
+            raise CapacityError(f"{len(self._sequences)} sessions open, limit {self._max_sessions}")
+        if not 0 < prompt_length <= self._info.context_length:
+            raise CapacityError(
+                f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length}"
+            )
+        self._constrained.open(key, sampling)
+        self._sequences[key] = _Sequence(prompt_length, sampling, text)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self._check(batch)
+        if self._memory is not None:
+            self._memory.write(batch, [self._cached(request) for request in batch])
+        self.passes += 1
+        self.rows += sum(request.row_count for request in batch)
+        return [self._run(request) for request in batch]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        sequence = self._sequence(key)
+        length, parent = len(sequence.tokens), -1
+        for node in nodes:
+            if not 0 <= node < len(sequence.nodes) or sequence.parents[node] != parent:
+                raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
+            sequence.tokens.append(sequence.nodes[node])
+            parent = node
+        sequence.nodes = sequence.parents = ()
+        if self._memory is not None:
+            self._memory.keep(key, length, nodes)
+
+    def close(self, key: str) -> None:
+        self._sequences.pop(key, None)
+        self._constrained.close(key)
+        if self._memory is not None:
+            self._memory.forget(key)
+
+    def cached(self, key: str) -> tuple[int, ...]:
+        """The committed tokens in the cache of ``key``, for tests. Raises ``ValueError``."""
+        return tuple(self._sequence(key).tokens)
+
+    def _sequence(self, key: str) -> _Sequence:
+        if key not in self._sequences:
+            raise ValueError(f"sequence {key!r} is not open")
+        return self._sequences[key]
+
+    def _check(self, batch: Sequence[PassRequest]) -> None:
+        check_batch(batch, self._cached_length, self._info)
+        for request in batch:
+            sequence, first = self._sequence(request.key), request.cache_length
+            for known in (sequence.tokens, sequence.text):
+                again = known[first : first + len(request.feed)]
+                if tuple(again) != request.feed[: len(again)]:
+                    raise ValueError(
+                        f"{request.key!r}: fed tokens differ from the committed ones cached"
+                    )
+        touched = {request.key: request.cache_length + request.row_count for request in batch}
+        total = sum(
+            touched.get(key, len(sequence.tokens)) for key, sequence in self._sequences.items()
+        )
+        if total > self._max_cached_tokens:
+            raise CapacityError(f"{total} cached tokens wanted, limit {self._max_cached_tokens}")
+
+    def _cached_length(self, request: PassRequest) -> int:
+        """How many tokens the request may find cached: in its blocks also those of others."""
+        sequence = self._sequence(request.key)
+        return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
+
+    def _cached(self, request: PassRequest) -> Sequence[int]:
+        """The tokens that the request finds cached."""
+        sequence, length = self._sequences[request.key], request.cache_length
+        return (sequence.tokens if length <= len(sequence.tokens) else sequence.text)[:length]
+
+    def _run(self, request: PassRequest) -> PassResult:
+        sequence = self._sequences[request.key]
+        sequence.cut(request.cache_length)
+        sequence.tokens.extend(request.feed)
+        sequence.nodes, sequence.parents = request.tokens, request.parents
+        if not request.sample:
+            return PassResult(request.key, ())
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(request.tokens, request.parents, strict=True):
+            paths.append((*paths[parent], token) if parent >= 0 else (token,))
+        masks: Sequence[bytes | None] = [None] * (1 + len(paths))
+        if sequence.sampling.constraint is not None:
+            output = sequence.tokens[sequence.prompt_length :]
+            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        rows = zip(((), *paths), masks, strict=True)
+        targets = tuple([self._sample(sequence, path, mask) for path, mask in rows])
+        if not request.logprobs:
+            return PassResult(request.key, targets)
+        scores = [
+            score_token(self.model.logits(self._tail(sequence, path)), token, request.logprobs)
+            for path, token in zip(((), *paths), targets, strict=True)
+        ]
+        return PassResult(request.key, targets, tuple(scores))
+
+    def _tail(self, sequence: _Sequence, path: tuple[int, ...]) -> list[int]:
+        """What the model looks at: no copy of a long text."""
+        return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
+
+    def _sample(self, sequence: _Sequence, path: tuple[int, ...], mask: bytes | None) -> int:
+        # Only the tail and, when penalised, the whole text are looked at.
+        tail = self._tail(sequence, path)
+        length = len(sequence.tokens) + len(path)
+        prompt: Sequence[int] = ()
+        output: Sequence[int] = ()
+        if sequence.sampling.penalised:
+            prompt = sequence.tokens[: sequence.prompt_length]
+            output = [*sequence.tokens[sequence.prompt_length :], *path]
+        return choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)

@@ -1,0 +1,260 @@
+"""Who may use a verifier and how both ends prove themselves: from files to running parts.
+
+The verifier's side can be read anew while it runs (``ServerAccess.reload``): all files are read and
+checked first, and only when all of them are fine does anything change. So a typing error in a file
+leaves the verifier as it was.
+
+The device's key comes from the environment or a file, never from the command line, which other
+users of a machine can read. It is sent where nobody can listen in: over TLS, on this machine, or
+where the user says so.
+
+A file that others can write is refused, for whoever writes it lets himself in; a secret that others
+can read is warned of (``check_file_permissions``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
+from edgespec.config.key_file import load_keys
+from edgespec.config.security import DeviceTlsSection, ServerTlsSection, host_of, is_loopback
+from edgespec.config.setup_error import needs
+from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.key_ring import KeyChanges, KeyRing
+
+if TYPE_CHECKING:
+    import grpc
+
+    from edgespec.wire.tls import ServerIdentity, ServerTls
+
+API_KEY_VARIABLE = "EDGESPEC_API_KEY"
+ENDPOINT_KEY_VARIABLE = "EDGESPEC_ENDPOINT_KEY"
+MAX_KEY_LENGTH = 4096
+"""Characters of a key: what travels as a header must be short."""
+_EXPIRES_SOON_DAYS = 14
+_LOG = logging.getLogger(__name__)
+
+
+def check_file_permissions(path: Path, *, secret: bool) -> None:
+    """Raises ``ConfigError`` for a file that others can write, and warns, once, of a ``secret`` one
+    that others can read. A file that is not there is for its reader to tell of.
+
+    "Others" is everybody who is neither the owner nor in the group, for a container's secrets are
+    mounted for a group (0440, 0640), and many users have a group of their own (umask 002). A link
+    is judged by the file behind it. Windows says nothing of others in a mode.
+    """
+    try:
+        found = os.stat(path).st_mode
+    except OSError:
+        return
+    # Of a pipe or a device the mode does not say who chose what comes out of it.
+    if sys.platform == "win32" or not stat.S_ISREG(found):
+        return
+    mode = stat.S_IMODE(found)
+    name = shlex.quote(str(path))
+    if mode & stat.S_IWOTH:
+        advice = f"chmod {'600' if secret else 'o-w'} {name}"
+        raise ConfigError(f"{path}: others can write this file (mode {mode:04o}); run: {advice}")
+    if secret and mode & stat.S_IROTH:
+        _warn_once(f"{path}: others can read this secret (mode {mode:04o}); run: chmod 600 {name}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _LOG.warning("%s", message)
+
+
+# --- the verifier's side ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a reload changed."""
+
+    keys: KeyChanges
+    certificate: bool
+    """Whether another one is shown from now on."""
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        found = [f"keys {self.keys}"] if self.keys else []
+        found += ["a new certificate or client CA"] if self.certificate else []
+        return "; ".join(found) or "nothing changed"
+
+
+class ServerAccess:
+    """The keys and certificates of one verifier. Raises ``ConfigError`` when they cannot be
+    used, ``SetupError`` where TLS cannot."""
+
+    def __init__(self, config: VerifierConfig) -> None:
+        self._keys_path = Path(os.path.expanduser(config.keys)) if config.keys else None
+        self._tls = config.tls
+        self._ring = self._read_ring()
+        self.credentials: grpc.ServerCredentials | None = None
+        """For a server; None: plaintext."""
+        self._server_tls: ServerTls | None = None
+        if (identity := self._read_identity()) is not None:
+            from edgespec.wire.tls import ServerTls
+
+            self._server_tls = ServerTls(identity)
+            self.credentials = self._server_tls.credentials
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return self._ring is not None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What an operator should know of what was read."""
+        found = []
+        if self._ring is not None and not len(self._ring):
+            found.append(f"{self._keys_path} holds no key: nobody is let in")
+        if self._server_tls is not None:
+            ends = self._server_tls.identity.expires
+            if (days := (ends - datetime.now(UTC)).days) < _EXPIRES_SOON_DAYS:
+                found.append(f"{self._tls.cert} expires in {days} days, on {ends:%Y-%m-%d}")
+        return tuple(found)
+
+    def authenticate(self, key: str) -> Credential | None:
+        """Whose key it is, as of the last reload; only where keys are asked for."""
+        assert self._ring is not None
+        return self._ring.credential(key)
+
+    def reload(self) -> Reloaded:
+        """Read all files again. Raises ``ConfigError``; then nothing has changed."""
+        ring, identity = self._read_ring(written=True), self._read_identity()
+        changes, replaced = KeyChanges(), False
+        if ring is not None and self._ring is not None:
+            changes, self._ring = self._ring.changes(ring), ring
+        if identity is not None and self._server_tls is not None:
+            replaced = identity != self._server_tls.identity
+            self._server_tls.replace(identity)
+        return Reloaded(changes, replaced, self.warnings)
+
+    def _read_ring(self, *, written: bool = False) -> KeyRing | None:
+        if (path := self._keys_path) is None:
+            return None
+        check_file_permissions(path, secret=False)
+        return load_keys(path, written=written).ring()
+
+    def _read_identity(self) -> ServerIdentity | None:
+        if not self._tls.used:
+            return None
+        return _identity(self._tls)
+
+
+def _identity(tls: ServerTlsSection) -> ServerIdentity:
+    from edgespec.wire.tls import TlsFileError, load_server_identity
+
+    certificate, key = Path(os.path.expanduser(tls.cert)), Path(os.path.expanduser(tls.key))
+    client_ca = Path(os.path.expanduser(tls.client_ca)) if tls.client_ca else None
+    for path in (certificate, key, client_ca):
+        if path is not None:
+            check_file_permissions(path, secret=path is key)
+    try:
+        with needs("cryptography", "edgespec[certs]"):
+            return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
+    except TlsFileError as error:
+        raise ConfigError(str(error)) from error
+
+
+# --- the device's side -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAccess:
+    """What a device connects with."""
+
+    key: str = ""
+    """Empty: none is shown."""
+    insecure: bool = False
+    """Whether the key may be sent where it can be read on its way."""
+    credentials: grpc.ChannelCredentials | None = None
+    """None: plaintext."""
+    shows_certificate: bool = False
+    server_name: str = ""
+
+    def __repr__(self) -> str:
+        return f"DeviceAccess(key={'given' if self.key else 'none'})"
+
+    def key_for(self, address: str) -> str:
+        """The key to show there. Raises ``ConfigError`` where others could read it."""
+        if not self.key or self.insecure or self.credentials is not None:
+            return self.key
+        if is_loopback(host_of(address)):
+            return self.key
+        raise ConfigError(
+            f"the key for {address} would be sent without TLS, where others can read it: give --tls"
+            " or --ca FILE, or --insecure if the network is yours"
+        )
+
+
+def device_access(
+    config: AgentConfig, environment: Mapping[str, str] | None = None
+) -> DeviceAccess:
+    """What ``config`` and the environment say. Raises ``ConfigError``."""
+    environment = os.environ if environment is None else environment
+    key = _api_key(config.api_key_file, environment)
+    credentials = device_credentials(config.tls)
+    shows_certificate = bool(config.tls.client_cert)
+    return DeviceAccess(
+        key, config.insecure, credentials, shows_certificate, config.tls.server_name
+    )
+
+
+def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] | None = None) -> str:
+    """The key that clients of a device's endpoint must show; empty: none is asked for. Raises
+    ``ConfigError``."""
+    environment = os.environ if environment is None else environment
+    return _api_key(settings.key_file, environment, ENDPOINT_KEY_VARIABLE)
+
+
+def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_VARIABLE) -> str:
+    source, key = variable, environment.get(variable, "").strip()
+    if not key and path:
+        source = path
+        check_file_permissions(file_path := Path(os.path.expanduser(path)), secret=True)
+        try:
+            with file_path.open(encoding="ascii") as file:
+                key = file.read(MAX_KEY_LENGTH + 2).strip()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from error
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}: holds no key: it is not plain ASCII") from None
+        if not key:
+            raise ConfigError(f"{path}: holds no key")
+    if len(key) > MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{source}: holds no key, which is one word of at most {MAX_KEY_LENGTH} characters"
+        )
+    return key
+
+
+def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
+    """What to connect with; None: plaintext. Raises ``ConfigError`` for files of no use."""
+    if not tls.used:
+        return None
+    from edgespec.wire.tls import TlsFileError, channel_credentials
+
+    ca, certificate, key = (
+        Path(os.path.expanduser(name)) if name else None
+        for name in (tls.ca, tls.client_cert, tls.client_key)
+    )
+    for path in (ca, certificate, key):
+        if path is not None:
+            check_file_permissions(path, secret=path is key)
+    try:
+        return channel_credentials(ca, certificate, key)
+    except TlsFileError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,186 @@
+"""Making certificates: a CA of one's own, and what it signs for verifiers and devices.
+
+Keys are of the curve P-256, which every TLS library takes and which costs a handshake the least.
+Private keys are written for their owner alone (mode 0600). What a certificate may be used for is in
+it: a CA signs and nothing else, a verifier's cannot be shown by a device, nor the other way round.
+
+An existing file is never replaced unless that is asked for; a certificate and its key are made and
+checked before either is written, and each is written as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from edgespec.config.whole_file import replace_file
+from edgespec.wire.tls import TlsFileError
+
+CA_NAME: Final = "ca"
+_MAX_NAME_LENGTH: Final = 64  # of a common name, by X.520
+_MAX_NAMES: Final = 100
+# Clocks differ: a certificate is valid from a little before it was made.
+_BACKDATED: Final = timedelta(minutes=5)
+_LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+Files = tuple[Path, Path]
+"""Certificate and private key."""
+
+
+def make_ca(folder: Path, name: str, days: int, *, force: bool = False) -> Files:
+    """``ca.pem`` and ``ca.key``. Raises ``TlsFileError``, ``OSError``."""
+    files = _free(folder, CA_NAME, force)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(name)
+    builder = _builder(subject, subject, key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    _write(files, builder.sign(key, hashes.SHA256()), key)
+    return files
+
+
+def make_server(
+    folder: Path, names: Sequence[str], days: int, *, out: str = "server", force: bool = False
+) -> Files:
+    """A verifier's certificate for these host names and addresses, signed by the folder's CA.
+    Raises ``TlsFileError``, ``OSError``."""
+    if not 1 <= len(names) <= _MAX_NAMES:
+        raise TlsFileError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
+    alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
+    purpose = ExtendedKeyUsageOID.SERVER_AUTH
+    shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
+    return _signed(folder, out, shown, purpose, days, alternatives, force=force)
+
+
+def make_device(folder: Path, name: str, days: int, *, force: bool = False) -> Files:
+    """A device's certificate, signed by the folder's CA; the files are named like the device.
+    Raises ``TlsFileError``, ``OSError``."""
+    purpose = ExtendedKeyUsageOID.CLIENT_AUTH
+    return _signed(folder, name, name, purpose, days, None, force=force)
+
+
+def _signed(
+    folder: Path,
+    stem: str,
+    name: str,
+    purpose: x509.ObjectIdentifier,
+    days: int,
+    alternatives: x509.SubjectAlternativeName | None,
+    *,
+    force: bool,
+) -> Files:
+    files = _free(folder, stem, force)
+    if stem == CA_NAME:
+        raise TlsFileError(f"the name {stem!r} is the CA's own")
+    ca, ca_key = _load_ca(folder)
+    ends = datetime.now(UTC) + timedelta(days=days)
+    if ends > ca.not_valid_after_utc:
+        raise TlsFileError(
+            f"{days} days are too long: the CA itself expires on {ca.not_valid_after_utc:%Y-%m-%d}"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder(_name(name), ca.subject, key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+    builder = builder.add_extension(
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+    )
+    if alternatives is not None:
+        builder = builder.add_extension(alternatives, critical=False)
+    _write(files, builder.sign(ca_key, hashes.SHA256()), key)
+    return files
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - _BACKDATED)
+    builder = builder.not_valid_after(now + timedelta(days=days))
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    if not 1 <= len(text) <= _MAX_NAME_LENGTH or not text.isprintable():
+        raise TlsFileError(
+            f"the name {text[:80]!r} must have 1 to {_MAX_NAME_LENGTH} printable characters"
+        )
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        labels = name.removeprefix("*.").split(".")
+        if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)):
+            raise TlsFileError(f"{name[:80]!r} is no host name and no address") from None
+        return x509.DNSName(name)
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    certificate_path, key_path = folder / f"{CA_NAME}.pem", folder / f"{CA_NAME}.key"
+    for path in (certificate_path, key_path):
+        if not path.is_file():
+            raise TlsFileError(f"{path} is not there; make a CA first: edgespec certs ca")
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+        key: Any = load_pem_private_key(key_path.read_bytes(), password=None)
+    except (TypeError, ValueError) as error:
+        raise TlsFileError(f"the CA in {folder} cannot be read: {error}") from None
+    if key.public_key() != certificate.public_key():
+        raise TlsFileError(f"{key_path}: the key does not belong to {certificate_path}")
+    return certificate, key
+
+
+def _free(folder: Path, stem: str, force: bool) -> Files:
+    if not _FILE.fullmatch(stem):
+        raise TlsFileError(f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-")
+    files = folder / f"{stem}.pem", folder / f"{stem}.key"
+    for path in files:
+        if path.exists() and not force:
+            raise TlsFileError(f"{path} is there already; --force replaces it")
+    return files
+
+
+def _write(files: Files, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    replace_file(files[1], secret)
+    replace_file(files[0], certificate.public_bytes(Encoding.PEM), 0o644)

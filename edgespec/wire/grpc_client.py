@@ -1,0 +1,335 @@
+"""The device's end of the wire over gRPC.
+
+One channel a transport, one bidirectional call a generation, explicit ``read`` and ``write``. The
+library passes raw bytes; the codec turns them into messages here, so that a malformed one ends this
+stream with an error that says what was wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc.aio import EOF
+
+from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
+from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
+from edgespec.wire.codec import SERVICE, decode_downlink, decode_info, encode_uplink
+from edgespec.wire.door import HEADER, SCHEME
+from edgespec.wire.grpc_options import Keepalive, client_options
+from edgespec.wire.shielded_call import ShieldedCall
+from edgespec.wire.tls import handshake_failure
+from edgespec.wire.trace_parent import HEADER as SPAN_HEADER
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+
+# Statuses that a second attempt would meet again.
+_FINAL: Final = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+)
+CONVERSATION_HEADER: Final = "edgespec-conversation"
+"""Sixteen hexadecimal digits (``core/association/conversation.py``)."""
+_TOO_LARGE: Final = "message larger than max"
+
+# What the library raises when the call is gone; the exact one varies with the moment.
+_GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, ConnectionError)
+# How long a closed stream may wait for the verifier to end it too.
+_LINGER_S: Final = 1.0
+
+
+class GrpcTransport:
+    """Streams to the verifier at ``address`` ("host:port" or "unix:path").
+
+    ``credentials`` None is plaintext; whether they hold a certificate of this device is
+    ``shows_certificate``. ``server_name`` is what the verifier's certificate has to name, if not
+    the host. Whether ``api_key`` may go there is for the caller to know. ``connect_timeout_s``
+    bounds connect and info, each. ``trace_parent`` is asked at each connect for the caller's span,
+    ``conversation`` for the hash that a proxy may choose a replica by; empty for none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        limits: WireLimits | None = None,
+        keepalive: Keepalive | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        shows_certificate: bool = False,
+        server_name: str = "",
+        api_key: str = "",
+        meter: ByteMeter | None = None,
+        connect_timeout_s: float = 5.0,
+        trace_parent: Callable[[], str] = lambda: "",
+        conversation: Callable[[], str] = lambda: "",
+    ) -> None:
+        if not address:
+            raise ValueError("address is empty, but must be host:port or unix:path")
+        if not connect_timeout_s > 0.0:
+            raise ValueError(f"connect_timeout_s is {connect_timeout_s}, but must be positive")
+        self._address = address
+        self._limits = limits or WireLimits()
+        self._keepalive = keepalive or Keepalive()
+        self._credentials, self._shows_certificate = credentials, shows_certificate
+        self._server_name = server_name
+        self._metadata = ((HEADER, f"{SCHEME} {api_key}"),) if api_key else None
+        self._meter = meter
+        self._connect_timeout_s = connect_timeout_s
+        self._trace_parent, self._conversation = trace_parent, conversation
+        self._channel: grpc.aio.Channel | None = None
+        self._streams: set[GrpcDeviceStream] = set()
+        self._lingering: set[asyncio.Task[None]] = set()
+        self._calls = 0
+        """Under way: to open a stream, or to ask."""
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def idle(self) -> bool:
+        return not (self._calls or self._streams or self._lingering)
+
+    async def connect(self) -> DeviceStream:
+        """Raises ``LinkError`` naming the address and the reason."""
+        with self._under_way():
+            return await self._connect()
+
+    async def _connect(self) -> DeviceStream:
+        method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
+        asked = ((SPAN_HEADER, self._trace_parent()), (CONVERSATION_HEADER, self._conversation()))
+        metadata = (*(self._metadata or ()), *((name, value) for name, value in asked if value))
+        call = method(metadata=metadata or None)
+        try:
+            # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
+            async with asyncio.timeout(self._connect_timeout_s):
+                await call.wait_for_connection()
+        except TimeoutError:
+            call.cancel()
+            raise self._timed_out("connect") from None
+        except grpc.aio.AioRpcError as error:
+            raise self._refused(error) from None
+        except BaseException:
+            call.cancel()
+            raise
+        stream = GrpcDeviceStream(call, self._address, self._limits, self._meter, self._linger)
+        self._streams.add(stream)
+        return stream
+
+    async def info(self) -> VerifierInfo:
+        """Raises ``LinkError`` naming the address and the reason."""
+        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Info", None, None)
+        try:
+            with self._under_way():
+                payload = await method(
+                    b"", timeout=self._connect_timeout_s, metadata=self._metadata
+                )
+            return decode_info(payload, self._limits)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._timed_out("info") from None
+            raise self._refused(error) from None
+        except ProtocolViolation as violation:
+            raise LinkError(f"verifier at {self._address}: {violation}", retryable=False) from None
+
+    async def ask_tokenizer(self, request: bytes) -> bytes:
+        """One call of ``Tokenizer``, as ``tokenizer_codec`` writes it. Raises ``LinkError``."""
+        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Tokenizer", None, None)
+        try:
+            with self._under_way():
+                reply = await method(
+                    request, timeout=self._connect_timeout_s, metadata=self._metadata
+                )
+            return bytes(reply)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._timed_out("tokenizer") from None
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                text = f"the verifier at {self._address} is of a version that sends no tokenizer"
+                raise LinkError(text, retryable=False) from None
+            raise self._refused(error) from None
+
+    async def close(self) -> None:
+        """End all streams, with a moment for what was sent before to arrive."""
+        self._closed = True
+        for stream in tuple(self._streams):
+            await stream.close()
+        await asyncio.gather(*self._lingering)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    def _linger(self, stream: GrpcDeviceStream) -> None:
+        self._streams.discard(stream)
+        task = asyncio.create_task(stream.linger())
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        """The channel; made on first use, because it belongs to the running event loop."""
+        if self._closed:
+            raise LinkError(f"the transport to {self._address} was closed here", retryable=False)
+        if self._channel is None:
+            options: list[tuple[str, Any]] = [
+                *client_options(self._limits, self._keepalive, self._connect_timeout_s)
+            ]
+            if self._server_name:
+                options.append(("grpc.ssl_target_name_override", self._server_name))
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._address, options=options)
+            else:
+                self._channel = grpc.aio.secure_channel(
+                    self._address, self._credentials, options=options
+                )
+        return self._channel
+
+    def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
+        """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
+        why = handshake_failure(
+            error.details() or "",
+            tls=self._credentials is not None,
+            certificate_shown=self._shows_certificate,
+        )
+        if why is not None:
+            return UntrustedPeerError(f"verifier at {self._address}: {why}")
+        return _link_error(self._address, error.code(), error.details())
+
+    def _timed_out(self, what: str) -> LinkError:
+        return LinkError(
+            f"verifier at {self._address}: no answer to {what} within {self._connect_timeout_s} s"
+        )
+
+
+class GrpcDeviceStream:
+    """One call. ``send`` and ``receive`` may be cancelled: a message is then sent or taken whole,
+    or not at all, and the order stays. One receiver at a time."""
+
+    def __init__(
+        self,
+        call: Any,
+        address: str,
+        limits: WireLimits,
+        meter: ByteMeter | None,
+        closed: Callable[[GrpcDeviceStream], None],
+    ) -> None:
+        self._call = call
+        self._address = address
+        self._limits = limits
+        self._meter = meter
+        self._on_close = closed
+        self._reading: ShieldedCall[Any] = ShieldedCall()
+        self._writing: ShieldedCall[None] = ShieldedCall()
+        self._write_lock = asyncio.Lock()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fault: Fault | None = None
+        self._violation: str | None = None
+
+    async def send(self, message: Uplink) -> None:
+        """Raises ``LinkError`` when the stream is known to be gone, ``ProtocolViolation`` for a
+        message over a bound (the stream lives on). Waits while the verifier does not read. What is
+        sent after the verifier has ended the stream, and before ``receive`` has said so, is lost
+        without an error, as it would be on its way."""
+        payload = encode_uplink(message, self._limits)
+        async with self._write_lock:
+            if self._closed.done() or self._call.done():
+                raise await self._ended()
+            try:
+                await self._writing.settle(self._closed)
+                await self._writing.take(lambda: self._write(payload), self._closed)
+            except _GONE:
+                raise await self._ended() from None
+        if self._meter is not None:
+            self._meter.count(message, len(payload))
+
+    async def receive(self) -> Downlink:
+        """Raises ``LinkError`` when the stream has ended, also by a message over a bound."""
+        if self._closed.done():
+            raise await self._ended()
+        try:
+            payload = await self._reading.take(self._call.read, self._closed)
+        except _GONE:
+            raise await self._ended() from None
+        if payload is EOF:
+            raise await self._ended()
+        try:
+            message = decode_downlink(payload, self._limits)
+        except ProtocolViolation as violation:
+            self._violation = str(violation)
+            self._call.cancel()
+            raise await self._ended() from None
+        if isinstance(message, Fault):
+            self._fault = message
+        if self._meter is not None:
+            self._meter.count(message, len(payload))
+        return message
+
+    async def _write(self, payload: bytes) -> None:
+        """``call.write`` without its way of failing: when the verifier has just ended the stream,
+        that replaces the verifier's status with INTERNAL and makes the messages before it
+        unreadable (grpc/grpc#36066), the Fault among them."""
+        with suppress(grpc.aio.InternalError):
+            await self._call._cython_call.send_serialized_message(payload)
+
+    async def close(self) -> None:
+        """Returns at once; what was sent before (a Cancel) still gets its chance to arrive."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+            self._on_close(self)
+
+    async def linger(self) -> None:
+        """A half-close and the verifier's answer to it. Cancelling the call at once would throw
+        away what the verifier has not read; and one that ended with messages unread here would
+        never be freed by the library."""
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                with suppress(*_GONE):
+                    async with self._write_lock:
+                        await self._writing.settle()
+                        await self._writing.take(self._call.done_writing)
+                while await self._reading.take(self._call.read) is not EOF:
+                    pass
+        except (TimeoutError, *_GONE):
+            return
+        finally:
+            self._call.cancel()
+
+    async def _ended(self) -> LinkError:
+        """Why there is nothing more."""
+        if self._violation is not None:
+            return LinkError(f"verifier at {self._address}: {self._violation}", retryable=False)
+        if self._closed.done():
+            return LinkError(f"the stream to {self._address} was closed here", retryable=False)
+        code, details = await self._call.code(), await self._call.details()
+        error = _link_error(self._address, code, details)
+        if self._fault is not None:
+            error.retryable = self._fault.code.retryable
+        return error
+
+
+def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> LinkError:
+    if code is grpc.StatusCode.OK:
+        return LinkError(f"verifier at {address} ended the stream")
+    text = f"verifier at {address}: {code.name}: {details or 'no details'}"
+    # The library's own refusal of a message has the status of a verifier that is merely busy.
+    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (details or "")
+    alive = code in _FINAL or code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return LinkError(text, retryable=code not in _FINAL and not too_large, alive=alive)

@@ -1,0 +1,301 @@
+"""The verifier's end of the wire over gRPC: the daemon's listener.
+
+Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
+``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
+whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
+that stream; all others go on. The port is ``grpc_listener.py``'s business.
+
+What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
+often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
+how many it has under way in all, with those that wait for their turn or for their refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from edgespec.core.ports import Authenticate, ByteMeter, LinkError, ServeStream
+from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget, CallLimits
+from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
+from edgespec.wire.call_end import abort_call
+from edgespec.wire.call_line import CallLine, caller, payer, retry_metadata
+from edgespec.wire.codec import encode_downlink
+from edgespec.wire.door import WRONG_KEY, Door, shown_key
+from edgespec.wire.grpc_listener import LAST_WORDS_S, GrpcListener
+from edgespec.wire.grpc_options import Keepalive, server_options
+from edgespec.wire.grpc_stream import STALLED_S, GrpcVerifierStream
+from edgespec.wire.info_answers import InfoAnswers
+from edgespec.wire.peer_address import peer_address
+from edgespec.wire.refusals import Refusals
+from edgespec.wire.stream_slots import StreamSlots
+from edgespec.wire.tokenizer_answers import TOKENIZER_LIMITS, LoadTexts, TokenizerAnswers
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+
+_LOG = logging.getLogger(__name__)
+# A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
+_MAX_DETAILS = 512
+# How long a refused device should wait: by then a slot or a place in the line may be free.
+_RETRY_AFTER_S = 1.0
+_MOST_RETRY_S = 10.0
+# Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
+_SPARE_CALLS = 64
+
+_STATUS = {
+    FaultCode.RESYNC: grpc.StatusCode.ABORTED,
+    FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    FaultCode.VOCABULARY_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    FaultCode.CONTEXT_TOO_LONG: grpc.StatusCode.OUT_OF_RANGE,
+    FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
+    FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+_SHUTTING_DOWN = Fault(
+    FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
+)
+
+
+class GrpcServer:
+    """Serves the calls that come to ``address`` ("host:port", port 0 for a free one, or
+    "unix:path").
+
+    ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
+    ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
+    ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
+    how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
+    generation began, ``waits`` how long and why one is not read. ``texts`` reads the tokenizer for
+    devices that ask for it; None: there is none to send.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        serve: ServeStream,
+        info: Callable[[], VerifierInfo],
+        *,
+        limits: WireLimits | None = None,
+        keepalive: Keepalive | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        authenticate: Authenticate | None = None,
+        meter: ByteMeter | None = None,
+        max_streams: int = 1024,
+        peer_share: float = 0.75,
+        uplink: UplinkLimits | None = None,
+        opens: CallLimits = OPEN_LIMITS,
+        infos: CallLimits = INFO_LIMITS,
+        stalled_s: float = STALLED_S,
+        refused: Callable[[FaultCode], None] | None = None,
+        waits: Callable[[Wait, float], None] | None = None,
+        texts: LoadTexts | None = None,
+    ) -> None:
+        self._serve = serve
+        self._info = info
+        self._limits = limits or WireLimits()
+        self._listener = GrpcListener(
+            address, server_options(self._limits, keepalive or Keepalive()), credentials
+        )
+        self._door = Door(authenticate)
+        self._meter = meter
+        self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
+        self._stalled_s, self._texts = stalled_s, texts
+        self._refused = refused or (lambda code: None)
+        self._waits = waits or (lambda reason, wait_s: None)
+        self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
+        self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
+        self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
+        self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
+        self._in_line: set[GrpcVerifierStream] = set()
+        self._calls: Counter[str] = Counter()
+        self._refusals = Refusals()
+        self._draining = self._listening = False
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """The port listened on; 0 before ``start`` and for unix sockets."""
+        return self._port
+
+    async def start(self) -> None:
+        """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
+        clock = asyncio.get_running_loop().time
+        uplink = self._uplink_limits or UplinkLimits()
+        if not self._door.asks_for_keys:
+            uplink = without_keys(uplink)
+        self._uplink = UplinkBudget(uplink, clock(), self._waits)
+        self._opens = CallBudget(self._open_limits, clock())
+        questions = CallLine(self._info_limits, clock)
+        self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
+        line = CallLine(TOKENIZER_LIMITS, clock)
+        self._tokenizers = TokenizerAnswers(self._texts, line, self._door)
+        methods = {
+            "Speculate": self._speculate,
+            "Info": self._infos.answer,
+            "Tokenizer": self._tokenizers.answer,
+        }
+        self._port = await self._listener.start(methods, questions)
+        self._listening = True
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that are being served."""
+        return len(self._streams)
+
+    async def drain(self) -> None:
+        """Report NOT_SERVING and refuse new streams, those in line too; the others go on."""
+        if not self._listening or self._draining:
+            return
+        self._draining = True
+        await self._listener.drain()
+        for stream in tuple(self._in_line):
+            stream.hang_up(_SHUTTING_DOWN)
+
+    async def drained(self) -> None:
+        """Wait until no stream is served any more; after ``drain``."""
+        while self._streams:
+            await asyncio.wait(self._streams.values())
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """``drain``, give the running streams ``grace_s`` seconds, then end them with
+        Fault(SHUTTING_DOWN)."""
+        await self.drain()
+        if not self._listening:
+            return
+        self._listening = False
+        if self._streams:
+            await asyncio.wait(self._streams.values(), timeout=grace_s)
+        for stream in tuple(self._streams):
+            stream.hang_up(_SHUTTING_DOWN)
+        await self._listener.stop(LAST_WORDS_S)
+        await self._tokenizers.close()
+        left = tuple(self._streams.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _speculate(self, _requests: Any, context: Any) -> None:
+        """One stream, from its headers to its status."""
+        # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
+        address = str(context.peer())
+        key = shown_key(context)
+        if (credential := self._door.credential(key)) is None:
+            self._refused(FaultCode.UNAUTHENTICATED)
+            await self._door.turn_away(context, lambda fault: encode_downlink(fault, self._limits))
+        peer = caller(host := peer_address(address), credential)
+        if self._calls[peer] >= self._max_peer_calls:
+            self._refused(FaultCode.OVERLOADED)
+            text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
+            await self._refusals.hold(peer)
+            await abort_call(
+                context,
+                _STATUS[FaultCode.OVERLOADED],
+                f"{text}{self._max_peer_calls}",
+                retry_metadata(_RETRY_AFTER_S),
+            )
+        self._calls[peer] += 1
+        try:
+            await context.send_initial_metadata(())
+            stream = GrpcVerifierStream(
+                context,
+                address,
+                self._limits,
+                self._uplink.open(asyncio.get_running_loop().time(), payer(host, credential)),
+                credential=credential,
+                meter=self._meter,
+                on_open=self._slots.opened,
+                stalled_s=self._stalled_s,
+            )
+            await self._from_line_to_status(stream, context, key)
+        finally:
+            self._calls[peer] -= 1
+            if not self._calls[peer]:
+                del self._calls[peer]
+
+    async def _from_line_to_status(
+        self, stream: GrpcVerifierStream, context: Any, key: str
+    ) -> None:
+        try:
+            if refusal := await self._refusal(stream):
+                stream.hang_up(refusal)
+            elif not await stream.over(0.0):
+                task = asyncio.create_task(self._run(stream, key))
+                self._streams[stream] = task
+                task.add_done_callback(lambda _: self._streams.pop(stream, None))
+            await stream.over()
+            self._slots.leave(stream)
+            fault = stream.verdict
+            if fault is not None and not stream.greeted:
+                self._refused(fault.code)
+            await stream.say_last(fault)
+        except asyncio.CancelledError:  # the device is gone, or the server stops
+            stream.lost()
+            raise
+        finally:
+            self._slots.leave(stream)
+        if fault is not None:
+            details, advice = fault.message[:_MAX_DETAILS], retry_metadata(fault.retry_after_s)
+            await abort_call(context, _STATUS[fault.code], details, advice)
+
+    async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
+        """Wait for the stream's turn and take a slot for it; why there is none, or None."""
+        most_s = self._open_limits.max_wait_s
+        who, pays = (whose(stream.peer, stream.credential) for whose in (caller, payer))
+        now = asyncio.get_running_loop().time()
+        wait_s = self._opens.turn(who, now, pays)
+        if wait_s <= most_s:
+            wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
+        if wait_s > most_s:
+            await self._refusals.hold(pays, stream.over)
+            retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
+            text = (
+                f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
+                f"the limit is {most_s:g} s"
+            )
+            return Fault(FaultCode.OVERLOADED, text, retry_s)
+        if wait_s > 0.0 and not self._draining:
+            self._in_line.add(stream)
+            self._waits(Wait.LINE, wait_s)
+            try:
+                await stream.over(wait_s)
+            finally:
+                self._in_line.discard(stream)
+        if self._draining:
+            return _SHUTTING_DOWN
+        entry = self._slots.enter(stream, stream.peer, stream.credential)
+        if entry.evicted is not None:
+            text = "no Open has come on this stream, and its place is needed for another"
+            entry.evicted.hang_up(Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
+        if entry.refusal is None:
+            return None
+        return Fault(FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
+
+    async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
+        """Serve one stream; whatever goes wrong ends this one only."""
+        fault: Fault | None = None
+        try:
+            # The key may have been revoked while the stream stood in line.
+            if self._door.credential(key) is None:
+                fault = WRONG_KEY
+            else:
+                await self._serve(stream)
+        except LinkError as error:
+            _LOG.info("stream of %s: %s", stream.address, error)
+        except ProtocolViolation as violation:
+            _LOG.error(
+                "stream of %s: a message here broke the protocol: %s", stream.address, violation
+            )
+            fault = Fault(FaultCode.INTERNAL, f"the verifier broke the protocol: {violation}")
+        except Exception as error:
+            _LOG.exception("stream of %s failed", stream.address)
+            fault = Fault(FaultCode.INTERNAL, f"the verifier failed: {type(error).__name__}")
+        finally:
+            stream.hang_up(fault)

@@ -1,0 +1,37 @@
+"""``edgespec-sim``: the commands and what ``--help`` says first."""
+
+from __future__ import annotations
+
+from edgespec.cli.entry import EXIT_CODES
+from edgespec.cli.lazy import lazy_app
+
+# In the order of `--help`.
+COMMANDS = {
+    "run": "edgespec_sim.commands.run:run",
+    "list": "edgespec_sim.commands.scenario:list_scenarios",
+    "scenario": "edgespec_sim.commands.scenario:scenario",
+    "sweep": "edgespec_sim.commands.sweep:sweep",
+    "replay": "edgespec_sim.commands.replay:replay",
+    "report": "edgespec_sim.commands.report:report",
+    "mean-field": "edgespec_sim.commands.mean_field:mean_field",
+    "trace": "edgespec_sim.commands.trace:app",
+}
+
+app = lazy_app("edgespec-sim", COMMANDS)
+
+
+@app.callback(epilog=EXIT_CODES)
+def main() -> None:
+    """What would my users feel, and how many GPUs do I need?
+
+    Plays deployments of edgespec in virtual time: the product's own sessions, policies and
+    schedulers, on networks and machines that a scenario describes.
+
+    [bold]See it[/]     edgespec-sim run single-device --out runs/first
+
+    [bold]Choose[/]     edgespec-sim list
+
+    [bold]Replay[/]     edgespec-sim replay generate:starlink --out runs/starlink
+
+    [bold]Compare[/]    edgespec-sim sweep household --vary tokens.acceptance=0.6,0.8 --out runs/x
+    """

@@ -1,0 +1,235 @@
+"""The page of a run: what came out, beside what it is compared with and how far from the limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Final
+
+from edgespec.bench.arms import Arm
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec_sim.report import figures, plots, tables
+from edgespec_sim.report.answer_plot import answer_plot
+from edgespec_sim.report.arms_over_time import arms_over_time
+from edgespec_sim.report.cell_map import cell_maps
+from edgespec_sim.report.document import Document, Figure
+from edgespec_sim.report.load_plots import link_load_plot, verifier_load_plot
+from edgespec_sim.report.pace_plot import pace_plot
+from edgespec_sim.report.question_plot import question_plot
+from edgespec_sim.report.timeline import Timeline
+from edgespec_sim.report.timeline_plot import SESSIONS_DRAWN, timeline_plots
+from edgespec_sim.report.work_plots import energy_plot, wasted_plot
+
+# Less than this is what an estimate finds between two clocks that are one.
+_CLOCKS_APART_S: Final = 5e-3
+
+
+def render(
+    summary: RunSummary,
+    timeline: Timeline | None = None,
+    trace_note: str = "",
+    firsts: Mapping[str, Timeline] | None = None,
+) -> str:
+    """One HTML file without outside references. ``trace_note`` says of what the timeline is;
+    ``firsts`` are the arms' timelines of the same question."""
+    page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
+    page.paragraph(asked(summary), "asked")
+    page.paragraph(headline(summary), "headline")
+    first, more = pace_plot(summary), answer_plot(summary)
+    for picture in (first or more,):
+        if picture is not None:
+            page.figure(picture)
+    page.paragraph(_facts(summary), "facts")
+    _side_by_side(page, summary, firsts or {})
+    _load(page, summary)
+    _map(page, summary)
+    _together(page, "Wasted work and energy", (wasted_plot(summary), energy_plot(summary)))
+    _distributions(page, summary, more if first is not None else None)
+    _tables(page, summary)
+    if timeline is not None and timeline.spans:
+        _timeline(page, timeline, trace_note)
+    _requests(page, summary)
+    _settings(page, summary)
+    return page.html()
+
+
+def _side_by_side(page: Document, summary: RunSummary, firsts: Mapping[str, Timeline]) -> None:
+    pictures = [arms_over_time(summary), question_plot(firsts)]
+    shown = [figure for figure in pictures if figure is not None]
+    if shown:
+        page.heading("All arms side by side")
+    for figure in shown:
+        page.figure(figure)
+
+
+def _load(page: Document, summary: RunSummary) -> None:
+    _together(page, "Load", (verifier_load_plot(summary), link_load_plot(summary)))
+
+
+def _map(page: Document, summary: RunSummary) -> None:
+    _together(page, "Map of the cells", cell_maps(summary))
+
+
+def _together(page: Document, heading: str, figures_: Sequence[Figure | None]) -> None:
+    """Beside each other where there is room."""
+    shown = [figure for figure in figures_ if figure is not None]
+    if not shown:
+        return
+    page.heading(heading)
+    page.add('<div class="grid">')
+    for figure in shown:
+        page.figure(figure)
+    page.add("</div>")
+
+
+def _distributions(page: Document, summary: RunSummary, answer: Figure | None) -> None:
+    page.heading("How sure, and how spread")
+    if answer is not None:
+        page.figure(answer)
+    few = plots.few_requests(summary)
+    drawn = (plots.itl_plot,) if few else (plots.tpot_plot, plots.ttft_plot)
+    for plot in drawn:
+        figure = plot(summary)
+        if figure is not None:
+            page.figure(figure)
+    series = plots.series_plots(summary)
+    if series:
+        page.heading("Over time")
+    for figure in series:
+        page.figure(figure)
+
+
+def _tables(page: Document, summary: RunSummary) -> None:
+    page.heading("Arms")
+    page.add(tables.arms_table(summary))
+    page.add(tables.requests_ended_table(summary))
+    _optional(page, "How far from the limit", tables.bounds_table(summary))
+    if summary.notes:
+        page.heading("What to know")
+        page.items(summary.notes)
+    _optional(page, "Verifiers", tables.verifiers_table(summary))
+    _optional(page, "Groups", tables.groups_table(summary))
+
+
+def asked(summary: RunSummary) -> str:
+    """What the run was to find out, in plain text."""
+    arms = [arm.arm for arm in summary.arms]
+    about = f"{summary.about} " if summary.about else ""
+    if len(arms) < 2:
+        return f"{about}Asked: how fast is {arms[0]} here?" if arms else about
+    others = f"{', '.join(arms[:-1])} or {arms[-1]}"
+    same = ", all with the same questions and the same dice" if summary.simulated else ""
+    return f"{about}Asked: which way of decoding is fastest here{same}: {others}?"
+
+
+def _optional(page: Document, heading: str, html: str) -> None:
+    if html:
+        page.heading(heading)
+        page.add(html)
+
+
+def headline(summary: RunSummary) -> str:
+    """The result in a sentence or two, in plain text. What is compared are means."""
+    timed = [(arm, arm.all.tpot_s) for arm in summary.arms if arm.all.tpot_s is not None]
+    if not timed:
+        return "No request came to a second token, so there is no time per token to report."
+    arm, spread = min(timed, key=lambda pair: pair[1].mean)
+    base = next((arm for arm, _ in timed if arm.arm == Arm.TARGET_ONLY.value), None)
+    first = arm.all.ttft_s
+    what = f"{figures.milliseconds(spread.mean)} ms a token in the mean"
+    if base is None or len(timed) == 1:
+        begins = f", the first after {figures.duration(first.median)}" if first else ""
+        return f"{arm.arm}: {what}{begins}, {_per_pass(arm)} tokens a pass."
+    if arm is base:
+        return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
+    against = figures.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else figures.MISSING
+    ours = " (ours)" if tables.is_ours(arm.arm) else ""
+    told = (
+        f"{arm.arm}{ours} is {figures.times(_speedup(arm, base))} as fast as target-only "
+        f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
+        " a pass."
+    )
+    return told if ours else f"{told} {_of_ours(summary)}"
+
+
+def _sure(summary: RunSummary, arm: ArmSummary) -> str:
+    """How sure a speed-up is: its interval, or that one seed tells nothing of that."""
+    if arm.speedup_interval is not None:
+        low, high = arm.speedup_interval
+        return f" (95 % interval {low:.2f} to {high:.2f})"
+    alone = summary.simulated and summary.seed is not None and summary.seeds == 1
+    return " (one seed: nobody knows how sure that is)" if alone else ""
+
+
+def _per_pass(arm: ArmSummary) -> str:
+    return figures.number(arm.all.tokens_per_pass)
+
+
+def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
+    if arm.speedup is not None:
+        return arm.speedup
+    if base.all.tpot_s is None or arm.all.tpot_s is None or not arm.all.tpot_s.mean:
+        return None
+    return base.all.tpot_s.mean / arm.all.tpot_s.mean
+
+
+def _of_ours(summary: RunSummary) -> str:
+    parts = [
+        f"{arm.arm} (ours) takes {figures.milliseconds(arm.all.tpot_s.mean)} ms"
+        + (f", {figures.speedup(arm)}" if arm.speedup is not None else "")
+        for arm in summary.arms
+        if tables.is_ours(arm.arm) and arm.all.tpot_s is not None
+    ]
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _facts(summary: RunSummary) -> str:
+    kind = "simulated in virtual time" if summary.simulated else "measured"
+    facts = [
+        f"{figures.duration(summary.duration_s)}, {kind}",
+        f"tokens from {summary.tokens_from}" if summary.tokens_from else "",
+        figures.seeds(summary),
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _timeline(page: Document, timeline: Timeline, note: str) -> None:
+    page.heading("Timelines of single sessions")
+    if note:
+        page.paragraph(note)
+    for figure in timeline_plots(timeline):
+        page.figure(figure)
+    facts = ["The whole timeline is in timeline.json, which ui.perfetto.dev opens."]
+    if len(timeline.sessions) > SESSIONS_DRAWN:
+        facts.append(f"The trace holds {len(timeline.sessions):,} sessions.")
+    if timeline.truncated:
+        facts.append("The trace goes on after the last span of the timeline.")
+    offsets = [abs(offset_s) for offset_s in timeline.clock_offsets_s.values()]
+    if offsets and max(offsets) > _CLOCKS_APART_S:
+        facts.append(
+            "The two sides' clocks were brought together by assuming that their least delays are "
+            "equal both ways."
+        )
+    page.paragraph(" ".join(facts), "facts")
+
+
+def _requests(page: Document, summary: RunSummary) -> None:
+    shown = [(arm.arm, html) for arm in summary.arms if (html := tables.requests_table(arm))]
+    if not shown:
+        return
+    page.heading("Requests")
+    for arm, html in shown:
+        page.add(f"<details><summary>{escape(arm)}</summary>{html}</details>")
+
+
+def _settings(page: Document, summary: RunSummary) -> None:
+    if not summary.settings and not summary.environment:
+        return
+    page.heading("Settings")
+    if summary.settings:
+        text = json.dumps(summary.settings, indent=2, ensure_ascii=False, default=str)
+        page.folded("The scenario as it was run", text)
+    if summary.environment:
+        lines = (f"{key}: {value}" for key, value in summary.environment.items())
+        page.folded("Environment and command", "\n".join(lines))

@@ -1,0 +1,319 @@
+"""Many runs of one scenario side by side: each metric against what was varied.
+
+The first varied setting is the x axis, one line an arm; every combination of the others has a panel
+of its own, and the panels of a metric share their scale. Bands are 95 % intervals, a dotted line is
+what our arm's bound allows. Runs that differ in nothing but their seed are one point, the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from edgespec.bench.arms import Arm
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec_sim.report import figures
+from edgespec_sim.report.csv_table import csv_text
+from edgespec_sim.report.document import Document, Figure
+from edgespec_sim.report.plots import axis, band, colors, label, layout
+from edgespec_sim.report.tables import is_ours, table
+from edgespec_sim.report.winner_map import answer, winner_maps, with_unit
+
+Varied = Mapping[str, Any]
+Points = Sequence[tuple[Varied, RunSummary]]
+_LOGARITHMIC_FROM: Final = 50.0
+_PANELS_MAX: Final = 12
+_TICKS_MAX: Final = 8
+_SEED: Final = "seed"
+
+
+def _tpot_ms(arm: ArmSummary) -> float | None:
+    return None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean
+
+
+def _ttft_ms(arm: ArmSummary) -> float | None:
+    return None if arm.all.ttft_s is None else 1e3 * arm.all.ttft_s.median
+
+
+def _speedup(arm: ArmSummary) -> float | None:
+    return arm.speedup
+
+
+def _per_pass(arm: ArmSummary) -> float | None:
+    return arm.all.tokens_per_pass or None
+
+
+_METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...]] = (
+    ("Speed-up over target-only", "speed-up, ×", _speedup),
+    ("Time per output token", "mean TPOT, ms", _tpot_ms),
+    ("Tokens per pass", "tokens per pass", _per_pass),
+    ("Time to first token", "median TTFT, ms", _ttft_ms),
+)
+
+
+def render_sweep(points: Points, title: str = "sweep") -> str:
+    """One HTML file; ``points`` pair what was varied (the same keys in each) with its run. Raises
+    ``ValueError`` without points."""
+    if not points:
+        raise ValueError("a sweep without points: there is nothing to draw")
+    keys = list(points[0][0])
+    page = Document(f"{title}: sweep")
+    asked = f"Asked: which way of decoding is fastest where, over {_over(keys)}?"
+    page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
+    page.paragraph(answer(points), "headline")
+    page.paragraph(_extent(points, keys), "facts")
+    maps = winner_maps(points, [key for key in keys if key != _SEED])
+    for name, unit, metric in _METRICS:
+        panels = _panels(points, keys, name, unit, metric)
+        if panels:
+            page.heading(name)
+            page.add('<div class="grid">')
+            for figure in panels:
+                page.figure(figure)
+            page.add("</div>")
+        if metric is _speedup and maps:
+            page.heading("Which arm wins where")
+            for figure in maps:
+                page.figure(figure)
+    notes = list(dict.fromkeys(note for _, run in points for note in run.notes))
+    if notes:
+        page.heading("What to know")
+        page.items(notes)
+    page.heading("All points")
+    page.add(_table(points, keys))
+    return page.html()
+
+
+def sweep_csv(points: Points) -> str:
+    """One line a point and arm; what was varied comes first."""
+    rows = [
+        {
+            **{key: _plain(value) for key, value in varied.items()},
+            "arm": arm.arm,
+            "tpot_s_mean": None if arm.all.tpot_s is None else arm.all.tpot_s.mean,
+            "tpot_s_median": None if arm.all.tpot_s is None else arm.all.tpot_s.median,
+            "tpot_s_p95": None if arm.all.tpot_s is None else arm.all.tpot_s.p95,
+            "ttft_s_median": None if arm.all.ttft_s is None else arm.all.ttft_s.median,
+            "speedup": arm.speedup,
+            "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
+            "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
+            "seeds": run.seeds,
+            "tokens_per_pass": arm.all.tokens_per_pass,
+            "acceptance": arm.all.acceptance,
+            "wasted_per_token": arm.all.wasted_per_token,
+            "tokens_per_second": arm.all.tokens_per_second,
+            "failed": arm.all.failed,
+            "mismatches": arm.all.mismatches,
+        }
+        for varied, run in points
+        for arm in run.arms
+    ]
+    return csv_text(rows)
+
+
+def _plain(value: Any) -> str | int | float | bool | None:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _extent(points: Points, keys: Sequence[str]) -> str:
+    parts = []
+    for key in keys:
+        values = list(dict.fromkeys(_plain(varied[key]) for varied, _ in points))
+        shown = ", ".join(map(str, values[:12])) + (" ..." if len(values) > 12 else "")
+        parts.append(f"{key}: {shown}")
+    kind = "simulated in virtual time" if points[0][1].simulated else "measured"
+    return " · ".join([f"{len(points):,} runs, {kind}", *parts])
+
+
+def _over(keys: Sequence[str]) -> str:
+    return " and ".join(keys) if keys else "its one point"
+
+
+def _panels(
+    points: Points,
+    keys: Sequence[str],
+    name: str,
+    unit: str,
+    metric: Callable[[ArmSummary], float | None],
+) -> list[Figure]:
+    known = [value for _, run in points for arm in run.arms if (value := metric(arm)) is not None]
+    if not known:
+        return []
+    by_panel: dict[str, list[tuple[Varied, RunSummary]]] = {}
+    for varied, run in points:
+        rest = ", ".join(f"{key} = {_plain(varied[key])}" for key in keys[1:] if key != _SEED)
+        by_panel.setdefault(rest, []).append((varied, run))
+    x_key = keys[0] if keys else ""
+    top = 1.06 * max(known)
+    return [
+        _panel(name, unit, metric, inside, x_key, rest, top)
+        for rest, inside in list(by_panel.items())[:_PANELS_MAX]
+    ]
+
+
+def _panel(
+    name: str,
+    unit: str,
+    metric: Callable[[ArmSummary], float | None],
+    points: Points,
+    x_key: str,
+    rest: str,
+    top: float,
+) -> Figure:
+    arms = list(dict.fromkeys(arm.arm for _, run in points for arm in run.arms))
+    paint = colors(arms)
+    xs = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
+    data = []
+    for arm_name in arms:
+        values: dict[Any, list[float]] = {}
+        for x, (_, run) in zip(xs, points, strict=True):
+            for arm in run.arms:
+                if arm.arm == arm_name and (value := metric(arm)) is not None:
+                    values.setdefault(x, []).append(value)
+        if not values:
+            continue
+        line = [(x, statistics.median(found)) for x, found in values.items()]
+        if _numeric(xs):
+            line.sort()
+        ends = _ENDS.get(metric)
+        if ends is not None and (sure := _sure(points, xs, arm_name, ends)):
+            data.append(band(*sure, paint[arm_name]))
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": label(arm_name),
+                "x": [label(x) if isinstance(x, str) else x for x, _ in line],
+                "y": [value for _, value in line],
+                "line": {"color": paint[arm_name], "width": 3 if is_ours(arm_name) else 1.5},
+                "marker": {"size": 6},
+            }
+        )
+    limit = _limit_line(points, xs, metric, paint)
+    if limit is not None:
+        data.append(limit)
+        top = max(top, 1.06 * max(limit["y"]))
+    shape = layout(
+        400,
+        xaxis=axis(label(with_unit(x_key)), **_scale(xs)),
+        yaxis=axis(unit, range=[0, top]),
+        showlegend=True,
+        # Below, because a narrow panel has no room for it beside the buttons.
+        legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},
+        margin={"l": 12, "r": 16, "t": 40, "b": 12},
+    )
+    where = f" ({rest})" if rest else ""
+    bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
+    bands += " Dotted: what our bound allows." if limit is not None else ""
+    what = f"{name} against {x_key}{where}, a line an arm"
+    return Figure(data, shape, f"{name}{where}.{bands}", what)
+
+
+def _speedup_ends(arm: ArmSummary) -> tuple[float, float] | None:
+    return arm.speedup_interval
+
+
+def _tpot_ends(arm: ArmSummary) -> tuple[float, float] | None:
+    ends = arm.tpot_interval
+    return None if ends is None else (1e3 * ends[0], 1e3 * ends[1])
+
+
+_Ends = Callable[[ArmSummary], tuple[float, float] | None]
+_ENDS: Final[Mapping[Callable[[ArmSummary], float | None], _Ends]] = {
+    _speedup: _speedup_ends,
+    _tpot_ms: _tpot_ends,
+}
+
+
+def _sure(
+    points: Points, xs: Sequence[Any], arm_name: str, ends_of: _Ends
+) -> tuple[list[Any], list[float], list[float]] | None:
+    """Where an arm's value is known and how well; None unless at each of several points."""
+    ends = {
+        x: ends_of(arm)
+        for x, (_, run) in zip(xs, points, strict=True)
+        for arm in run.arms
+        if arm.arm == arm_name
+    }
+    known = [(x, *interval) for x, interval in ends.items() if interval is not None]
+    if len(known) < 2 or len(known) < len(ends):
+        return None
+    if _numeric(xs):
+        known.sort()
+    columns = [list(column) for column in zip(*known, strict=True)]
+    return [label(x) if isinstance(x, str) else x for x in columns[0]], columns[1], columns[2]
+
+
+def _limit_line(
+    points: Points,
+    xs: Sequence[Any],
+    metric: Callable[[ArmSummary], float | None],
+    paint: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """Of our arm: its bound on the time per token, or the speed-up that this would be."""
+    line: dict[Any, float] = {}
+    name = ""
+    for x, (_, run) in zip(xs, points, strict=True):
+        arm = next((one for one in run.arms if is_ours(one.arm) and one.bounds), None)
+        base = next((one.all.tpot_s for one in run.arms if one.arm == Arm.TARGET_ONLY.value), None)
+        if arm is None or base is None:
+            continue
+        name, bound_s = arm.arm, max(arm.bounds.values())
+        if metric is _tpot_ms:
+            line[x] = 1e3 * bound_s
+        elif metric is _speedup and bound_s > 0.0:
+            line[x] = base.mean / bound_s
+    if len(line) < 2:
+        return None
+    points_ = sorted(line.items()) if _numeric(xs) else list(line.items())
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": label(f"bound of {name}"),
+        "x": [label(x) if isinstance(x, str) else x for x, _ in points_],
+        "y": [value for _, value in points_],
+        "line": {"color": paint[name], "width": 1.5, "dash": "dot"},
+    }
+
+
+def _numeric(xs: Sequence[object]) -> bool:
+    return all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
+
+
+def _scale(xs: Sequence[Any]) -> dict[str, Any]:
+    if not _numeric(xs):
+        return {"type": "category"}
+    low, high = min(xs), max(xs)
+    wide = low > 0 and high / low > _LOGARITHMIC_FROM
+    if not wide:
+        return {"type": "linear"}
+    values = sorted(set(xs))
+    return {"type": "log", **({"tickvals": values} if len(values) <= _TICKS_MAX else {"dtick": 1})}
+
+
+def _table(points: Points, keys: Sequence[str]) -> str:
+    first, *others = keys or [""]
+    header = (first or "run", *others, "arm", "TPOT mean ms", "p95 ms", "TTFT p50 ms", "speed-up")
+    rows, ours = [], []
+    for varied, run in points:
+        values = [str(_plain(varied[key])) for key in keys] or [run.name]
+        for arm in run.arms:
+            tpot, ttft = arm.all.tpot_s, arm.all.ttft_s
+            rows.append(
+                (
+                    *values,
+                    arm.arm,
+                    figures.milliseconds(None if tpot is None else tpot.mean),
+                    figures.milliseconds(None if tpot is None else tpot.p95),
+                    figures.milliseconds(None if ttft is None else ttft.median),
+                    figures.speedup(arm),
+                    figures.number(arm.all.tokens_per_pass),
+                    figures.percent(arm.all.acceptance),
+                    figures.count(arm.all.failed),
+                )
+            )
+            ours.append(is_ours(arm.arm))
+    more = ("tokens / pass", "acceptance", "failed")
+    texts = range(1, 2 + len(others))
+    return table("Every point of the sweep.", (*header, *more), rows, ours, tuple(texts))
