@@ -31,6 +31,7 @@ from edgespec.cli.watching import Watching, watching
 from edgespec.config import ConfigError, VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import TargetModel
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
 from edgespec.verifier.build import build_verifier, load_target, target_mode
@@ -87,7 +88,7 @@ async def _serve_until(
     sys.setswitchinterval(_SWITCH_S)
     watch.start(serving)
     end.devices_know = True
-    typer.echo(line := ready_line(config, server.port, target))
+    typer.echo(line := ready_line(config, server.port, target, serving.info))
     manager = ServiceManager()
     manager.ready(line)
     alive = asyncio.create_task(manager.keep_alive())
@@ -260,9 +261,11 @@ def check_free(config: VerifierConfig) -> None:
             raise SetupError(f"cannot listen on {config.address}: {why}{hint}") from error
 
 
-def ready_line(config: VerifierConfig, port: int, target: TargetModel) -> str:
+def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:
     host = config.address.rpartition(":")[0]
+    context, most = info.model.context_length, target.info.context_length
+    shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
     return (
-        f"edgespec verifier ready on {host}:{port}: {target.info.name},"
-        f" {target_mode(target)}, context {target.info.context_length}"
+        f"edgespec verifier ready on {host}:{port}: {info.model.name},"
+        f" {target_mode(target)}, context {context}{shorter}"
     )

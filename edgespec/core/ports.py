@@ -230,11 +230,12 @@ class CapacityError(RuntimeError):
 
 
 class ModelOutputError(ValueError):
-    """A model's output for one session is unusable (not a number); ``key`` names the session."""
+    """One session cannot go on; ``key`` names it. ``requested``: what the device asked for is the
+    reason (a constraint that outgrows its bounds), so coming back does not help."""
 
-    def __init__(self, key: str, reason: str) -> None:
+    def __init__(self, key: str, reason: str, *, requested: bool = False) -> None:
         super().__init__(f"{key!r}: {reason}")
-        self.key = key
+        self.key, self.requested = key, requested
 
 
 class TargetLostError(RuntimeError):

@@ -83,9 +83,15 @@ class Verifier:
         read_constraint: ReadConstraint | None = None,
     ) -> None:
         self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
-        self._adapters = adapters_of(target)
+        # What is announced is what is served: a small cache makes a model's context shorter.
+        most = limits.context_length
+        model, *adapters = (
+            replace(one, context_length=min(one.context_length, most))
+            for one in (target.info, *adapters_of(target))
+        )
+        self._model, self._adapters = model, tuple(adapters)
         self.engine = VerifyEngine(
-            target.info, limits, engine_limits or ee.EngineLimits(), adapters=self._adapters
+            model, limits, engine_limits or ee.EngineLimits(), adapters=adapters
         )
         self.broken = asyncio.Event()
         """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
@@ -116,8 +122,8 @@ class Verifier:
         engine = self.engine
         bound = engine.engine_limits.max_sessions
         pass_us = round((engine.pass_s or 0.0) * 1e6)
-        held, model = len(engine.sessions), self._target.info
-        return VerifierInfo(model, engine.limits, held, bound, pass_us, self._adapters)
+        held = len(engine.sessions)
+        return VerifierInfo(self._model, engine.limits, held, bound, pass_us, self._adapters)
 
     def get_ready(self) -> None:
         """Do what the first constraint would have to wait for, and all streams with it. Before
@@ -312,6 +318,8 @@ class Verifier:
             self._handle(ee.BatchFailed(str(error), full=True))
         elif isinstance(error, TargetLostError):
             self.fail(str(error))
+        elif isinstance(error, ModelOutputError) and error.requested:
+            self._handle(ee.BatchFailed(str(error), culprit=error.key, requested=True))
         else:
             _LOG.error("a pass failed", exc_info=error)
             culprit = error.key if isinstance(error, ModelOutputError) else ""

@@ -47,6 +47,16 @@ def test_taken(request_: Open) -> None:
         (replace(REQUEST, committed=(1,) * 5), FaultCode.INVALID, "5 .* max_tokens 4"),
         (replace(REQUEST, prompt=(100,)), FaultCode.INVALID, "token 100 .* vocabulary of 100"),
         (replace(REQUEST, committed=(-1,)), FaultCode.INVALID, "token -1"),
+        (
+            replace(REQUEST, sampling=SamplingParams(max_tokens=4, stop_token_ids=(99, 100))),
+            FaultCode.INVALID,
+            "token 100 of stop_token_ids .* vocabulary of 100",
+        ),
+        (
+            replace(REQUEST, sampling=SamplingParams(max_tokens=4, logit_bias={100: 1.0})),
+            FaultCode.INVALID,
+            "token 100 of logit_bias .* vocabulary of 100",
+        ),
     ],
 )
 def test_refused(request_: Open, code: FaultCode, words: str) -> None:

@@ -4,12 +4,14 @@ passes go on with the fixed text, and a broken target ends everything at once.""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from edgespec.core.protocol.messages import Cancel, FaultCode
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.acceptance import ExactRule, Walk
-from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine import SWEEP_S, VerifyEngine
 from edgespec.core.verifier.engine_events import (
     BatchDone,
     BatchFailed,
@@ -109,6 +111,32 @@ def test_whom_the_target_names_is_ended_and_the_others_share_the_next_pass() -> 
     actions = engine.handle(BatchFailed("logits are not finite", culprit="b"), 0.2)
     assert faults(actions) == [(2, FaultCode.INTERNAL)]
     assert {request.key for request in batch(actions)} == {"a", "c"}
+
+
+def test_who_asked_for_what_the_target_cannot_keep_need_not_come_back() -> None:
+    engine = new_engine()
+    _three_sessions(engine)
+    failure = BatchFailed("'b': the regex asks for too much", culprit="b", requested=True)
+    actions = engine.handle(failure, 0.2)
+    assert faults(actions) == [(2, FaultCode.INVALID)]
+    assert {request.key for request in batch(actions)} == {"a", "c"}
+
+
+def test_a_finished_stream_that_nobody_acknowledges_ends_without_a_fault() -> None:
+    engine = new_engine()
+    short = replace(RUNNING, sampling=SamplingParams(max_tokens=1))
+    requests = batch(engine.handle(StreamOpened(1, short), 0.0))
+    actions = engine.handle(done(requests), 0.1)
+    assert CloseStream(1) not in actions
+    ended_at = None
+    while CloseStream(1) not in actions:
+        assert engine.deadline is not None
+        ended_at = engine.deadline
+        actions = engine.handle(Poll(), ended_at)
+        assert not faults(actions)
+    assert ended_at is not None
+    assert 5.0 <= ended_at - 0.1 <= 5.0 + SWEEP_S
+    assert "s" in engine.sessions  # its device may come back for what it has missed
 
 
 def test_a_broken_target_ends_everything_and_everybody_may_come_back() -> None:

@@ -12,6 +12,7 @@ from edgespec.core.protocol.messages import (
     Draft,
     Fault,
     FaultCode,
+    FinishReason,
     Open,
     Opened,
     Received,
@@ -179,7 +180,8 @@ def test_cancelled_during_a_pass() -> None:
     engine = new_engine()
     running = batch(engine.handle(StreamOpened(1, RUNNING), 0.0))
     actions = engine.handle(StreamMessage(1, Cancel()), 0.1)
-    assert actions == (CloseStream(1), CloseSequence("s"))
+    cancelled = Commit(2, (), finish=FinishReason.CANCELLED)
+    assert actions == (SendTo(1, cancelled), CloseStream(1), CloseSequence("s"))
     assert engine.handle(done(running), 0.2) == ()
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.protocol.messages import (
+    Cancel,
     Commit,
     Draft,
     FaultCode,
@@ -24,10 +25,12 @@ from edgespec.core.verifier.resume import same_generation
 from edgespec.core.verifier.session_events import (
     Attach,
     Detach,
+    Hangup,
     Keep,
     Offer,
     PassDone,
     Send,
+    Stalled,
 )
 from tests.core.fixed_text import (
     LIMITS,
@@ -92,6 +95,27 @@ def test_resume_of_a_finished_session_sends_its_end() -> None:
     assert greeting == Send(Opened(LIMITS, "big", 3))
     assert send == Send(Commit(3, (), finish=FinishReason.LENGTH))
     assert session.over(3.0)
+
+
+def test_a_finished_stream_ends_well_though_its_end_was_not_acknowledged() -> None:
+    request = replace(REQUEST, sampling=SamplingParams(max_tokens=1))
+    session = new_session(request)
+    run_pass(session)
+    assert session.handle(Stalled(5.0), 6.0) == (Hangup(),)
+    assert not session.over(15.9)  # the device may come back for what it has missed
+    _, send = session.handle(Attach(request), 10.0)
+    assert send == Send(Commit(2, (10,), finish=FinishReason.LENGTH))
+
+
+def test_a_device_that_cancels_hears_the_end_once() -> None:
+    session = new_session()
+    run_pass(session)
+    assert commit_in(session.handle(Cancel(), 2.0)) == Commit(3, (), finish=FinishReason.CANCELLED)
+    assert session.over(2.0)
+    assert session.handle(Cancel(), 2.0) == ()
+    finished = new_session(replace(REQUEST, sampling=SamplingParams(max_tokens=1)))
+    run_pass(finished)
+    assert finished.handle(Cancel(), 2.0) == ()  # it has heard of another end
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_session_is_over_when_its_last_token_is_acknowledged() -> None:
 def test_cancelled_is_over_whatever_runs() -> None:
     session = new_session()
     offer(session)
-    assert session.handle(Cancel(), 1.0) == ()
+    assert commit_in(session.handle(Cancel(), 1.0)).finish is FinishReason.CANCELLED
     assert session.over(1.0)
     assert session.handle(PassDone((10,)), 1.0) == ()
     assert session.prefix.output == []

@@ -16,8 +16,11 @@ from typing import Any, cast
 
 import pytest
 
+from edgespec.cli.serving import ready_line
 from edgespec.config import VerifierConfig
+from edgespec.config.verifier import LimitsSection
 from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
+from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -34,10 +37,11 @@ from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.device.build import build_agent, connect
-from edgespec.verifier.build import load_target
+from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.loopback import LoopbackTransport
+from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.shell.live_verifier import GatedTarget, ready, serving, start, toy_text
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
@@ -120,6 +124,39 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
     assert fault.code.retryable
     assert tokens == TEXT[: len(tokens)]
     assert not verifier.broken.is_set()
+    await transport.close()
+    await verifier.stop()
+
+
+class Outgrown(AutomatonMatcher):
+    """A grammar whose work is over its bounds behind the fourth token of a text."""
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        if len(self._states) + len(tokens) > 4:  # the state before the text is one of them
+            raise ConstraintError("the regex cannot be used: it asks for too much work")
+        return super().consume(tokens)
+
+
+async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_alone() -> None:
+    loop = Automaton(({7: 0},), frozenset())
+    constraint = Constraint(ConstraintKind.REGEX, "7*")
+    verifier = Verifier(
+        ToyTarget(replace(MODEL, eos_token=0), cache=CACHE),
+        Limits(context_length=256),
+        ee.EngineLimits(cache=CACHE),
+        read_constraint=lambda asked: replace(asked, matcher=lambda: Outgrown(loop)),
+    )
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    bad = await transport.connect()
+    sampling = replace(SAMPLING, constraint=constraint)
+    await bad.send(Open("bad", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS))
+    (text, _), (tokens, fault) = await asyncio.gather(
+        _read(await _open(transport, "a")), _read(bad)
+    )
+    assert (text[:3], tokens) == (TEXT[:3], [7] * 4)
+    assert fault is not None
+    assert fault.code is FaultCode.INVALID
+    assert "asks for too much work" in fault.message
     await transport.close()
     await verifier.stop()
 
@@ -254,6 +291,16 @@ async def test_a_stream_that_raises_ends_alone(place: str) -> None:
     assert await _read(await _open(transport, "fine")) == (TEXT, None)
     assert not verifier.broken.is_set()
     await transport.close()
+    await verifier.stop()
+
+
+async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_served() -> None:
+    settings = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_cached_tokens=256))
+    verifier, _ = build_verifier(settings)
+    info, target = verifier.info, load_target(settings)
+    assert (info.model.context_length, info.limits.context_length) == (256, 256)
+    line, most = ready_line(settings, 7420, target, info), target.info.context_length
+    assert line.endswith(f"context 256 of {most}: the cache holds no more (limits)")
     await verifier.stop()
 
 

@@ -90,4 +90,13 @@ def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits, whose: str) 
     bad = next((t for t in (*request.prompt, *request.committed) if not 0 <= t < size), None)
     if bad is not None:
         return Fault(FaultCode.INVALID, f"token {bad} is outside the vocabulary of {size}")
+    sampling = request.sampling
+    for name, ids in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+    ):
+        bad = next((t for t in ids if not 0 <= t < size), None)
+        if bad is not None:
+            why = f"token {bad} of {name} is outside the vocabulary of {size}"
+            return Fault(FaultCode.INVALID, why)
     return None

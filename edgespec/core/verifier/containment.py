@@ -44,7 +44,9 @@ class Containment:
             if self._registry.sessions.get(key) is not session:
                 continue
             self._registry.tell(key, ev.PassFailed(), now)
-            if failure.culprit == key:
+            if failure.culprit == key and failure.requested:
+                self._registry.end(key, Fault(FaultCode.INVALID, failure.why))
+            elif failure.culprit == key:
                 self.end(key, FaultCode.INTERNAL, failure.why)
             elif len(batch.parts) > 1:
                 if not failure.culprit:

@@ -32,6 +32,9 @@ from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session_registry import RunAheadFactory, SessionRegistry
 
 SWEEP_S = 2.0
+LAST_RECEIVED_WITHIN_S = 5.0
+"""A finished stream waits so long for its device to acknowledge the end of the text: a session
+whose end was received is forgotten at once, and need not be kept for its lease."""
 
 
 class VerifyEngine:
@@ -195,7 +198,8 @@ class VerifyEngine:
             if not device.attached:
                 continue
             waited_s = 0.0 if device.unread_since is None else now - device.unread_since
-            if waited_s >= limits.stall_s:
+            patience_s = limits.stall_s if session.finish is None else LAST_RECEIVED_WITHIN_S
+            if waited_s >= patience_s:
                 self.registry.tell(key, ev.Stalled(waited_s), now)
             elif session.finish is None and now - device.spoke_at >= limits.silence_s:
                 self.registry.tell(key, ev.SayAlive(), now)

@@ -92,11 +92,13 @@ class StreamCaughtUp:
 @statically_frozen
 class BatchFailed:
     """Nothing was cached or sampled. ``full``: the target had no room for the pass. ``culprit``:
-    the one session that it failed for, where the target knows."""
+    the one session that it failed for, where the target knows; ``requested``: because of what its
+    device asked for."""
 
     why: str
     full: bool = False
     culprit: str = ""
+    requested: bool = False
 
 
 @statically_frozen

@@ -135,13 +135,15 @@ class VerifySession:
                 self.cache_length = event.length
                 return ()
             case ev.Stalled(waited_s):
+                if self.state is ev.FINISHED:  # all was sent: a good end, acknowledged or not
+                    self._detach(now)
+                    return (ev.Hangup(),)
                 why = f"nothing was acknowledged for {waited_s:.0f} s"
                 return self._refuse(Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0), now)
             case ev.SayAlive():
                 return (self._say(Commit(self.prefix.length, ()), now),)
             case Cancel():
-                self._give_up()
-                return ()
+                return self._on_cancel(now)
             case _:
                 assert_never(event)
 
@@ -177,6 +179,14 @@ class VerifySession:
         if not fault.code.retryable:
             self._give_up()
         return self._say(fault, now), ev.Hangup()
+
+    def _on_cancel(self, now: float) -> tuple[ev.VerifyAction, ...]:
+        """The device hears that the text ends here, unless it was told of an end before."""
+        news = self.state is not ev.FINISHED and self.attached
+        self._give_up()
+        if not news:
+            return ()
+        return (self._say(Commit(self.prefix.length, (), finish=self.finish), now),)
 
     def _give_up(self) -> None:
         """Nobody wants the rest: nothing is delivered or waited for any more."""

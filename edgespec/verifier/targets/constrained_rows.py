@@ -41,7 +41,7 @@ class ConstrainedRows:
                 raise ModelOutputError(key, why)
             return text.masks(nodes, parents)
         except ConstraintError as error:
-            raise ModelOutputError(key, str(error)) from error
+            raise ModelOutputError(key, str(error), requested=True) from error
 
     def close(self, key: str) -> None:
         self._texts.pop(key, None)
