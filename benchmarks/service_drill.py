@@ -119,7 +119,7 @@ class Service:
                 *("--model", "toy", "--port", str(self.port)),
                 *("--pass-ms", str(self.options.pass_ms), "--max-sessions", sessions),
                 *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
-                *("--drain-s", str(DRAIN_S)),
+                *("--set", f"drain_s={DRAIN_S}"),
                 stderr=log,
             )
 

@@ -57,9 +57,9 @@ VOLUME /var/cache/edgespec
 EXPOSE 7420 9464
 STOPSIGNAL SIGTERM
 # Long before the first answer: a large model takes its time to load. With TLS, give the check of
-# your compose file or pod `--ca` and `--server-name`.
+# your compose file or pod `--ca` and `--set tls.server_name`.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
-    CMD ["edgespec", "health", "127.0.0.1:7420"]
+    CMD ["edgespec", "doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]
 ENTRYPOINT ["edgespec"]
 # Listening beyond the container needs a certificate, or the word --insecure.
 CMD ["verifier"]

@@ -92,7 +92,7 @@ def device(
     ] = DEVICE_DAYS,
     force: Force = False,
 ) -> None:
-    """Make a device's certificate, for a verifier with --client-ca.
+    """Make a device's certificate, for a verifier with --set tls.client_ca.
 
     [dim]edgespec certs device laptop-7 --dir pki[/]
     """

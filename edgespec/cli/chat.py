@@ -10,9 +10,16 @@ from typing import Annotated
 import typer
 
 from edgespec import __version__
-from edgespec.cli import options
-from edgespec.cli.device import agent_settings, greet, greet_if_there
-from edgespec.cli.running import reported, say, stoppable, trace_to
+from edgespec.cli.device import greet, greet_if_there
+from edgespec.cli.options import (
+    DEVICE_FLAGS,
+    LOG_FLAGS,
+    OUTPUT,
+    SAMPLING_FLAGS,
+    Color,
+    from_config,
+)
+from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.cli.streaming import use_color
 from edgespec.cli.talk import record
 from edgespec.cli.talk.editor import is_drawable, make_editor
@@ -33,7 +40,7 @@ from edgespec.device.many_verifiers import with_port
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.trace import Tracer
 
-_OUTPUT, _KEPT = "Output", "The conversation"
+_KEPT = "The conversation"
 
 Markdown = Annotated[
     bool,
@@ -41,7 +48,7 @@ Markdown = Annotated[
         "--markdown/--no-markdown",
         help="On a terminal with colors, draw replies as markdown; off: tell accepted from "
         "corrected tokens",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Continue = Annotated[
@@ -58,52 +65,13 @@ History = Annotated[
 ]
 
 
+@from_config(AgentConfig, *SAMPLING_FLAGS, *DEVICE_FLAGS, *LOG_FLAGS)
 def chat(
-    context: typer.Context,
-    verifier: options.VerifierAddress = None,
-    association: options.Association = None,
-    model: options.TargetName = None,
-    tls: options.Tls = None,
-    ca: options.Ca = None,
-    client_cert: options.ClientCert = None,
-    client_key: options.ClientKey = None,
-    server_name: options.ServerName = None,
-    api_key_file: options.ApiKeyFile = None,
-    insecure: options.Insecure = None,
-    offline: options.OfflineOption = None,
-    rtt_ms: options.RttMs = None,
-    draft: options.Draft = None,
-    draft_variant: options.DraftVariant = None,
-    draft_bits: options.DraftBits = None,
-    draft_lookup: options.DraftLookup = None,
-    tokenizer: options.Tokenizer = None,
-    policy: options.Policy = None,
-    prefer: options.PreferOption = None,
-    gamma: options.Gamma = None,
-    width: options.Width = None,
-    window: options.Window = None,
-    run_ahead: options.RunAheadOption = None,
-    draft_ms: options.DraftMs = None,
-    memory_budget: options.MemoryBudget = None,
-    provider: options.Provider = None,
-    ladder: options.Ladder = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    ignore_eos: options.IgnoreEos = None,
-    markdown: Markdown = True,
+    settings: AgentConfig,
     resume: Continue = False,
     history: History = None,
-    color: options.Color = None,
-    trace: options.Trace = None,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    config: options.Config = None,
-    print_config: options.PrintConfig = False,
+    markdown: Markdown = True,
+    color: Color = None,
 ) -> None:
     """Talk with the target model.
 
@@ -116,8 +84,8 @@ def chat(
 
     [dim]edgespec chat --no-history --temperature 0.7[/]
     """
-    with reported():
-        _chat(agent_settings(context), color, markdown, resume, history)
+    set_up_logging(settings.log_level, settings.log_format)
+    _chat(settings, color, markdown, resume, history)
 
 
 def _chat(

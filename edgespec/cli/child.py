@@ -14,7 +14,7 @@ from edgespec.config.setup_error import SetupError
 
 # Loading torch and a model on a slow machine.
 READY_WITHIN_S = 60.0
-PLAIN_STREAMING = "--no-server-drafts"
+PLAIN_STREAMING = "--set=server_drafts=false"
 """For what compares with plain streaming, or measures it: a pass without a draft commits one
 token."""
 _STOPS_WITHIN_S = 5.0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-import typer
-
-from edgespec.cli import options
 from edgespec.cli.offline_view import OfflineView
-from edgespec.cli.running import say, set_up_logging, stoppable
+from edgespec.cli.running import say, stoppable
 from edgespec.cli.streaming import Progress, View
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.config.setup_error import SetupError
@@ -26,15 +23,6 @@ from edgespec.device.build import connect, tokenizer_reference, vocabulary_of
 from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.device.many_verifiers import association, device_view, with_port
 from edgespec.wire.access import device_access
-
-
-def agent_settings(
-    context: typer.Context, keys: Mapping[str, str] = options.AGENT_KEYS
-) -> AgentConfig:
-    """The configuration of a command that has a device's options; logging follows it."""
-    settings = options.configured(AgentConfig, context, keys)
-    set_up_logging(settings.log_level, settings.log_format)
-    return settings
 
 
 class NotThereError(SetupError):

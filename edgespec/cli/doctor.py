@@ -2,66 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from edgespec.cli import checks, options
+from edgespec.cli import checks
 from edgespec.cli.checks import Check, State
-from edgespec.cli.running import FAILED, reported, run
-from edgespec.config import DEFAULT_PORT, AgentConfig
+from edgespec.cli.options import VERIFIER_FLAGS, from_config
+from edgespec.cli.running import FAILED, fail, run
+from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError
+from edgespec.config.setup_error import needs
+from edgespec.device.many_verifiers import with_port
+from edgespec.wire.access import device_credentials
 
 _MAX_PORT = 65_535
+_MAX_PROBE_S = 600.0
 _MARKS = {State.GOOD: "[green]ok[/]  ", State.NOTE: "[yellow]note[/]", State.BAD: "[red]BAD[/] "}
 
 
+@from_config(AgentConfig, *VERIFIER_FLAGS)
 def doctor(
-    context: typer.Context,
-    verifier: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--verifier",
-            envvar="EDGESPEC_VERIFIER",
-            metavar="HOST:PORT",
-            help="Also ask this verifier what it serves; repeatable",
-        ),
-    ] = None,
-    tls: options.Tls = None,
-    ca: options.Ca = None,
-    client_cert: options.ClientCert = None,
-    client_key: options.ClientKey = None,
-    server_name: options.ServerName = None,
-    api_key_file: options.ApiKeyFile = None,
-    insecure: options.Insecure = None,
+    settings: AgentConfig,
     port: Annotated[
         int,
         typer.Option("--port", min=0, max=_MAX_PORT, help="The port a verifier here would take"),
     ] = DEFAULT_PORT,
+    probe_s: Annotated[
+        float | None,
+        typer.Option(
+            "--probe",
+            metavar="SECONDS",
+            help="Only ask whether the verifier serves, and wait at most so long",
+        ),
+    ] = None,
 ) -> None:
-    """Check this installation and say what to run.
+    """Check this installation and its verifier, and say what to run.
 
-    Exit code 1 if something a device needs is broken; notes are about what is optional.
+    Exit code 1 if something a device needs is broken; notes are about what is optional. With
+    --probe, a verifier's health service is asked, which needs no key: 0 if it serves, 1 if not. It
+    says no from the moment a verifier begins to drain.
+
+    [dim]edgespec doctor --verifier gpu-box:7420 --ca ca.crt[/]
     """
-    with reported():
-        config = options.configured(AgentConfig, context, options.ACCESS_KEYS)
-        found = [
-            checks.python(),
-            *checks.packages(),
-            checks.one_onnxruntime(),
-            checks.onnx_session(),
-            *checks.bundled_models(),
-            checks.torch(),
-            checks.exactness(),
-            checks.free_port(port),
-        ]
-        found += [run(checks.verifier(address, config)) for address in verifier or ()]
+    if probe_s is not None:
+        for address in settings.verifiers:
+            _probe(address, settings, probe_s)
+        return
+    found = [
+        checks.python(),
+        *checks.packages(),
+        checks.one_onnxruntime(),
+        checks.onnx_session(),
+        *checks.bundled_models(),
+        checks.torch(),
+        checks.exactness(),
+        checks.free_port(port),
+    ]
+    found += [run(checks.verifier(address, settings)) for address in settings.verifiers]
     console = Console(highlight=False)
     for check in found:
         _print(console, check)
     if any(check.state is State.BAD for check in found):
         raise typer.Exit(FAILED)
+
+
+def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
+    """Ends the command with exit code 1 unless the verifier says that it serves."""
+    if not 0.0 < within_s <= _MAX_PROBE_S:
+        raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
+    with needs("grpc", "edgespec"):
+        from edgespec.wire.health_probe import SERVING, ask_health
+    asking = ask_health(
+        with_port(address),
+        credentials=device_credentials(settings.tls),
+        server_name=settings.tls.server_name,
+        timeout_s=within_s,
+    )
+    answer = asyncio.run(asking)
+    typer.echo(answer)
+    if answer != SERVING:
+        fail(f"the verifier at {with_port(address)} says {answer}", FAILED)
 
 
 def _print(console: Console, check: Check) -> None:

@@ -9,14 +9,25 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli import constraint_options, options
-from edgespec.cli.device import agent_settings, check_prompt, greet, greet_if_there, stream
+from edgespec.cli.device import check_prompt, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
-from edgespec.cli.running import reported, run, say, stoppable, trace_to
+from edgespec.cli.options import (
+    DEVICE_FLAGS,
+    LOG_FLAGS,
+    OUTPUT,
+    SAMPLING_FLAGS,
+    STOP_FLAG,
+    TEXT,
+    Color,
+    Stats,
+    from_config,
+)
+from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
 from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.bounded_file import TooLargeError, read_text
 from edgespec.core.device.offline import Offline
+from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from edgespec.core.protocol.scores import MAX_LOGPROBS
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
 
@@ -26,10 +37,13 @@ Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="F", help="Read the prompt from a file")
+    Path | None,
+    typer.Option(
+        "--file", "-f", metavar="FILE", help="Read the prompt from a file", rich_help_panel=TEXT
+    ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="One JSON object a chunk", rich_help_panel="Output")
+    bool, typer.Option("--json", help="Print JSON, one object a chunk", rich_help_panel=OUTPUT)
 ]
 Logprobs = Annotated[
     int,
@@ -37,88 +51,81 @@ Logprobs = Annotated[
         "--logprobs",
         min=0,
         max=MAX_LOGPROBS,
+        show_default=False,
         metavar="N",
-        help="With each token its log-probability and the N likeliest, on stderr or in the JSON",
-        rich_help_panel="Output",
+        help="Show the N likeliest of each token",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        help="Write JSON that fits this schema",
+        rich_help_panel=TEXT,
+    ),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        metavar="FILE",
+        help="Write a text of this Lark grammar",
+        rich_help_panel=TEXT,
     ),
 ]
 
 
+@from_config(AgentConfig, *SAMPLING_FLAGS, STOP_FLAG, *DEVICE_FLAGS, *LOG_FLAGS)
 def generate(
-    context: typer.Context,
+    settings: AgentConfig,
     prompt: Prompt = None,
     file: PromptFile = None,
-    verifier: options.VerifierAddress = None,
-    association: options.Association = None,
-    model: options.TargetName = None,
-    tls: options.Tls = None,
-    ca: options.Ca = None,
-    client_cert: options.ClientCert = None,
-    client_key: options.ClientKey = None,
-    server_name: options.ServerName = None,
-    api_key_file: options.ApiKeyFile = None,
-    insecure: options.Insecure = None,
-    offline: options.OfflineOption = None,
-    rtt_ms: options.RttMs = None,
-    draft: options.Draft = None,
-    draft_variant: options.DraftVariant = None,
-    draft_bits: options.DraftBits = None,
-    draft_lookup: options.DraftLookup = None,
-    tokenizer: options.Tokenizer = None,
-    policy: options.Policy = None,
-    prefer: options.PreferOption = None,
-    gamma: options.Gamma = None,
-    width: options.Width = None,
-    window: options.Window = None,
-    run_ahead: options.RunAheadOption = None,
-    draft_ms: options.DraftMs = None,
-    memory_budget: options.MemoryBudget = None,
-    provider: options.Provider = None,
-    ladder: options.Ladder = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.StopText = None,
-    max_tokens: options.MaxTokens = None,
-    ignore_eos: options.IgnoreEos = None,
-    json_schema: constraint_options.JsonSchema = None,
-    grammar: constraint_options.Grammar = None,
+    json_schema: JsonSchema = None,
+    grammar: Grammar = None,
     json_lines: Json = False,
     logprobs: Logprobs = 0,
-    stats: options.Stats = False,
-    color: options.Color = None,
-    trace: options.Trace = None,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
-    config: options.Config = None,
-    print_config: options.PrintConfig = False,
+    stats: Stats = False,
+    color: Color = None,
 ) -> None:
-    """Stream the target's continuation of a prompt to stdout; the draft model runs here.
+    """Stream the target's continuation of a prompt to stdout.
 
     [dim]edgespec generate "def fibonacci(n):" --max-tokens 64 --stats[/]
 
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
-    with reported():
-        view = _view(json_lines, use_color(color), logprobs)
-        settings = _held(agent_settings(context), json_schema, grammar)
-        run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
+    set_up_logging(settings.log_level, settings.log_format)
+    view = _view(json_lines, use_color(color), logprobs)
+    settings = _held(settings, json_schema, grammar)
+    run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
 
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
     """``config``, its text held to what these files say. Raises ``ConfigError``, ``OSError``."""
-    if (constraint := constraint_options.constraint_of(json_schema, grammar)) is None:
+    if (constraint := _constraint(json_schema, grammar)) is None:
         return config
     try:
         return replace(config, sampling=replace(config.sampling, constraint=constraint))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _constraint(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
+    """What the options ask for; None: nothing. Raises ``ConfigError``, ``OSError``."""
+    if json_schema is not None and grammar is not None:
+        raise ConfigError("--json-schema and --grammar are both given, but a text is held to one")
+    if json_schema is not None:
+        return _read_constraint(json_schema, ConstraintKind.JSON_SCHEMA)
+    return None if grammar is None else _read_constraint(grammar, ConstraintKind.GRAMMAR)
+
+
+def _read_constraint(path: Path, kind: ConstraintKind) -> Constraint:
+    try:
+        return Constraint(kind, read_text(path, MAX_CONSTRAINT_BYTES))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:

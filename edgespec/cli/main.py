@@ -18,7 +18,6 @@ COMMANDS = {
     "chat": "edgespec.cli.chat:chat",
     "serve": "edgespec.cli.serve:serve",
     "doctor": "edgespec.cli.doctor:doctor",
-    "health": "edgespec.cli.health:health",
     "export": "edgespec.cli.export:export",
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.profile:profile",

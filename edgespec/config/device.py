@@ -42,32 +42,31 @@ class DraftSection:
     """The model on the device."""
 
     model: str = "bundled"
-    """``bundled``, an exported folder, a Hugging Face folder or Hub id (exported once, into the
-    cache, or its ONNX graph as it is), an ``.onnx`` file, ``none`` (only stream),
-    ``lookup`` (guesses from the text and earlier ones, without a model), ``toy``, or ``random``
-    (guesses at chance: a check)."""
+    """A folder, a Hub id, bundled, lookup or none. A checkpoint is exported once, into the cache;
+    an ``.onnx`` file is taken as it is. ``lookup`` guesses from the text, without a model; ``none``
+    only streams; ``toy`` and ``random`` are for tests."""
     variant: str = "auto"
-    """Which ONNX graph of others to use, such as ``q4`` or ``fp16``; ``auto``: the fastest there
-    is, or the smallest to download."""
+    """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the fastest
+    there is, or the smallest to download."""
     threads: int = 0
     """0: one for a small model, else measured at the first start on this machine, and kept."""
     context_length: int = 0
-    """0: the model's own. Less bounds the memory of keys and values."""
+    """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
     draft_ms: float = 0.0
-    """Emulate a slower device: a step takes at least this long."""
+    """Emulate a slower device, whose draft step takes at least this long."""
     row_ms: float = 0.0
-    """And so much longer for each leaf of it after the first."""
+    """So much longer takes a step for each node after the first."""
     bits: int = 4
-    """Of the weights when a Hugging Face folder is exported."""
+    """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
     kv_type: KvType | None = None
-    """Of cached keys and values when a Hugging Face folder is exported; null: float32, or what the
+    """Type of cached keys and values when a checkpoint is exported. null is float32, or what the
     memory budget asks for."""
     window: int = 0
     """Tokens whose keys and values are held, the last ones of a text; 0: as many as the draft was
     trained on, by its ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
-    """What the whole process may take: a size such as ``600MiB``, a share of the machine's memory
-    such as ``25%``, or ``auto``, what is free. Empty: no budget."""
+    """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
+    empty is no budget."""
     caches: int = DEFAULT_CACHES
     """Generations beside each other whose keys and values are held at once; those beyond take turns
     at the caches. A memory budget may grant fewer."""
@@ -106,13 +105,15 @@ class LinkSection:
     """A link emulated on top of the real one; all zero: the real one as it is."""
 
     rtt_ms: float = 0.0
+    """Emulate a link of this round trip."""
     jitter_ms: float = 0.0
     """Mean extra delay of each direction."""
     mbps: float = 0.0
-    """Bandwidth of each direction; 0: without limit."""
+    """Bandwidth of each direction. 0 is without limit."""
     loss: float = 0.0
-    """Share of packets sent again; they come late, never not at all."""
+    """Share of packets that are sent again. They come late, never not at all."""
     seed: int = 0
+    """The same seed gives the same delays."""
 
     def __post_init__(self) -> None:
         bounded("rtt_ms", self.rtt_ms, 0.0, MINUTE_MS)
@@ -131,14 +132,17 @@ class PolicySection:
     """What to draft and when to send it (``core/device/policy.py``)."""
 
     name: PolicyName = DEFAULT_POLICY
+    """What to draft. ``goodput`` drafts what is expected to save more than it costs, ``windowed``
+    what is likeliest; ``pearl`` pre- and post-verifies; ``fixed`` drafts, sends and waits;
+    ``specdec++`` does so up to a guess that is unsure, ``bandit`` by the length that paid."""
     gamma: int | None = None
-    """Draft length of ``fixed`` and ``pearl``; null adapts."""
+    """Draft length of ``fixed`` and ``pearl``. null adapts."""
     width: int = DEFAULT_WIDTH
-    """Choices a draft step adds: 1 is a chain, more a tree."""
+    """Choices that a draft step adds. 1 is a chain, more a tree."""
     window: int | None = None
-    """Steps ``goodput`` and ``windowed`` may have outstanding; null adapts."""
+    """Steps that ``goodput`` and ``windowed`` may have outstanding. null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
-    """May the verifier decode on without a draft?"""
+    """Whether the verifier may decode on without a draft."""
     leaves: int = 1
     """Nodes that ``goodput`` and ``windowed`` may draft behind in one step, as many as pay for
     their time."""
@@ -170,11 +174,13 @@ class AgentConfig:
     """The device: where the verifier is, what drafts, what the text shall be like."""
 
     verifier: str | tuple[str, ...] = DEFAULT_ADDRESS
-    """An address, or several: ``association`` chooses one, the others are for when it fails."""
+    """Where the verifier is. Of several, ``association`` chooses one, and the text goes
+    on at another when it fails."""
     model: str = ""
-    """Name of the target wanted; empty takes what the verifier serves."""
+    """Ask for this target or adapter by name. Empty takes what the verifier serves."""
     tokenizer: str = ""
-    """Folder or reference; empty: the draft's, or the verifier's when no model drafts."""
+    """Folder or Hub id, if it is not the draft's. Empty is the draft's, or the verifier's when no
+    model drafts."""
     draft: DraftSection = field(default_factory=DraftSection)
     link: LinkSection = field(default_factory=LinkSection)
     policy: PolicySection = field(default_factory=PolicySection)
@@ -192,18 +198,19 @@ class AgentConfig:
     ``learned:FILE``."""
     tls: DeviceTlsSection = field(default_factory=DeviceTlsSection)
     api_key_file: str = ""
-    """File that holds the key for the verifier; ``EDGESPEC_API_KEY`` in the environment wins."""
+    """File of the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over it."""
     insecure: bool = False
-    """Send the key also where it can be read on its way."""
+    """Send the key even where it can be read on its way."""
     endpoint: EndpointSection = field(default_factory=EndpointSection)
     """Of ``edgespec serve``."""
     trace: str = ""
-    """Write a trace (JSON lines) to this file."""
+    """Write every event to this file."""
     trace_tokens: str = HASHED
-    """``hashed``: the trace shows which tokens are equal, but not which they are; ``plain``."""
+    """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
     log_level: str = "warning"
+    """Log debug, info, warning or error."""
     log_format: str = "text"
-    """``text``, or ``json``: one object a line."""
+    """``text``, or ``json``, one object a line."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.verifiers) <= MAX_VERIFIERS:

@@ -19,27 +19,29 @@ class EndpointSection:
     """OpenAI's API in front of a device."""
 
     host: str = ENDPOINT_HOST
+    """Address to listen at, 0.0.0.0 for all."""
     port: int = ENDPOINT_PORT
-    """0: any free one; the ready line tells which."""
+    """Port to listen at. 0 is any free one; the ready line names it."""
     key_file: str = ""
-    """File that holds the key that clients must show; ``EDGESPEC_ENDPOINT_KEY`` in the environment
-    wins. Empty: none is asked for."""
+    """File of the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment wins
+    over it; empty asks for none."""
     insecure: bool = False
     """Listen beyond this machine without a key."""
     allow_origins: tuple[str, ...] = ()
-    """Web pages that may ask, such as ``https://chat.example``, or ``*``."""
+    """Let web pages of this origin ask, such as https://chat.example. ``*`` lets in all."""
     allow_hosts: tuple[str, ...] = ()
-    """Names that a ``Host`` header may have on loopback besides ``localhost``: a proxy's, say."""
+    """Names that a ``Host`` header may have besides ``localhost``, such as a proxy's."""
     max_concurrent: int = 8
-    """Texts that are generated beside each other; a request for n texts counts n times."""
+    """Texts that are written beside each other. A request for n texts counts n times."""
     max_queue: int = 32
-    """Requests that may wait for their turn; those beyond are answered with 429."""
+    """Requests that may wait for their turn. Those beyond are answered with 429."""
     max_body_bytes: int = 4 << 20
+    """Bytes of a request's body at most."""
     default_max_tokens: int | None = None
-    """Of a request that does not say; null: a chat may fill the context, a completion has
+    """Tokens for a request that does not say. null: a chat may fill the context, a completion has
     ``sampling.max_tokens``."""
     keep_alive_s: float = 10.0
-    """A stream that has nothing to say sends a comment so often."""
+    """Seconds between the comments that a stream sends while it has no token."""
     body_within_s: float = 30.0
     """How long a request may take to arrive."""
     write_within_s: float = 60.0
@@ -47,7 +49,7 @@ class EndpointSection:
     drain_s: float = 5.0
     """How long running requests may go on after a request to stop."""
     log_prompts: bool = False
-    """Write what is asked and answered to the log, whatever ``log_level`` says."""
+    """Write prompts and answers to the log. At most 4,096 characters of each are written."""
 
     def __post_init__(self) -> None:
         if not self.host.strip():

@@ -15,11 +15,12 @@ class ServerTlsSection:
     """PEM files of a verifier. They are read again at SIGHUP."""
 
     cert: str = ""
-    """Its certificate, and those between it and the CA behind it; empty: no TLS."""
+    """Encrypt with this certificate (``edgespec certs``). Certificates between it and the CA may
+    stand behind it; empty is no TLS."""
     key: str = ""
     """The certificate's private key."""
     client_ca: str = ""
-    """Whose device certificates are let in (mTLS); empty: a device needs none."""
+    """Let in only devices with a certificate of this CA. Empty lets in devices without one."""
 
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
@@ -38,15 +39,15 @@ class DeviceTlsSection:
     """How a device makes sure of its verifier. Any setting here turns TLS on."""
 
     enabled: bool = False
-    """TLS with the CAs that the system trusts."""
+    """Encrypt, and trust the CAs that the system trusts."""
     ca: str = ""
-    """PEM file of the CAs to trust instead."""
+    """Encrypt, and trust the CA in this file."""
     client_cert: str = ""
-    """PEM file of the device's own certificate, for a verifier that asks for one."""
+    """The device's own certificate, for a verifier that asks for one."""
     client_key: str = ""
-    """The private key of that."""
+    """The private key of the device's certificate."""
     server_name: str = ""
-    """The name that the verifier's certificate must have; empty: the host of its address."""
+    """The name that the verifier's certificate must have. Empty is the host of its address."""
 
     def __post_init__(self) -> None:
         if bool(self.client_cert) != bool(self.client_key):

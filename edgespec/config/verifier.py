@@ -31,7 +31,9 @@ class PacingSection:
     """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows."""
 
     pass_ms: float = 0.0
+    """Emulate a slower target, whose pass takes so long."""
     row_ms: float = 0.0
+    """So much longer takes a pass for each row."""
 
     def __post_init__(self) -> None:
         bounded("pass_ms", self.pass_ms, 0.0, MINUTE_MS)
@@ -78,16 +80,17 @@ class LimitsSection:
     """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
 
     max_sessions: int = 64
+    """Texts at a time; more are refused."""
     peer_share: float = 0.75
     """Of the streams and sessions, how many one address may hold; 1 behind a proxy that hides the
     addresses."""
     max_cached_tokens: int = 65_536
     """Key-value rows over all sessions. Sessions beyond it wait; a text is at most as long."""
     kv_budget: str = ""
-    """Memory of keys and values instead of a number of rows: a size such as ``4GiB``, a share of
-    the machine's or the GPU's memory such as ``25%``, or ``auto``, what is free."""
+    """Memory for cached keys and values: 4GiB, 25% or auto. It takes the place of
+    ``max_cached_tokens``; ``auto`` is what is free."""
     gpu_memory_utilization: float | None = None
-    """Instead: the share of a GPU that weights, passes, and keys and values may take together."""
+    """Or the share of a GPU that weights, passes and cache may take together."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
     """Whose cached beginnings of texts a session may use: of ``all``, of the same ``credential``,
     or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
@@ -138,51 +141,57 @@ class VerifierConfig:
     """The daemon that serves one target model."""
 
     model: str = "bundled"
-    """``bundled``, a folder, a Hub id, or ``toy``."""
+    """The target model: a folder, a Hub id, bundled or toy."""
     name: str = ""
-    """What devices may ask for; empty: derived from ``model``."""
+    """What devices may ask for by name. Empty is derived from ``model``."""
     engine: str = NATIVE
-    """``native``, or ``vllm``, which is installed by itself (``edgespec[vllm]``)."""
+    """native, or vllm for load and several GPUs. Install ``edgespec[vllm]`` for it."""
     engine_flags: tuple[str, ...] = ()
-    """vLLM's own, as on its command line."""
+    """vLLM's own flags, as on its command line."""
     host: str = DEFAULT_HOST
+    """Address to listen at, 0.0.0.0 for all."""
     port: int = DEFAULT_PORT
-    """0: any free one; the ready line tells which."""
+    """Port to listen at. 0 is any free one; the ready line names it."""
     dtype: str = "auto"
+    """auto, float32, bfloat16 or float16. ``auto`` is float32 on a CPU."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N. ``auto`` is a GPU if there is one."""
     quantize: str = ""
-    """Round the weights when they are loaded, on a CPU: ``int8``, ``int4``; empty: as they are."""
+    """Round the weights to int8 or int4, on a CPU. Empty leaves them as they are."""
     canonical: bool | None = None
-    """Bits that do not depend on the schedule; null: on for CPUs, off for GPUs."""
+    """Make bits that do not depend on the schedule. null is on for CPUs, off for GPUs."""
     cuda_graphs: bool = True
     """Record small passes on a GPU in plain mode and repeat them, where a self-test agrees."""
     threads: int | None = None
-    """Of the model, in plain mode; null: torch's choice."""
+    """Threads of the model in plain mode. null is torch's choice."""
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     max_model_len: int | None = None
-    """Prompt plus output, in tokens; null: the model's own context."""
+    """Tokens of prompt and output together. null is the model's own context."""
     server_drafts: bool = True
-    """May a pass without a draft of the device carry guesses of the verifier's own?"""
+    """Guess from the text itself where a device sends no draft."""
     pacing: PacingSection = field(default_factory=PacingSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     keys: str = ""
-    """File of the keys that are let in (``edgespec keys``); empty: whoever can connect is."""
+    """Let in who shows one of the keys in this file (``edgespec keys``). Empty lets in whoever can
+    connect."""
     tls: ServerTlsSection = field(default_factory=ServerTlsSection)
     insecure: bool = False
     """Listen beyond this machine without TLS."""
     drain_s: float = 30.0
-    """How long running streams may go on after a request to stop."""
+    """How long running texts may go on after a request to stop."""
     trace: str = ""
-    """Write a trace (JSON lines) to this file."""
+    """Write every event to this file."""
     trace_tokens: str = HASHED
-    """``hashed``: the trace shows which tokens are equal, but not which they are; ``plain``."""
+    """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
     log_level: str = "warning"
+    """Log debug, info, warning or error."""
     log_format: str = "text"
-    """``text``, or ``json``: one object a line."""
+    """``text``, or ``json``, one object a line."""
     metrics_port: int | None = None
-    """Where Prometheus fetches metrics; 0: any free one; null: nowhere, and nothing is counted."""
+    """Serve Prometheus metrics at this port. 0 is any free one; null is nowhere."""
     metrics_host: str = DEFAULT_HOST
+    """Address of the metrics."""
 
     def __post_init__(self) -> None:
         not_empty("model", self.model)

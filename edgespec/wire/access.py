@@ -195,8 +195,8 @@ class DeviceAccess:
         if is_loopback(host_of(address)):
             return self.key
         raise ConfigError(
-            f"the key for {address} would be sent without TLS, where others can read it: give --tls"
-            " or --ca FILE, or --insecure if the network is yours"
+            f"the key for {address} would be sent without TLS, where others can read it: give"
+            " --ca FILE, or --set insecure=true if the network is yours"
         )
 
 

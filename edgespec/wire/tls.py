@@ -198,15 +198,15 @@ def handshake_failure(details: str, *, tls: bool, certificate_shown: bool) -> st
         why = f": {found[1].strip()}" if found[1] else ""
         return f"its certificate is not trusted{why}; --ca FILE says which CA to trust"
     if "Hostname Verification Check failed" in details:
-        return "its certificate is for another name; --server-name says which one it has"
+        return "its certificate is for another name; --set tls.server_name says which one it has"
     if "WRONG_VERSION_NUMBER" in details:
-        return "it does not speak TLS; leave --tls and --ca out if that is meant so"
+        return "it does not speak TLS; leave --ca and tls out if that is meant so"
     if "andshake failed" in details:
         return f"the TLS handshake failed: {details.rpartition('SSL routines:')[2][-200:]}"
     if "Socket closed" not in details and "reset by peer" not in details:
         return None
     if not tls:
-        return "it closes the connection; it may want TLS: --tls, or --ca FILE"
+        return "it closes the connection; it may want TLS: --ca FILE, or --set tls.enabled=true"
     if certificate_shown:
-        return "it closes the connection in the handshake; it may not accept --client-cert"
-    return "it closes the connection in the handshake; it may want --client-cert and --client-key"
+        return "it closes the connection in the handshake; it may not accept tls.client_cert"
+    return "it closes the connection in the handshake; it may want tls.client_cert and .client_key"

@@ -98,7 +98,7 @@ def test_a_verifier_that_is_not_there_is_a_state() -> None:
 @pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
     with daemon("--pass-ms", "50") as (address, _):
-        with endpoint("--verifier", address, "--drain-s", "0.2") as (url, process):
+        with endpoint("--verifier", address, "--set", "endpoint.drain_s=0.2") as (url, process):
             body = {"prompt": "abc", "max_tokens": 4000, "stream": True, "ignore_eos": True}
             asking = subprocess.Popen(
                 ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)],
@@ -184,14 +184,14 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "device.yaml"
     path.write_text(first)
     assert call("--config", str(path), "--print-config").stdout == first
-    assert call("--insecure-verifier", "--print-config").stdout.count("insecure: true") == 1
+    assert call("--set", "insecure=true", "--print-config").stdout.count("insecure: true") == 1
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (("--allow-origin", "chat.example"), "but must be like https://chat.example or *"),
-        (("--max-concurrent", "0"), "max_concurrent is 0, but must be in [1, 1024]"),
+        (("--set", "endpoint.max_concurrent=0"), "max_concurrent is 0, but must be in [1, 1024]"),
         (("--port", "70000"), "port is 70000"),
     ],
 )

@@ -20,7 +20,7 @@ Daemon = tuple[str, "subprocess.Popen[str]"]
 @contextlib.contextmanager
 def rank_verifier(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Killed in the end, if it has not ended before."""
-    where = ("--port", "0", "--device", "cpu", "--pass-ms", "25", "--drain-s", "3600")
+    where = ("--port", "0", "--device", "cpu", "--pass-ms", "25", "--set", "drain_s=3600")
     process = start("verifier", "--model", str(folder), *where, *options)
     with process:
         try:
@@ -51,7 +51,7 @@ def _tries_grammars(process: psutil.Process) -> bool:
 def generating(folder: Path, *addresses: str) -> subprocess.Popen[str]:
     where = [word for address in addresses for word in ("--verifier", address)]
     draft = ("--draft", "lookup", "--tokenizer", str(folder))
-    much = ("-n", str(COUNT), "--ignore-eos", "--json")
+    much = ("-n", str(COUNT), "--set", "sampling.ignore_eos=true", "--json")
     return start("generate", PROMPT, *where, *draft, *much)
 
 

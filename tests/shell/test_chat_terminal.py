@@ -31,9 +31,18 @@ def expected(prompt: str) -> str:
 
 
 def chat(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
-    where = ("--verifier", address, "--draft", "toy", "-n", str(count), "--ignore-eos")
+    where = (
+        "--verifier",
+        address,
+        "--draft",
+        "toy",
+        "-n",
+        str(count),
+        "--set",
+        "sampling.ignore_eos=true",
+    )
     # The verifier waits for drafts, so that the line of numbers tells of some.
-    return ("chat", *where, "--run-ahead", "never", *options)
+    return ("chat", *where, "--set", "policy.run_ahead=never", *options)
 
 
 def left(terminal: Terminal) -> int:

@@ -303,11 +303,11 @@ def test_a_learned_association_is_read_from_its_file(
     layer = {"weights": [[0.0] * len(FEATURES)], "bias": [0.0]}
     path.write_text(json.dumps({"version": 1, "features": FEATURES, "layers": [layer]}))
     both = ("--verifier", dead, "--verifier", address)
-    result = generate(*both, "--association", f"learned:{path}")
+    result = generate(*both, "--set", f"association=learned:{path}")
     assert (result.exit_code, result.stdout) == (0, text())
     assert f"using {address} (learned)" in result.stderr
     path.write_text("{}")
-    result = generate(*both, "--association", f"learned:{path}")
+    result = generate(*both, "--set", f"association=learned:{path}")
     assert result.exit_code == 1
     assert f"error: {path}: association weights of version None" in result.stderr
 

@@ -64,8 +64,11 @@ def test_a_prompt_from_stdin_and_from_a_file(address: str, tmp_path: Path) -> No
 
 
 def test_sampling_options_reach_the_target(address: str) -> None:
-    given = ("-t", "0.8", "--top-k", "9", "--min-p", "0.01", "--seed", "5", "--logit-bias", "3=-9")
-    result = generate(address, PROMPT, *given, "--ignore-eos")
+    given = (
+        *("-t", "0.8", "--seed", "5", "--set", "sampling.top_k=9", "--set", "sampling.min_p=0.01"),
+        *("--set", "sampling.logit_bias={3: -9}"),
+    )
+    result = generate(address, PROMPT, *given, "--set", "sampling.ignore_eos=true")
     text = expected(
         temperature=0.8, top_k=9, min_p=0.01, seed=5, logit_bias={3: -9.0}, ignore_eos=True
     )
@@ -73,7 +76,7 @@ def test_sampling_options_reach_the_target(address: str) -> None:
 
 
 def test_json_lines(address: str) -> None:
-    shown = generate(address, PROMPT, "--json", "--run-ahead", "never").stdout
+    shown = generate(address, PROMPT, "--json", "--set", "policy.run_ahead=never").stdout
     lines = [json.loads(line) for line in shown.splitlines()]
     assert "".join(line["text"] for line in lines) == expected()
     assert lines[-1]["finish"] == "length"
@@ -83,7 +86,9 @@ def test_json_lines(address: str) -> None:
 
 
 def test_color_tells_tokens_apart(address: str) -> None:
-    colored = generate(address, PROMPT, "--color", "--run-ahead", "never", "--policy", "fixed")
+    colored = generate(
+        address, PROMPT, "--color", "--set", "policy.run_ahead=never", "--policy", "fixed"
+    )
     assert "\x1b[32m" in colored.stdout
     assert "\x1b[" not in generate(address, PROMPT).stdout
 
@@ -103,8 +108,10 @@ def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
         (("a", "--file", "x"), 2, "give a PROMPT"),
         (("",), 2, "the prompt is empty"),
         (("a", "-t", "-1"), 2, "sampling.temperature is -1.0, but must be in [0.0, 100.0]"),
-        (("a", "--gamma", "0"), 2, "policy.gamma is 0"),
-        (("a", "--logit-bias", "7"), 2, "--logit-bias is '7', but must be ID=X"),
+        (("a", "--set", "policy.gamma=0"), 2, "policy.gamma is 0"),
+        (("a", "--set", "seed"), 2, "--set is 'seed', but must be KEY=VALUE"),
+        (("a", "--set", "sampling.sede=3"), 2, "unknown key 'sede'; did you mean 'seed'?"),
+        (("a", "--set", "sampling.stop=["), 2, "--set sampling.stop: '[' is not readable as YAML"),
         (("a", "--config", "nowhere.yaml"), 2, "nowhere.yaml: No such file"),
         (("a", "--model", "other"), 1, "unknown model 'other'"),
         (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
@@ -229,7 +236,7 @@ def test_a_verifier_is_told_about_weights_and_memory() -> None:
     given = ("--quantize", "int4", "--kv-budget", "1GiB", "--print-config")
     shown = yaml.safe_load(call("verifier", *given).stdout)
     assert (shown["quantize"], shown["limits"]["kv_budget"]) == ("int4", "1GiB")
-    both = call("verifier", "--kv-budget", "1GiB", "--gpu-memory-utilization", "0.9")
+    both = call("verifier", "--kv-budget", "1GiB", "--set", "limits.gpu_memory_utilization=0.9")
     assert both.exit_code == 2
     assert "only one of them can size the cache" in both.stderr
     unknown = call("verifier", "--quantize", "int3")

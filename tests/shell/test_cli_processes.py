@@ -25,7 +25,9 @@ TEXT = ToyTokenizer()
 
 def generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
     where = ("--verifier", address, "--draft", "toy")
-    return start("generate", PROMPT, *where, "-n", str(count), "--ignore-eos", "--json")
+    return start(
+        "generate", PROMPT, *where, "-n", str(count), "--set", "sampling.ignore_eos=true", "--json"
+    )
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -46,7 +48,7 @@ def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 def test_sigterm_stops_the_daemon_and_a_replacement_continues_the_text() -> None:
     place = ("--port", str(own_port()))
-    with daemon("--pass-ms", "10", "--drain-s", "0", *place) as (address, verifier):
+    with daemon("--pass-ms", "10", "--set", "drain_s=0", *place) as (address, verifier):
         device = generating(address)
         lines = [first_line(device)]
         verifier.send_signal(signal.SIGTERM)

@@ -86,4 +86,4 @@ def _unknown(words: list[str]) -> list[str]:
 def test_a_wrong_word_is_found() -> None:
     assert _unknown(["verifier", "--prot=7420", "--port=7420"]) == ["--prot"]
     assert _unknown(["listen"]) == ["listen"]
-    assert _unknown(["health", "127.0.0.1:7420", "--timeout-s", "5"]) == []
+    assert _unknown(["doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]) == []

@@ -69,9 +69,9 @@ def test_the_devices_reach_the_verifier_over_a_shaped_link_alone() -> None:
 
 def test_stopping_waits_for_the_drain() -> None:
     (drain_s,) = (
-        float(argument.partition("=")[2])
+        float(argument.rpartition("=")[2])
         for argument in SERVICES["verifier"]["command"]
-        if argument.startswith("--drain-s=")
+        if argument.startswith("--set=drain_s=")
     )
     grace = re.fullmatch(r"(\d+)s", SERVICES["verifier"]["stop_grace_period"])
     assert grace is not None

@@ -114,7 +114,9 @@ def test_a_planted_violation_is_found(rule: Rule, text: str) -> None:
 def test_the_verifier_is_probed_by_its_own_health_command() -> None:
     steps = instructions((DEPLOY / "docker/verifier.Dockerfile").read_text(encoding="utf-8"))
     (check,) = (step.rest for step in steps if step.word == "HEALTHCHECK")
-    assert check.endswith('CMD ["edgespec", "health", "127.0.0.1:7420"]')
+    assert check.endswith(
+        'CMD ["edgespec", "doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]'
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -126,7 +126,8 @@ def test_the_health_service_is_asked_three_ways(rendered: list[Resource]) -> Non
     assert encrypted != ("--insecure" in container["args"])
     for probe in (container[name] for name in PROBES):
         if encrypted:
-            assert probe["exec"]["command"][:3] == ["edgespec", "health", "127.0.0.1:7420"]
+            words = ["edgespec", "doctor", "--probe=5", "--verifier=127.0.0.1:7420"]
+            assert probe["exec"]["command"][:4] == words
         else:
             assert probe["grpc"] == {"port": 7420}
         assert ("exec" in probe) != ("grpc" in probe)
@@ -154,9 +155,9 @@ def test_every_file_that_is_named_is_mounted(rendered: list[Resource]) -> None:
 def test_a_pod_is_given_the_time_to_drain(rendered: list[Resource]) -> None:
     pod, container = pod_of(one(rendered, "StatefulSet")), verifier(rendered)
     (drain_s,) = (
-        float(argument.partition("=")[2])
+        float(argument.rpartition("=")[2])
         for argument in container["args"]
-        if argument.startswith("--drain-s=")
+        if argument.startswith("--set=drain_s=")
     )
     pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     needed_s = pause_s + drain_s + daemon._LAST_PASS_S + daemon._LAST_WORDS_S

@@ -83,7 +83,7 @@ def test_it_runs_as_nobody_who_exists_and_sees_its_own_files_alone() -> None:
 def test_stopping_waits_for_the_drain_and_the_last_pass() -> None:
     unit = settings()
     (command,) = unit["ExecStart"]
-    drain = re.search(r"--drain-s (\d+)", command)
+    drain = re.search(r"--set drain_s=(\d+)", command)
     assert drain is not None
     needed_s = float(drain[1]) + daemon._LAST_PASS_S + daemon._LAST_WORDS_S
     assert float(unit["TimeoutStopSec"][0]) > needed_s

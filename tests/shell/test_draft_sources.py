@@ -352,7 +352,7 @@ def test_the_text_is_the_same_with_a_foreign_draft(verifier: str, bundled_graphs
     assert plain.exit_code == 0, plain.output
     for draft in (bundled_graphs, bundled_graphs / "onnx" / "model_q4.onnx"):
         # The verifier waits for drafts, so that some are sent on any machine.
-        waits = ("--run-ahead", "never")
+        waits = ("--set", "policy.run_ahead=never")
         result = call("generate", PROMPT, *where, *waits, "--draft", str(draft))
         assert result.exit_code == 0, result.output
         assert result.stdout == plain.stdout

@@ -141,7 +141,7 @@ async def test_what_is_told_to_resume_elsewhere_does() -> None:
 @pytest.mark.slow
 async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> None:
     """Oracle: every text is exact; the drain ends with streams left, or nothing was tested."""
-    slow = ("--pass-ms", "100", "--drain-s", "0.3")
+    slow = ("--pass-ms", "100", "--set", "drain_s=0.3")
     begun = 0
     with daemon(*slow) as (address, process):
         async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as stack:

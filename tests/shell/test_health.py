@@ -1,4 +1,6 @@
-"""``edgespec health``: what a probe is told, as an exit code. Oracle: the state of the server."""
+"""``edgespec doctor --probe``: what a probe is told.
+
+Oracle: the state of the server."""
 
 from __future__ import annotations
 
@@ -24,18 +26,19 @@ from tests.shell.pki import certs
 NAME = "gpu-box"
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["health", *arguments])
+def call(address: str, *arguments: str, seconds: str = "60") -> Result:
+    words = ("doctor", "--probe", seconds, "--verifier", address, *arguments)
+    return CliRunner().invoke(app, words)
 
 
 def test_a_verifier_that_serves_is_exit_code_0() -> None:
     with daemon() as (address, _):
-        result = call(address, "--timeout-s", "60")
+        result = call(address)
     assert (result.exit_code, result.stdout) == (0, f"{SERVING}\n")
 
 
 def test_nobody_there_is_exit_code_1_and_one_line() -> None:
-    result = call("127.0.0.1:1", "--timeout-s", "1")
+    result = call("127.0.0.1:1", seconds="1")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: no health from 127.0.0.1:1: " in result.stderr
     assert result.stderr.count("\n") == 1
@@ -44,9 +47,9 @@ def test_nobody_there_is_exit_code_1_and_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--timeout-s", "0"), "--timeout-s is 0, but must be in (0, 600]"),
-        (("--timeout-s", "nan"), "--timeout-s is nan"),
-        (("--client-cert", "c.pem"), "client_cert is given without client_key"),
+        ((NAME, "--probe", "0"), "--probe is 0, but must be in (0, 600]"),
+        ((NAME, "--probe", "nan"), "--probe is nan"),
+        ((NAME, "--set", "tls.client_cert=c.pem"), "client_cert is given without client_key"),
         (("::1",), "an IPv6 address must be like [::1]:7420"),
         (("gpu-box:99999",), "its port must be in [1, 65535]"),
     ],
@@ -58,7 +61,7 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) ->
 
 
 def test_a_missing_ca_is_named(tmp_path: Path) -> None:
-    result = call("--ca", str(tmp_path / "none.pem"))
+    result = call(NAME, "--ca", str(tmp_path / "none.pem"))
     assert result.exit_code == 2
     assert "none.pem" in result.stderr
 
@@ -90,7 +93,7 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("edgespec.wire.health_probe.ask_health", not_serving)
     result = call("gpu-box")
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
     assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
 
 

@@ -166,7 +166,7 @@ async def test_what_was_written_for_an_adapter_that_is_gone_is_taken_back() -> N
 
 async def test_a_chat_goes_on_with_another_model() -> None:
     lines = "hello\n/model sequel\n/model sql\nagain\n/model\n/model toy\nonce more\n"
-    options = ("--draft", "toy", "-n", "12", "--ignore-eos")
+    options = ("--draft", "toy", "-n", "12", "--set", "sampling.ignore_eos=true")
     async with serving(AdaptedToy({"sql": SQL})) as (address, _):
         command = (sys.executable, "-m", "edgespec", "chat", "--verifier", address, *options)
         pipe = asyncio.subprocess.PIPE

@@ -245,7 +245,14 @@ def test_a_command_writes_on_without_a_verifier_and_ends_with_the_targets_text(
         common = ["--verifier", address, "--draft", "toy", "--tokenizer", "toy", "-n", "30"]
         talks = command == "chat"
         words = [] if talks else [prompt]
-        options = ("--offline", "draft", "--ignore-eos", "--config", str(patient))
+        options = (
+            "--set",
+            "offline=draft",
+            "--set",
+            "sampling.ignore_eos=true",
+            "--config",
+            str(patient),
+        )
         child = start(command, *words, *common, *options, has_input=talks)
         assert child.stderr is not None
         if child.stdin is not None:

@@ -59,7 +59,7 @@ def test_stages_give_the_texts_and_the_bits_of_one_process(folder: Path) -> None
 
 
 def test_a_stage_that_is_killed_costs_no_text(folder: Path) -> None:
-    delayed = ("--pipeline-stages", "2", "--stage-delay-ms", "3")
+    delayed = ("--set", "pipeline.stages=2", "--set", "pipeline.delay_ms=3")
     with (
         rank_verifier(folder, *delayed) as one,
         rank_verifier(folder) as other,

@@ -229,7 +229,7 @@ def test_the_switch_is_off_and_in_the_file() -> None:
 
 @needs_curl
 def test_serve_warns_and_writes_them_at_any_level() -> None:
-    options = ("--log-prompts", "--log-level", "error", "--log-format", "json")
+    options = ("--log-prompts", "--log-level", "error", "--set", "log_format=json")
     with daemon() as (address, _), endpoint("--verifier", address, *options) as (url, process):
         asked = {"prompt": WORD, "max_tokens": 4}
         whole = curl(f"{url}/v1/completions", "-d", json.dumps(asked))

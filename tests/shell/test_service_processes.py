@@ -122,7 +122,7 @@ async def test_sighup_reads_keys_and_certificates_again(
 async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> None:
     """The running stream acknowledges nothing until the other has heard: the verifier waits for it
     with more than half of the text."""
-    with daemon("--drain-s", "200") as (address, process):
+    with daemon("--set", "drain_s=200") as (address, process):
         transport, late = connect(address), connect(address)
         stream = await transport.connect()
         await stream.send(Open("running", "", "", tuple(IDS), sampling=LONG, drafting=False))
@@ -145,7 +145,7 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
 async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with daemon(*VERY_SLOW, "--drain-s", "0.2") as (address, process):
+    with daemon(*VERY_SLOW, "--set", "drain_s=0.2") as (address, process):
         device = agent(address, "", monkeypatch)
         chunks = device.generate(PROMPT, LONG)
         first = await anext(chunks)
@@ -236,10 +236,10 @@ async def test_a_closed_terminal_ends_the_daemon_and_sighup_alone_does_not() -> 
             "host is '0.0.0.0', which others can reach",
         ),
         (("--tls-cert", "server.pem"), 2, "tls.cert is given without key"),
-        (("--client-ca", "ca.pem"), 2, "tls.client_ca is given without cert and key"),
+        (("--set", "tls.client_ca=ca.pem"), 2, "tls.client_ca is given without cert and key"),
         (("--tls-cert", "none.pem", "--tls-key", "none.key"), 2, "none.pem: No such file"),
         (("--keys", "none.yaml"), 2, "none.yaml: No such file"),
-        (("--drain-s", "-1"), 2, "drain_s is -1.0, but must be in [0.0, 86400.0]"),
+        (("--set", "drain_s=-1"), 2, "drain_s is -1.0, but must be in [0.0, 86400.0]"),
     ],
 )
 def test_what_would_not_be_safe_is_refused_at_the_start(
@@ -266,8 +266,11 @@ def test_commands_take_ca_certificate_and_key_from_files(tmp_path: Path) -> None
     pki, path = Pki(tmp_path), tmp_path / "keys.yaml"
     (tmp_path / "one.key").write_text(keys_in(path, "one")["one"])
     options = ("--tls-cert", pki.path("server.pem"), "--tls-key", pki.path("server.key"))
-    guards = ("--client-ca", pki.path("ca.pem"), "--keys", str(path))
-    shown = ("--client-cert", pki.path("device.pem"), "--client-key", pki.path("device.key"))
+    guards = ("--set", f"tls.client_ca={pki.path('ca.pem')}", "--keys", str(path))
+    shown = (
+        *("--set", f"tls.client_cert={pki.path('device.pem')}"),
+        *("--set", f"tls.client_key={pki.path('device.key')}"),
+    )
     mine = ("--ca", pki.path("ca.pem"), *shown, "--api-key-file", str(tmp_path / "one.key"))
     with daemon(*options, *guards) as (address, _):
         text = call("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "20", *mine)
@@ -275,7 +278,7 @@ def test_commands_take_ca_certificate_and_key_from_files(tmp_path: Path) -> None
         assert text.stdout == ToyTokenizer().decode(ids) + "\n"
         plain = call("generate", PROMPT, "--verifier", address, "--draft", "toy")
         assert plain.exit_code == 1
-        assert "it may want TLS: --tls, or --ca FILE" in plain.stderr
+        assert "it may want TLS: --ca FILE, or --set tls.enabled=true" in plain.stderr
         assert "start one" not in plain.stderr
 
 

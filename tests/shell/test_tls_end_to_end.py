@@ -102,7 +102,7 @@ async def test_a_certificate_for_another_name_is_named(pki: Pki, tmp_path: Path)
     mine.renew_server("gpu-box.example")
     async with serving(config=verifier_config(mine.server())) as (address, _):
         text = await refusal(address, mine.device())
-        assert "its certificate is for another name; --server-name" in text
+        assert "its certificate is for another name; --set tls.server_name" in text
         known = mine.device(server_name="gpu-box.example")
         async with build_agent(device_config(address, known)) as agent:
             assert await collect(agent) == EXPECTED
@@ -113,18 +113,20 @@ async def test_a_device_without_a_certificate_is_told_what_may_be_missing(
 ) -> None:
     stranger = Pki(tmp_path)
     async with serving(config=verifier_config(pki.server(mutual=True))) as (address, _):
-        assert "it may want --client-cert" in await refusal(address, pki.device())
+        assert "it may want tls.client_cert" in await refusal(address, pki.device())
         foreign = replace(
             pki.device(),
             client_cert=stranger.path("device.pem"),
             client_key=stranger.path("device.key"),
         )
-        assert "it may not accept --client-cert" in await refusal(address, foreign)
+        assert "it may not accept tls.client_cert" in await refusal(address, foreign)
 
 
 async def test_one_side_without_tls_is_told_so(pki: Pki) -> None:
     async with serving(config=verifier_config(pki.server())) as (address, _):
-        assert "it may want TLS: --tls, or --ca FILE" in await refusal(address, None)
+        assert "it may want TLS: --ca FILE, or --set tls.enabled=true" in await refusal(
+            address, None
+        )
     async with serving() as (address, _):
         assert "it does not speak TLS" in await refusal(address, pki.device())
 

@@ -48,26 +48,33 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    """Logits are divided by it; below ``LEAST_TEMPERATURE`` the most likely token is taken."""
+    """0 takes the likeliest token, more is freer. Logits are divided by it."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    """Keep the likeliest up to this share. The smallest set that reaches it is kept."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one."""
+    """Drop tokens less likely than this share of the likeliest."""
     repetition_penalty: float = 1.0
+    """Above 1, a token of the prompt or the text becomes less likely."""
     presence_penalty: float = 0.0
+    """Taken from the logit of each token that the text holds."""
     frequency_penalty: float = 0.0
+    """Taken from it once for each time that the text holds the token."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    """Added to the logits of these token ids, such as ``{42: -1.5}``."""
     seed: int = 0
+    """The same seed gives the same text."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the text."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; found on the device, never sent, never shown."""
+    """End before this text. The device looks for it; it is never sent and never shown."""
     max_tokens: int = 256
+    """Write at most so many tokens."""
     ignore_eos: bool = False
-    """Go on past the model's own end token (for measurements)."""
+    """Go on past the model's own end token, for measurements."""
     constraint: Constraint | None = None
-    """What the text is held to; its end ends the text."""
+    """Whatever holds the text to a grammar. Its end ends the text."""
 
     def __post_init__(self) -> None:
         bounded("temperature", self.temperature, 0.0, 100.0)
