@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,10 @@ def _scrub() -> None:
 
 
 _scrub()
+# A background job of a script ignores Ctrl-C, and so would all that is started here; tests of what
+# a Ctrl-C does would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a failure is a fact about the code, not about the day. Explore
 # with `pytest --hypothesis-profile=explore`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Generator
 from typing import Final
@@ -15,7 +16,13 @@ from edgespec.endpoint.connections import ConnectionLimits, connections_with
 from edgespec.endpoint.service import Endpoint
 
 MOST_CONNECTIONS: Final = 512
-_BACKLOG: Final = 128
+_BACKLOG: Final = 512
+"""Connections that the system keeps for us until they are accepted."""
+_ACCEPTED_AT_ONCE: Final = 8
+"""Before the event loop goes on: it takes three turns until one that has to go is closed, so that
+at most a few times as many descriptors are open beyond the most connections."""
+_OTHER_DESCRIPTORS: Final = 96
+"""Of what a process may have open, kept for files, verifiers and the event loop."""
 # After a stream was told that it ends: for the words to leave.
 _LAST_WORDS_S: Final = 2.0
 _STARTED_EVERY_S: Final = 0.005
@@ -35,6 +42,15 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def most_connections() -> int:
+    """``MOST_CONNECTIONS``, or as many as the system's limit of descriptors (``ulimit -n``) has
+    room for."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, allowed - _OTHER_DESCRIPTORS))
+
+
 class _Server(uvicorn.Server):
     """Signals are the command line's."""
 
@@ -52,13 +68,16 @@ class EndpointServer:
         app: ASGIApp,
         listener: socket.socket,
         *,
-        most_connections: int = MOST_CONNECTIONS,
+        most: int | None = None,
     ) -> None:
+        """``most`` connections; None: ``most_connections()``."""
         self._endpoint, self._listener = endpoint, listener
         self.port = int(listener.getsockname()[1])
         """The port listened on."""
         settings = endpoint.settings
-        limits = ConnectionLimits(most_connections, settings.body_within_s, settings.write_within_s)
+        limits = ConnectionLimits(
+            most or most_connections(), settings.body_within_s, settings.write_within_s
+        )
         config = uvicorn.Config(
             app,
             http=connections_with(limits),
@@ -70,6 +89,7 @@ class EndpointServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
+            backlog=_ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
@@ -90,6 +110,7 @@ class EndpointServer:
                 self._task.result()
                 raise RuntimeError("the HTTP server ended before it began")
             await asyncio.sleep(_STARTED_EVERY_S)
+        self._listener.listen(_BACKLOG)  # asyncio has set what is accepted at once, which is fewer
 
     async def stop(self, drain_s: float | None = None) -> None:
         """Take nothing new, let running requests go on for ``drain_s`` (None: as configured), tell

@@ -25,7 +25,7 @@ from edgespec.device.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.prompt_log import PromptLog
-from edgespec.endpoint.server import MOST_CONNECTIONS, EndpointServer, listen
+from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.chat_template import ChatTokenizer
@@ -70,14 +70,14 @@ async def live(
     *,
     status: StatusSource | None = None,
     prompt_log: PromptLog | None = None,
-    most_connections: int = MOST_CONNECTIONS,
+    most: int | None = None,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key, prompt_log=prompt_log)
     with listen("127.0.0.1", 0) as listener:
         app = build_app(endpoint, status)
-        server = EndpointServer(endpoint, app, listener, most_connections=most_connections)
+        server = EndpointServer(endpoint, app, listener, most=most)
         await server.start()
         try:
             yield Live(endpoint, server, watch)

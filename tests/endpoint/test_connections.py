@@ -4,7 +4,10 @@ others are answered meanwhile. No clock: whoever is not let go fails by never co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +16,16 @@ import pytest
 
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.messages import FinishReason
-from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, over_script, request_bytes
+from edgespec.endpoint.server import most_connections
+from tests.endpoint.live_endpoint import (
+    Live,
+    Reply,
+    ScriptedAgent,
+    ask,
+    over_script,
+    parse_reply,
+    request_bytes,
+)
 
 WITHIN_S = 60
 PATH = "/v1/completions"
@@ -95,9 +107,84 @@ async def test_who_asks_on_and_reads_nothing_is_let_go() -> None:
 
 
 async def test_connections_that_say_nothing_keep_nobody_out() -> None:
-    async with over_script(ScriptedAgent(["a"]), most_connections=3) as live:
+    async with over_script(ScriptedAgent(["a"]), most=3) as live:
         async with connected(live), connected(live), connected(live), connected(live):
             assert (await ask(live, PATH, HELLO)).status == 200
+
+
+async def test_a_burst_holds_no_more_descriptors_than_there_is_room_for() -> None:
+    """All clients are connected, by the system, before the endpoint accepts the first of them."""
+    burst, most, beyond = 200, 16, 40
+    peak, counts = 0, True
+
+    def count() -> None:
+        nonlocal peak
+        peak = max(peak, len(os.listdir("/proc/self/fd")))
+        if counts:
+            loop.call_soon(count)  # once in every turn of the loop
+
+    loop = asyncio.get_running_loop()
+    async with over_script(ScriptedAgent(["a"]), most=most) as live:
+        before = len(os.listdir("/proc/self/fd"))
+        clients = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(burst)]
+        count()
+        with contextlib.ExitStack() as stack:
+            for one in clients:
+                stack.enter_context(one)
+            assert (await ask(live, PATH, HELLO)).status == 200
+            assert live.server.connections <= most + beyond
+        assert peak - before - burst <= most + beyond
+        counts = False
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [(resource.RLIM_INFINITY, 512), (4096, 512), (600, 504), (64, 1)]
+)
+def test_a_low_limit_of_descriptors_leaves_room_for_fewer(
+    limit: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert most_connections() == most
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("key", "status"), [("", 413), ("wrong", 401)], ids=["too-large", "no-key"]
+)
+def test_who_sends_too_much_can_read_the_answer(key: str, status: int, chunked: bool) -> None:
+    """As most clients do, this one reads when all of its request has left."""
+    body = b"x" * (6 << 20)
+    if chunked:
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+    async def sent() -> Reply:
+        more = {"Transfer-Encoding": "chunked"} if chunked else {}
+        async with over_script(ScriptedAgent(["a"]), key=key) as live:
+            request = request_bytes(PATH, body, headers={"Authorization": "Bearer no", **more})
+            return await asyncio.to_thread(send_then_read, live.port, request)
+
+    assert asyncio.run(sent()).status == status
+
+
+def send_then_read(port: int, request: bytes) -> Reply:
+    with socket.create_connection(("127.0.0.1", port), WITHIN_S) as client:
+        client.sendall(request)
+        return parse_reply(b"".join(iter(lambda: client.recv(4096), b"")))
+
+
+async def test_who_never_ends_to_send_is_let_go() -> None:
+    async def send_on(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"x" * 1000)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    async with over_script(ScriptedAgent(["a"]), settings=SOON) as live:
+        async with connected(live) as (reader, writer), asyncio.timeout(WITHIN_S):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n")
+            assert (await reader.read(12)) == b"HTTP/1.1 403"
+            with pytest.raises(OSError):  # noqa: PT011 # reset, or a pipe that is broken
+                await send_on(writer)
 
 
 async def test_beyond_the_most_connections_who_is_answered_stays() -> None:
@@ -107,7 +194,7 @@ async def test_beyond_the_most_connections_who_is_answered_stays() -> None:
         await gate.wait()
 
     agent = ScriptedAgent(["a"], FinishReason.STOP, between=between)
-    async with over_script(agent, most_connections=2) as live:
+    async with over_script(agent, most=2) as live:
         running = [asyncio.create_task(ask(live, PATH, HELLO)) for _ in range(2)]
         async with asyncio.timeout(WITHIN_S):
             while live.endpoint.active < 2:  # noqa: ASYNC110
