@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The checks that need a CUDA device: passes of an 8B shape (without CUDA graphs and, in
-# turns with them, repeated from recordings), gpu-marked tests, the bench.
+# The checks that need a CUDA device: passes of an 8B shape, gpu-marked tests, the bench.
 # At most nine minutes, what matters most first; nothing is downloaded, and the 8B checkpoint is
 # random (16 GB under TMPDIR while it runs, as much memory, and 20 GB of the device's).
 #

@@ -12,7 +12,6 @@ For each count of sessions and rows (one fed token and a tree of the others):
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
 * ``library``: the model's own forward with a ``DynamicCache`` and one argmax, in turns with ours;
   it gets chains, since it knows no trees, and our linear layers where weights are packed.
-* ``graphed``: on a GPU, the same pass repeated from a CUDA graph, in turns with ``pass``.
 
 The cache holds random rows: what a pass takes does not depend on them.
 """
@@ -90,11 +89,10 @@ class Roof:
 
 @dataclass(slots=True)
 class Clock:
-    """Sums the seconds spent in wrapped functions of one pass, unless it is paused."""
+    """Sums the seconds spent in wrapped functions of one pass."""
 
     device: torch.device
     seconds: dict[str, float]
-    paused: bool = False
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -103,8 +101,6 @@ class Clock:
 
     def wrap(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
-            if self.paused:
-                return work(*args, **options)
             began = self.now()
             result = work(*args, **options)
             self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - began
@@ -179,14 +175,12 @@ class Bench:
             vocabulary="v",
             dtype=args.dtype,
             device=args.device,
-            cuda_graphs=not args.no_graphs,
             max_cached_tokens=(sessions + 1) * context,
             max_sessions=sessions,
             canonical=args.canonical,
             model_threads=args.threads,
             packed=args.packed,
         )
-        self.graphs, self.target._graphs = self.target._graphs, None
         self.model = self.target._model
         self.config = self.model.config
         self.pool = self.target._pool
@@ -262,13 +256,6 @@ class Bench:
         parts = dict(self.clock.seconds)
         return {"pass": whole, **parts, "outside": whole - sum(parts.values())}
 
-    def run_graphed(self, requests: Sequence[PassRequest]) -> float:
-        """Seconds of one pass that may be repeated from a recording."""
-        self.target._graphs, self.clock.paused = self.graphs, True
-        took = self.run(requests)
-        self.target._graphs, self.clock.paused = None, False
-        return took["pass"]
-
 
 def library_pass(bench: Bench, sessions: int, rows: int, context: int) -> Callable[[], object]:
     """The model's forward with its own cache and attention, and the tokens."""
@@ -308,8 +295,6 @@ def measure(
     for number in range(args.passes + 2):
         requests = bench.requests(cached, rows)
         found = bench.run(requests)
-        if bench.graphs is not None:
-            found["graphed"] = bench.run_graphed(requests)
         cached += step
         if library is not None:
             began = bench.clock.now()
@@ -350,7 +335,6 @@ def parse() -> argparse.Namespace:
         "--packed", action=argparse.BooleanOptionalAction, default=True, help="packed weights"
     )
     parser.add_argument("--no-library", action="store_true", help="without transformers' forward")
-    parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--json", type=Path, help="leave all samples there")
     return parser.parse_args()
 
@@ -375,7 +359,7 @@ def main() -> int:
         f"{args.model or args.shape}, {args.dtype}, {bench.target.mode}, {args.context} cached rows"
         f" a session; {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s"
     )
-    parts = ["pass", "model", "choose", "outside", *["graphed"] * bool(bench.graphs)]
+    parts = ["pass", "model", "choose", "outside"]
     parts += ["library"] * (not args.no_library)
     print(f"{'sessions':>8} {'rows':>4} {'roofline':>9} {'share':>6}", end=" ")
     print(" ".join(f"{name:>22}" for name in parts), "  ms, median (10 % to 90 %)")
@@ -390,7 +374,6 @@ def main() -> int:
                 print(" ".join(f"{spread(samples[name]):>22}" for name in parts), flush=True)
                 cell = {"sessions": sessions, "rows": rows}
                 results.append({**cell, "roofline_s": least_s, "samples_s": samples})
-    print(f"recorded passes: {bench.graphs or 'none, on ' + args.device}")
     if args.json is not None:
         args.json.write_text(json.dumps({**about, "results": results}, default=str, indent=1))
     return 0

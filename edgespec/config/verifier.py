@@ -160,8 +160,6 @@ class VerifierConfig:
     """Round the weights to int8 or int4, on a CPU. Empty leaves them as they are."""
     canonical: bool | None = None
     """Make bits that do not depend on the schedule. null is on for CPUs, off for GPUs."""
-    cuda_graphs: bool = True
-    """Record small passes on a GPU in plain mode and repeat them, where a self-test agrees."""
     threads: int | None = None
     """Threads of the model in plain mode. null is torch's choice."""
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
@@ -234,10 +232,6 @@ class VerifierConfig:
             return
         if self.canonical:
             raise ValueError("canonical is true, but only the native engine can be canonical")
-        if not self.cuda_graphs:
-            raise ValueError(
-                "cuda_graphs is false, but vLLM records its own: give --enforce-eager behind --"
-            )
         if self.threads is not None:
             raise ValueError(f"threads is {self.threads}, but vLLM chooses its own")
         for name in ("kv_budget", "gpu_memory_utilization"):

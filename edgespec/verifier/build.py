@@ -209,7 +209,6 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
             max_sessions=config.limits.max_sessions,
             context_length=config.max_model_len,
             canonical=config.canonical,
-            cuda_graphs=config.cuda_graphs,
             model_threads=config.threads,
             quantize=config.quantize,
             pool_budget=pool_budget(config.limits),

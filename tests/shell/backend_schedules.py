@@ -5,7 +5,7 @@ sessions (prefix hits), and lose their blocks and are computed again (evictions)
 as the engine makes them. After each pass the logits of both targets are compared.
 
 As a program, ``python -m tests.shell.backend_schedules --rows 10000`` does so with a tiny random
-checkpoint until so many rows were sampled; with ``--graphs`` one target repeats recorded passes.
+checkpoint until so many rows were sampled.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import packed_linear
 from edgespec.verifier.targets.attention_backend import AttentionBackend
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
-from edgespec.verifier.targets.reference_attention import ReferenceAttention
 from edgespec.verifier.targets.torch_target import TorchTarget
+from tests.shell.attention_oracle import ReferenceAttention
 from tests.shell.random_schedules import random_tree
-from tests.shell.taped_passes import taped
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
 
 LIMIT = 1e-5
@@ -179,7 +178,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--graphs", action="store_true", help="repeat passes of one from tapes")
     parser.add_argument("--packed", action="store_true", help="pack the weights of one of them")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -189,7 +187,6 @@ def main() -> None:
             packed_linear.LEAST_WEIGHTS = 1
         folder = write_checkpoint(Path(scratch) / "tiny", config)
         serving = Serving(folder, args.seed, packed=args.packed)
-        graphs = taped(serving.targets[0]) if args.graphs else None
         while serving.rows < args.rows:
             serving.step()
     sys.stdout.write(
@@ -197,8 +194,6 @@ def main() -> None:
         f"logits within {serving.worst:.1e}, and within {serving.worst_share:.1e} of the row's"
         f" largest, limit {LIMIT:.0e}\n"
     )
-    if graphs is not None:
-        sys.stdout.write(f"recorded passes: {graphs}\n")
 
 
 if __name__ == "__main__":

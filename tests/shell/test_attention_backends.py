@@ -1,12 +1,11 @@
 """Every attention backend against the reference, over random ragged passes with trees.
 
-Oracle: ``reference_attention.py``, which follows the definition row by row; and for that, the
+Oracle: ``attention_oracle.py``, which follows the definition row by row; and for that, the
 definition written out once more with dense masks. Slots that no row may see hold NaN.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,17 +22,17 @@ from edgespec.verifier.targets.attention_backend import (
     AttentionLayout,
     LayerAttention,
 )
-from edgespec.verifier.targets.backend_self_test import (
-    HeadShape,
+from edgespec.verifier.targets.batch_rows import BatchRows
+from edgespec.verifier.targets.canonical_attention import CanonicalAttention
+from edgespec.verifier.targets.canonical_mode import HeadShape
+from edgespec.verifier.targets.grouped_attention import GroupedAttention
+from edgespec.verifier.targets.row_tiles import RowTiles
+from tests.shell.attention_oracle import (
+    ReferenceAttention,
     disagreement,
     random_passes,
     random_sinks,
 )
-from edgespec.verifier.targets.batch_rows import BatchRows
-from edgespec.verifier.targets.canonical_attention import CanonicalAttention
-from edgespec.verifier.targets.grouped_attention import GroupedAttention
-from edgespec.verifier.targets.reference_attention import ReferenceAttention
-from edgespec.verifier.targets.row_tiles import RowTiles
 from tests.shell.backend_schedules import Serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 
@@ -150,8 +149,6 @@ def test_serving_gives_the_logits_of_the_reference(tmp_path: Path) -> None:
 class _Wrong:
     """The reference, but for one element of one row."""
 
-    name = "wrong"
-
     def lay_out(self, rows: BatchRows) -> AttentionLayout:
         self._true = ReferenceAttention().lay_out(rows)
         return self
@@ -164,34 +161,15 @@ class _Wrong:
 
 def test_a_backend_that_is_wrong_in_one_element_is_found_out() -> None:
     why = disagreement(_Wrong(), SHAPES[0], LAYERS[:1], torch.float32, CPU)
-    assert "wrong attention differs from the reference by 1.0e-04 in float32, limit 1e-05" in why
-
-
-def _paged(shape: HeadShape) -> AttentionBackend:
-    """On a CPU the kernel runs in Triton's interpreter, which has to be asked for beforehand."""
-    pytest.importorskip("triton", reason="the optional package triton is not installed")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("on a CPU the paged kernel runs with TRITON_INTERPRET=1 alone")
-    from edgespec.verifier.targets.paged_attention import PagedAttention
-
-    return PagedAttention(shape.heads, shape.kv_heads, CPU)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_paged_kernel_computes_what_the_reference_does(shape: HeadShape) -> None:
-    assert disagreement(_paged(shape), shape, _layers(shape), torch.float32, CPU, passes=3) == ""
+    assert "attention differs from the reference by 1.0e-04 in float32, limit 1e-05" in why
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, HeadShape(32, 8, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_every_backend_computes_what_the_reference_does(
+def test_on_a_gpu_attention_computes_what_the_reference_does(
     shape: HeadShape, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("triton")
-    from edgespec.verifier.targets.paged_attention import PagedAttention
-
     device = torch.device("cuda")
-    paged = PagedAttention(shape.heads, shape.kv_heads, device)
-    for backend in (paged, GroupedAttention()):
-        assert disagreement(backend, shape, _layers(shape, device), dtype, device, passes=6) == ""
+    layers = _layers(shape, device)
+    assert disagreement(GroupedAttention(), shape, layers, dtype, device, passes=6) == ""

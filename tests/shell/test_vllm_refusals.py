@@ -51,7 +51,6 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": "other"}, "engine is 'other', but must be one of native, vllm"),
         ({"engine_flags": ("--x",)}, r"engine_flags are \['--x'\], but only --engine vllm"),
         ({"engine": "vllm", "canonical": True}, "only the native engine can be canonical"),
-        ({"engine": "vllm", "cuda_graphs": False}, "give --enforce-eager behind --"),
         ({"engine": "vllm", "threads": 2}, "threads is 2, but vLLM chooses its own"),
         ({"engine": "vllm", "device": "cuda:1"}, "device is 'cuda:1', but must be auto"),
     ],

@@ -11,10 +11,8 @@ with a window w only those whose positions lie behind its own position less w. A
 score of each head, which takes its share of the softmax and brings no value (gpt-oss,
 arXiv 2508.10925, section 2; the idea is in arXiv 2309.17453, section 3.3).
 
-Which there are: ``reference_attention.py`` (slow, plain, for tests), ``canonical_attention.py``
-(the same bits under every schedule), ``grouped_attention.py`` (several sessions in one call of
-torch's attention: CPUs, and CUDA where nothing better works), ``paged_attention.py`` (a Triton
-kernel that reads the pool by block tables).
+Which there are: ``grouped_attention.py`` (several sessions in one call of torch's attention) and
+``canonical_attention.py`` (the same bits under every schedule).
 """
 
 from __future__ import annotations
@@ -79,11 +77,6 @@ class AttentionLayout(Protocol):
 
 class AttentionBackend(Protocol):
     """A way of computing attention; it may keep buffers, so it serves one pass at a time."""
-
-    @property
-    def name(self) -> str:
-        """In words for those who start the verifier."""
-        ...
 
     def lay_out(self, rows: BatchRows) -> AttentionLayout:
         """The layout of one pass. Layers with different windows may ask it in any order."""

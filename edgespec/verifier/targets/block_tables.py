@@ -1,10 +1,8 @@
-"""The sessions' block tables as one array, with a copy on the device that holds the pool.
+"""The sessions' block tables as one array.
 
 Theory of operation. A session has a row of the array from its first pass until it is closed. A
 pass brings its table as a tuple; only a table that differs from the one of the session's last pass
-is written, and of that only what differs. The device's copy stays at its place, since recorded
-passes (``graphed_passes.py``) read it there: the entries written since are put into it, at most
-once a pass. It is made anew, elsewhere, only where a table outgrows it.
+is written, and of that only what differs.
 
 Beside it stand the *slots* of each session's keys, one by one, and 0 behind its last key: what
 attention gathers by. A pass adds those of its own rows (``extend``), so that a long text costs no
@@ -15,9 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from edgespec.sampling.torch_device_copies import to_device
 
 BLOCK_SIZE = 16
 Blocks = npt.NDArray[np.int64]
@@ -28,16 +23,11 @@ _LEAST_ROWS, _LEAST_COLUMNS = 8, 16
 class BlockTables:
     """Rows are handed out by number; a row that nobody holds is given out again."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._host = np.zeros((_LEAST_ROWS, _LEAST_COLUMNS), dtype=np.int64)
         self._slots = np.zeros((_LEAST_ROWS, _LEAST_COLUMNS * BLOCK_SIZE), dtype=np.int32)
         self._filled = np.zeros(_LEAST_ROWS, dtype=np.int64)
         """[rows]: how many slots stand in each row of ``_slots``; behind them are zeros."""
-        self._on_device: torch.Tensor | None = None
-        self._least_shape = (0, 0)
-        self._written: dict[int, int] = {}
-        """Entries that the device's copy lacks: where in it, row by row, and which block."""
         self._tables: list[tuple[int, ...]] = []
         self._free: list[int] = []
 
@@ -55,10 +45,6 @@ class BlockTables:
         self._forget(row, 0)
         self._free.append(row)
 
-    def table(self, row: int) -> tuple[int, ...]:
-        """The blocks of ``row`` in the order of their positions."""
-        return self._tables[row]
-
     def write(self, row: int, blocks: tuple[int, ...]) -> None:
         """From now on ``row`` lists ``blocks``."""
         before = self._tables[row]
@@ -74,14 +60,6 @@ class BlockTables:
             self._forget(row, same * BLOCK_SIZE)
         self._host[row, same : len(blocks)] = blocks[same:]
         self._tables[row] = blocks
-        if self._on_device is None:
-            return
-        height, width = self._on_device.shape
-        if row >= height or len(blocks) > width:
-            self._on_device = None
-            return
-        places = range(row * width + same, row * width + len(blocks))
-        self._written.update(zip(places, blocks[same:], strict=True))
 
     def extend(self, rows: Blocks, ends: Blocks) -> None:
         """Each of ``rows``, all different, has as many keys as ``ends`` says."""
@@ -105,47 +83,6 @@ class BlockTables:
         """[len(rows), count]: the slots of the first ``count`` keys, as of the last ``extend``; 0
         behind a row's last key."""
         return self._slots[:, :count].take(rows, axis=0)
-
-    def expect(self, rows: int, columns: int) -> None:
-        """Have room for tables of that shape on the device from the start, so that its copy need
-        not be made anew when they grow."""
-        self._least_shape = (rows, columns)
-        self._on_device = None
-
-    @property
-    def device_copy(self) -> torch.Tensor | None:
-        """The copy on the device as it is now; it stays where it is until it is outgrown."""
-        return self._on_device
-
-    @property
-    def lacking(self) -> bool:
-        """Whether that copy lacks entries that were written."""
-        return bool(self._written)
-
-    def on_device(self) -> torch.Tensor:
-        """int32 [rows, blocks] on the pool's device, up to date until the next ``write``."""
-        if self._on_device is None:
-            height, width = self._host.shape
-            shape = (max(height, self._least_shape[0]), max(width, self._least_shape[1]))
-            table = np.zeros(shape, dtype=np.int32)
-            table[:height, :width] = self._host
-            with torch.inference_mode(False):  # or it could be changed in that mode alone
-                self._on_device = to_device(table, self._device)
-            self._written.clear()
-        elif self._written:
-            self.put(to_device(self.written(), self._device))
-        return self._on_device
-
-    def written(self) -> Blocks:
-        """[2, entries]: which entries the device's copy lacks, and their blocks."""
-        return np.array([list(self._written), list(self._written.values())], dtype=np.int64)
-
-    def put(self, written: torch.Tensor) -> None:
-        """Put ``written``, what the function of that name says now, into the device's copy."""
-        assert self._on_device is not None
-        places, blocks = written
-        self._on_device.view(-1).index_copy_(0, places, blocks.int())
-        self._written.clear()
 
     def _forget(self, row: int, first: int) -> None:
         """The row has no keys from ``first`` on."""

@@ -83,10 +83,6 @@ class CanonicalAttention:
     def __init__(self, tiles: RowTiles) -> None:
         self._sizes = tiles.attention_sizes
 
-    @property
-    def name(self) -> str:
-        return "canonical"
-
     def lay_out(self, rows: BatchRows) -> CanonicalLayout:
         device = rows.pool.device
         paths = np.array([_one_path(parents) for parents in rows.requests.parents])

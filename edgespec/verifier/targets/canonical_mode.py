@@ -26,8 +26,6 @@ from itertools import chain
 import torch
 
 from edgespec.verifier.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.verifier.targets.attention_choice import head_shape
-from edgespec.verifier.targets.backend_self_test import HeadShape
 from edgespec.verifier.targets.canonical_attention import (
     KEY_TILE,
     CanonicalGroup,
@@ -61,6 +59,22 @@ SMALL_BASES = (2, 4, *TILE_BASES)
 ROW_BY_ROW = 1
 # Keys of the attention that is tried: one tile and a part of the next.
 _TRIED_KEYS = KEY_TILE + 40
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    head_dim: int
+
+
+def head_shape(loaded: LoadedModel) -> HeadShape:
+    """The heads of the model's attention, of this rank."""
+    config = loaded.model.config
+    heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return HeadShape(heads // loaded.ranks, loaded.key_width // int(head_dim), int(head_dim))
 
 
 class CanonicalModeError(ValueError):

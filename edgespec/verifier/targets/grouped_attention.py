@@ -38,14 +38,10 @@ _PADDING_MAX = 0.25
 
 
 class GroupedAttention:
-    """``AttentionBackend`` for CPUs, and for other devices where nothing better works."""
+    """``AttentionBackend`` of plain mode."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-
-    @property
-    def name(self) -> str:
-        return "grouped"
 
     def lay_out(self, rows: BatchRows) -> GroupedLayout:
         data = rows.pool.data

@@ -8,8 +8,7 @@ lie behind the fed tokens, in the order of the request; ``keep`` copies the kept
 positions and forgets the rest. Nothing else moves, so truncation is a number. The copies of all
 sessions are made at once, when ``data`` is next looked at: no pass runs in between, so whoever gets
 a block meanwhile has written nothing to it. Block 0 belongs to nobody and stays zero: masked keys
-point at it, and zero times zero weight is zero, whereas stale memory may hold NaN. Nor does the
-last block belong to anybody: rows of padding write there.
+point at it, and zero times zero weight is zero, whereas stale memory may hold NaN.
 
 Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
 keeps a ledger of its own for them.
@@ -98,15 +97,14 @@ class KvPool:
         if max_tokens < BLOCK_SIZE:
             raise ValueError(f"max_cached_tokens is {max_tokens}, but must be >= {BLOCK_SIZE}")
         self.block_count = -(-max_tokens // BLOCK_SIZE)
-        slot_count = (self.block_count + 2) * BLOCK_SIZE
+        slot_count = (self.block_count + 1) * BLOCK_SIZE
         shape = (2, layer_count, slot_count, row_width)
         self._data = torch.zeros(shape, dtype=dtype, device=device)
         self._moves: list[tuple[int, int, int]] = []
         """Keys to copy: row of ``tables``, from which place and to which."""
         self._placed: list[Slots] = []
         """[2, keys] each: the same by slots, of tables that have changed since."""
-        self._scratch_table: int | None = None
-        self.tables = BlockTables(device)
+        self.tables = BlockTables()
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
         self._sequences: dict[str, CachedSequence] = {}
         self.special: set[str] = set()
@@ -119,27 +117,13 @@ class KvPool:
     @property
     def data(self) -> torch.Tensor:
         """Keys and values, with every kept node at its position."""
-        if self.has_moves:
-            self.move(to_device(self.moves(), self.device))
+        if self._moves:
+            self._place_moves()
+        if self._placed:
+            source, goal = to_device(np.concatenate(self._placed, axis=1), self.device)
+            self._data.index_copy_(2, goal, self._data.index_select(2, source))
+            self._placed.clear()
         return self._data
-
-    @property
-    def scratch_block(self) -> int:
-        """Of padding; behind all others."""
-        return self.block_count + 1
-
-    @property
-    def scratch_table(self) -> int:
-        """A row of ``tables`` that lists the block of padding."""
-        if self._scratch_table is None:
-            self._scratch_table = self.tables.take()
-            self.tables.write(self._scratch_table, (self.scratch_block,))
-        return self._scratch_table
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether kept nodes are still to be copied to their positions."""
-        return bool(self._moves or self._placed)
 
     @property
     def free_tokens(self) -> int:
@@ -285,18 +269,6 @@ class KvPool:
         except KeyError as error:
             raise ValueError(f"sequence {error.args[0]!r} is not open") from None
         return np.array(found)
-
-    def moves(self) -> Slots:
-        """[2, keys]: the slots of kept nodes, and those of their positions; not empty."""
-        if self._moves:
-            self._place_moves()
-        return self._placed[0] if len(self._placed) == 1 else np.concatenate(self._placed, axis=1)
-
-    def move(self, moves: torch.Tensor) -> None:
-        """Copy the kept nodes as ``moves``, what the function of that name says now, lists them."""
-        source, goal = moves
-        self._data.index_copy_(2, goal, self._data.index_select(2, source))
-        self._placed.clear()
 
     def _place_moves(self) -> None:
         rows, sources, goals = np.array(self._moves).T

@@ -58,19 +58,11 @@ class MemoryFigures:
     token_bytes: int
     """Keys and values of a token, all layers."""
     layer_count: int
-    graphs: int = 0
-    """What recorded passes may take all the time."""
-
-    @property
-    def passes(self) -> int:
-        """What passes take beside weights and pool."""
-        return self.activations + self.graphs
 
     def __str__(self) -> str:
-        graphs = f"CUDA graphs {_gib(self.graphs)}, " if self.graphs else ""
         return (
             f"{_gib(self.total)} of memory, {_gib(self.free)} free beside the weights, a pass of "
-            f"{self.rows} rows takes {_gib(self.activations)}, {graphs}keys and values "
+            f"{self.rows} rows takes {_gib(self.activations)}, keys and values "
             f"{self.token_bytes / 1024:.1f} KiB a token"
         )
 
@@ -84,17 +76,17 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     """
     # One more layer for the copy of a layer that a pass makes.
     with_copy = figures.token_bytes * (figures.layer_count + 1) / figures.layer_count
-    room = figures.free - figures.passes
+    room = figures.free - figures.activations
     if budget.gpu_share is not None:
         named = f"gpu_memory_utilization is {budget.gpu_share:g}"
         used = figures.total - figures.free
-        tokens = (budget.gpu_share * figures.total - used - figures.passes) / with_copy
+        tokens = (budget.gpu_share * figures.total - used - figures.activations) / with_copy
         tokens = min(tokens, most_tokens)
     else:
         assert budget.kv is not None
         named = f"kv_budget is {budget.kv.text}"
         if budget.kv.automatic:
-            tokens = (AUTO_SHARE * figures.free - figures.passes) / with_copy
+            tokens = (AUTO_SHARE * figures.free - figures.activations) / with_copy
             tokens = min(tokens, most_tokens)
         else:
             granted = budget.kv.bytes or int((budget.kv.share or 0.0) * figures.total)
@@ -151,10 +143,8 @@ def memory_figures(
     token_bytes: int,
     layer_count: int,
     device: torch.device,
-    graph_bytes: int = 0,
 ) -> MemoryFigures:
-    """Measure ``run``, a pass of ``measured_rows`` rows, and the memory beside it; recorded passes
-    will take ``graph_bytes`` of that."""
+    """Measure ``run``, a pass of ``measured_rows`` rows, and the memory beside it."""
     scale = budget.rows / measured_rows(budget.rows, device)
     peak = _cuda_peak(run, device) if device.type == "cuda" else _resident_peak(run)
     if device.type == "cuda":
@@ -163,9 +153,7 @@ def memory_figures(
     else:
         machine = budget.machine()
         free, total = machine.available, machine.total
-    return MemoryFigures(
-        total, free, int(peak * scale), budget.rows, token_bytes, layer_count, graph_bytes
-    )
+    return MemoryFigures(total, free, int(peak * scale), budget.rows, token_bytes, layer_count)
 
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:

@@ -85,19 +85,6 @@ def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
     return bool(torch.isfinite(logits.amax(dim=-1)).all())
 
 
-def few_passes(vocabulary_size: int) -> dict[str, list[Step]]:
-    """Schedules of the text, by name, that between them feed, draft trees and keep, for one session
-    and for two."""
-    text = _text(vocabulary_size)
-    wrong = [(token + 1) % vocabulary_size for token in text]
-    return {
-        "single steps": list(_single_steps(text)),
-        "chunked": list(_chunks(text, [7, 16, 20, 21])),
-        "tree": list(_tree(text, wrong)),
-        "packed": list(_packed(text, wrong)),
-    }
-
-
 def _text(vocabulary_size: int) -> list[int]:
     return [noise_bits(1, position, 0) % vocabulary_size for position in range(_LENGTH)]
 

@@ -21,24 +21,20 @@ import torch
 from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
-from edgespec.sampling.torch_device_copies import current_device
 from edgespec.sampling.torch_sampler import SampleBlock, best_tokens, choose_tokens
 from edgespec.sampling.torch_scores import score_passes
 from edgespec.sampling.torch_token_counts import TokenCountsCache
 from edgespec.verifier.targets.attention_backend import AttentionBackend
-from edgespec.verifier.targets.attention_choice import choose_backend
-from edgespec.verifier.targets.batch_rows import lay_out
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import CanonicalModeError, find_canonical_mode
 from edgespec.verifier.targets.constrained_rows import ConstrainedRows
 from edgespec.verifier.targets.families import UnsupportedModelError
-from edgespec.verifier.targets.graph_choice import GraphChoice
-from edgespec.verifier.targets.graphed_passes import GraphedPasses
+from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.packed_linear import is_packed, pack_model
 from edgespec.verifier.targets.pass_batch import PassBatch, share_out
-from edgespec.verifier.targets.pass_plan import PassPlan, plan_rows
+from edgespec.verifier.targets.pass_plan import PassPlan, plan_pass
 from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.pool_size import (
     PoolBudget,
@@ -67,7 +63,6 @@ class TorchTarget:
     large ones are packed on a CPU (``packed_linear.py``).
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
-    ``cuda_graphs``: whether small passes in plain mode on a GPU are recorded (``graph_choice.py``).
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
@@ -97,7 +92,6 @@ class TorchTarget:
         packed: bool = True,
         pool_budget: PoolBudget | None = None,
         share: Share | StageShare | None = None,
-        cuda_graphs: bool = True,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -134,13 +128,11 @@ class TorchTarget:
         self._counts = TokenCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
-        self._attention: AttentionBackend = choose_backend(loaded)
-        self._graphs: GraphedPasses | None = None
+        self._attention: AttentionBackend = GroupedAttention()
         if to_be_canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
-        logger.info("attention backend: %s", self.attention)
         if not finite_logits(self._pool, self._run, self._info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
@@ -148,12 +140,8 @@ class TorchTarget:
         self._notes = [f"{quantize} weights"] if quantize else []
         if is_packed(loaded.model):
             self._notes.append("packed weights")
-        graphs = self._graph_choice(loaded, cuda_graphs and share is None and not self.canonical)
         if pool_budget is not None:
-            self._size_pool(loaded, pool_budget, graphs)
-        self._graphs = graphs.choose(self._pool)
-        if self._graphs is not None:
-            self._notes.append("CUDA graphs")
+            self._size_pool(loaded, pool_budget)
 
     @property
     def info(self) -> ModelInfo:
@@ -181,11 +169,6 @@ class TorchTarget:
         if self._row_tiles is not None:
             how = f"canonical ({self._row_tiles})"
         return ", ".join([how, *self._notes])
-
-    @property
-    def attention(self) -> str:
-        """The name of the attention backend."""
-        return self._attention.name
 
     @property
     def free_tokens(self) -> int:
@@ -247,16 +230,9 @@ class TorchTarget:
         """Check that logits do not depend on the schedule. A few small passes; between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
-    def _graph_choice(self, loaded: LoadedModel, wanted: bool) -> GraphChoice:
-        def call(plan: PassPlan) -> torch.Tensor:
-            return _call_model(loaded.model, plan, loaded.vocabulary_size)
-
-        return GraphChoice(loaded, self._attention, call, self._run, self._max_sessions, wanted)
-
-    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget, graphs: GraphChoice) -> None:
+    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
         """Measure the largest pass on the pool there is, then make the one to serve with."""
         rows = measured_rows(budget.rows, loaded.device)
-        graph_bytes = graphs.measure(self._pool, rows)
         batch = largest_pass(rows, self._info.vocabulary_size)
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         for request in batch:
@@ -268,7 +244,6 @@ class TorchTarget:
                 token_bytes=self._pool.token_bytes,
                 layer_count=loaded.layer_count,
                 device=loaded.device,
-                graph_bytes=graph_bytes,
             )
         finally:
             for request in batch:
@@ -314,12 +289,8 @@ class TorchTarget:
         # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
         # it would have as many threads as there are cores, whatever canonical mode has set.
         torch.get_num_threads()
-        with torch.inference_mode(), current_device(self._pool.device):
-            rows = lay_out(self._pool, batch)
-            logits = None if self._graphs is None else self._graphs.run(rows)
-            if logits is not None:
-                return logits
-            plan = plan_rows(rows, self._attention, tiles=self._row_tiles)
+        with torch.inference_mode():
+            plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:

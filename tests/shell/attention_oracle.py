@@ -1,7 +1,7 @@
-"""Does an attention backend compute what the reference computes, here and now?
+"""Attention as the definition has it, row by row in float32, and random passes to compare it on.
 
-Random ragged passes with trees run over a pool whose every slot that no row may see holds NaN, so
-that a backend which reads one is found out. The same function serves at start-up and in tests.
+The reference reads the pool through the same tables and makes no use of any library's attention.
+Every slot of the pool that no row may see holds NaN, so a backend that reads one is found out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from edgespec.core.ports import PassRequest
@@ -20,8 +21,9 @@ from edgespec.verifier.targets.attention_backend import (
     LayerStates,
 )
 from edgespec.verifier.targets.batch_rows import BatchRows, lay_out, write_slots
+from edgespec.verifier.targets.canonical_mode import HeadShape
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, NULL_SLOT, KvPool
-from edgespec.verifier.targets.reference_attention import ReferenceAttention
+from edgespec.verifier.targets.pass_batch import Indices
 
 # Values are of the order of 1. A half-precision result carries its own rounding and the weights'.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -29,12 +31,57 @@ _POOL_BLOCKS = 96
 _CACHED_MAX = 150
 
 
+class ReferenceAttention:
+    """``AttentionBackend`` that nobody would serve with."""
+
+    def lay_out(self, rows: BatchRows) -> ReferenceLayout:
+        seen = [line for session in range(len(rows.requests)) for line in _seen_keys(rows, session)]
+        return ReferenceLayout(seen)
+
+
 @dataclass(frozen=True, slots=True)
-class HeadShape:
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    head_dim: int
+class ReferenceLayout:
+    """Of each row the slots that it sees, and how far behind it they are in the text."""
+
+    seen: list[tuple[Indices, Indices]]
+
+    def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
+        heads, rows, head_dim = states.query.shape
+        kv_heads = states.key.shape[0]
+        out = states.query.new_zeros((rows, heads, head_dim))
+        for row, (slots, distances) in enumerate(self.seen):
+            if layer.window is not None:
+                slots = slots[distances < layer.window]
+            where = torch.from_numpy(slots).to(states.keys.device)
+            keys = states.keys[where].float().view(-1, kv_heads, head_dim)
+            values = states.values[where].float().view(-1, kv_heads, head_dim)
+            query = states.query[:, row].float().view(kv_heads, -1, head_dim)
+            scores = torch.einsum("hsd,khd->hsk", query, keys) * layer.scale
+            if layer.soft_cap is not None:
+                scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+            if layer.sinks is not None:
+                sinks = layer.sinks.float().view(kv_heads, -1, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = scores.softmax(dim=-1)[..., : len(slots)]
+            part = torch.einsum("hsk,khd->hsd", weights, values)
+            out[row] = part.reshape(heads, head_dim).to(out.dtype)
+        return out
+
+
+def _seen_keys(rows: BatchRows, index: int) -> list[tuple[Indices, Indices]]:
+    """For each row of a session: slots, and its own position less theirs."""
+    session = rows.session(index)
+    request, base = session.request, session.base
+    positions = np.concatenate([np.arange(request.cache_length), session.positions])
+    found = []
+    for row in range(request.row_count):
+        keys = list(range(min(base, request.cache_length + row + 1)))
+        node = row - len(request.feed)
+        while node >= 0:
+            keys.append(base + node)
+            node = request.parents[node]
+        found.append((session.slots[keys], session.positions[row] - positions[keys]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +141,7 @@ def disagreement(
                 difference = float((found - wanted).abs().max())
                 if not difference <= limit:  # NaN differs too
                     return (
-                        f"{backend.name} attention differs from the reference by {difference:.1e}"
+                        f"attention differs from the reference by {difference:.1e}"
                         f" in {str(dtype).removeprefix('torch.')}, limit {limit:.0e} ({layer})"
                     )
     return ""
@@ -127,7 +174,6 @@ def _random_states(
         torch.full((slot_count, width), torch.nan, dtype=dtype, device=device) for _ in range(2)
     )
     keys[NULL_SLOT:BLOCK_SIZE] = values[NULL_SLOT:BLOCK_SIZE] = 0
-    keys[-BLOCK_SIZE:] = values[-BLOCK_SIZE:] = 0  # the block of padding
     for index in range(len(rows.requests)):
         slots = torch.from_numpy(rows.session(index).slots).to(device)
         keys[slots], values[slots] = random_rows(len(slots), width), random_rows(len(slots), width)
