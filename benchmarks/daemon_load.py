@@ -40,8 +40,8 @@ from watched_verifier import answer
 from edgespec.bench.report import machine, versions
 from edgespec.core.device.commit_reader import RECEIVED_EVERY
 from edgespec.core.protocol.messages import Draft, Open, Received, RunAhead
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL
 from edgespec.wire.codec import encode_uplink
 from edgespec.wire.pb import speculation_pb2 as pb

@@ -36,7 +36,7 @@ from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.association.policies import association_policy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
-from edgespec.core.network.link_model import LinkModel, LinkSettings
+from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent

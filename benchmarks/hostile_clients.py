@@ -29,8 +29,8 @@ import grpc
 import grpc.aio
 
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.wire.codec import decode_downlink, encode_uplink
 from edgespec.wire.door import HEADER, SCHEME
 from edgespec.wire.wire_limits import WireLimits

@@ -30,7 +30,7 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import (
     Agent,
     AgentOptions,

@@ -96,7 +96,7 @@ FLOORS = (
     # The rooms of the core: what both ends share, and what each has for itself.
     *(
         Floor(f"{CORE}.{room}", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True)
-        for room in ("device", "verifier", "network", "association")
+        for room in ("device", "verifier", "association")
     ),
     Floor(CORE, (), IMPURE, stdlib_only=True),
     *(Floor(toy, (CORE, *TOYS), HEAVY | IMPURE) for toy in TOYS),
@@ -173,7 +173,7 @@ def test_every_import_stays_on_its_floor() -> None:
         ("edgespec/core/device/x.py", "from edgespec.core.verifier.engine import VerifyEngine"),
         ("edgespec/core/verifier/x.py", "from edgespec.core.device.policy import MAX_GAMMA"),
         ("edgespec/core/protocol/x.py", "from edgespec.core.device import session"),
-        ("edgespec/core/network/x.py", "import random"),
+        ("edgespec/core/link_model.py", "import random"),
         *(("edgespec/core/x.py", f"import {name}") for name in sorted(IMPURE)),
         ("edgespec/core/ports.py", "import numpy"),
         ("edgespec/core/ports.py", "from edgespec import agent"),

@@ -8,7 +8,7 @@ from edgespec.bench.arms import Arm
 from edgespec.core.device.policy import MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 
 MAX_RTT_MS = 10_000.0

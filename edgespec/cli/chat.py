@@ -28,7 +28,7 @@ from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.setup_error import SetupError
 from edgespec.core.device.offline import Offline
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.checks import one_line
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer
 from edgespec.device.build import (
     PromptTokenizer,

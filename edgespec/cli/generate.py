@@ -28,7 +28,7 @@ from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.bounded_file import TooLargeError, read_text
 from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
-from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
 
 MAX_PROMPT_BYTES = 4 << 20

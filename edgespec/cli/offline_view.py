@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from edgespec.cli.streaming import View
 from edgespec.core.device.offline import Correction
-from edgespec.core.protocol.printable import printable
+from edgespec.core.protocol.checks import printable
 from edgespec.device.agent import Chunk
 from edgespec.device.reply import UnverifiedChunk
 

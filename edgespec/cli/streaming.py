@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from edgespec.core.device.events import TokenKind
+from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.printable import printable
 from edgespec.device.agent import Chunk, GenerationStats
 
 STYLES = {TokenKind.ACCEPTED: "green", TokenKind.CORRECTED: "bold red", TokenKind.DECODED: ""}

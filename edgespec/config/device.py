@@ -27,8 +27,8 @@ from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_O
 from edgespec.core.device.preference import Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.messages import RunAhead
-from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 
 MAX_VERIFIERS, MAX_PORT = 64, 65_535

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import MAX_TOKENS
 
 ENDPOINT_HOST = "127.0.0.1"

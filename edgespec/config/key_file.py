@@ -19,9 +19,8 @@ from pathlib import Path
 
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.config.whole_file import replace_file
-from edgespec.core.protocol.ranges import bounded
-from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.key_ring import DIGEST_BYTES, KeyRing, digest
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.verifier.credential import DIGEST_BYTES, Credential, KeyRing, digest
 
 KEY_PREFIX = "edgespec-"
 """So that a key is known for one where it should not be: in a repository, say."""

@@ -17,8 +17,8 @@ from edgespec.config.common import (
 )
 from edgespec.config.security import ServerTlsSection, is_loopback
 from edgespec.core.device.memory_size import parse_budget
-from edgespec.core.protocol.ranges import bounded
-from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.verifier.block_ledger import SharePrefixes
 
 QUANTIZE_FORMATS = ("", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from edgespec.core.protocol.noise import GOLDEN, MASK_32, gumbel, mix
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix
 
 MAX_TOY_VOCABULARY = 4096
 MAX_TOY_ORDER = 16

@@ -36,8 +36,8 @@ from edgespec.core.device.events import (
 )
 from edgespec.core.device.offline import Correction, Provisional
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
-from edgespec.core.protocol.printable import one_line
 from edgespec.device.verifier_pool import RoutedTransport
 from edgespec.telemetry.agent_status import (
     MAX_EVENTS,

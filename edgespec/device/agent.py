@@ -42,11 +42,11 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
 from edgespec.core.ports import Drafter, LinkError, ModelInfo, Transport, most_leaves
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
-from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.activity import Activity
 from edgespec.device.draft_worth import why_resting
 from edgespec.device.machine_watch import MachineWatch

@@ -20,7 +20,7 @@ from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
 from edgespec.core.device.preference import Prefer
-from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.conversation import current_conversation

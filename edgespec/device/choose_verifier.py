@@ -15,9 +15,9 @@ from typing import Final
 
 from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
 from edgespec.core.ports import LinkError, Transport
+from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.printable import one_line
 
 PROBE_S: Final = 2.0
 # Of a verifier that does not tell how many sessions it takes.

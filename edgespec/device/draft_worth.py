@@ -14,7 +14,7 @@ from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.checks import one_line
 from edgespec.telemetry.agent_status import DraftingStatus
 
 _MAX_WHY = 200

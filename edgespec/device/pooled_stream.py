@@ -13,8 +13,15 @@ from typing import Final, Protocol
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.ports import DeviceStream, LinkError
-from edgespec.core.protocol.messages import Cancel, Commit, Downlink, Fault, Opened, Uplink
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Downlink,
+    Fault,
+    ModelIdentity,
+    Opened,
+    Uplink,
+)
 
 # A verifier that answers though its stream is quiet is asked less and less often.
 _LONGEST_QUIET_S: Final = 12.0

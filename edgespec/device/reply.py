@@ -15,7 +15,7 @@ from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
 from edgespec.core.device.offline import Correction, Provisional
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 from edgespec.device.text import StopFinder, TextDecoder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from edgespec.core.ports import LinkError, ModelInfo, Transport
+from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.printable import one_line
 from edgespec.device.verifier_pool import VerifierPool
 
 _WITHIN_S = 3.0

@@ -30,7 +30,7 @@ from edgespec.core.device.events import (
 )
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES, TurnPolicy
 from edgespec.core.ports import Drafter, StepCancelledError, Twinned
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.draft_step import run_step
 from edgespec.device.draft_thread import DraftThread

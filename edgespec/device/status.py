@@ -17,8 +17,8 @@ from edgespec.core.association.circuit_breaker import CLOSED
 from edgespec.core.device.draft_ladder import Rung
 from edgespec.core.device.events import STREAMING
 from edgespec.core.ports import Transport
+from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.printable import one_line
 from edgespec.device.activity import GenerationNotes
 from edgespec.device.draft_worth import draft_worth
 from edgespec.device.verifier_pool import VerifierPool

@@ -20,8 +20,7 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.route import Route
 from edgespec.core.ports import DeviceStream, LinkError, Transport
-from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 from edgespec.device.conversation import ConversationTransport, dial_for
 from edgespec.device.link import link_down
 from edgespec.device.pooled_stream import PooledStream

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk
 from edgespec.endpoint.errors import ApiError
 from edgespec.endpoint.marked_text import MarkedText

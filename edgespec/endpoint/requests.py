@@ -15,7 +15,7 @@ from edgespec.core.protocol.sampling import (
     MAX_TOKENS,
 )
 from edgespec.core.protocol.sampling import SamplingParams as SamplingParams
-from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.endpoint.chat_messages import messages_of, tools_of
 from edgespec.endpoint.conversations import chat_conversation, named_conversation
 from edgespec.endpoint.errors import invalid

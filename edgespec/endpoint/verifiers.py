@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Any, Final
 
 from edgespec.core.ports import LinkError, ModelInfo, Transport
+from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.printable import one_line
 
 _ANSWER_S: Final = 3.0
 _NEW_S: Final = 1.0

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.protocol.noise import GOLDEN, MIX_A, MIX_B, position_keys
+from edgespec.core.protocol.sampling import GOLDEN, MIX_A, MIX_B, position_keys
 from edgespec.sampling.workspace import Workspace
 
 # Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.

@@ -22,8 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgespec.core.protocol.noise import GOLDEN, MIX_A, MIX_B, gumbel, noise_bits, position_keys
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import (
+    GOLDEN,
+    MIX_A,
+    MIX_B,
+    SamplingParams,
+    gumbel,
+    noise_bits,
+    position_keys,
+)
 
 Row = npt.NDArray[np.float32]
 Places = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from edgespec.core.protocol.noise import GOLDEN, MASK_32, MIX_A, MIX_B, position_keys
+from edgespec.core.protocol.sampling import GOLDEN, MASK_32, MIX_A, MIX_B, position_keys
 from edgespec.sampling.torch_device_copies import to_device
 
 

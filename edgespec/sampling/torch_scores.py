@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from edgespec.core.ports import PassRequest
-from edgespec.core.protocol.scores import LEAST_LOGPROB, TokenScore
+from edgespec.core.protocol.work import LEAST_LOGPROB, TokenScore
 from edgespec.sampling.torch_device_copies import to_device
 
 

@@ -13,7 +13,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from edgespec.core.protocol.printable import printable
+from edgespec.core.protocol.checks import printable
 from edgespec.telemetry.request_id import request_id
 
 TEXT, JSON = "text", "json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.core.verifier.stream_budget import Wait
+from edgespec.core.verifier.traffic_budget import Wait
 
 
 class ReadWaits:

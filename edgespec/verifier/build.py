@@ -22,8 +22,7 @@ from edgespec.core.protocol.text_files import (
 )
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.fair_shares import ShareLimits
-from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models.constraint_readers import verifier_reader
 from edgespec.models.folders import Role, check_folder, model_info, resolve_model
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info

@@ -17,8 +17,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.protocol.constrained_text import ConstrainedText
-from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
+from edgespec.core.protocol.constraint import (
+    ConstrainedText,
+    Constraint,
+    ConstraintBusyError,
+    ConstraintError,
+)
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.verifier.credential import ANYBODY, Credential
 

@@ -30,8 +30,7 @@ from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierC
 from edgespec.config.key_file import load_keys
 from edgespec.config.security import DeviceTlsSection, ServerTlsSection, host_of, is_loopback
 from edgespec.config.setup_error import needs
-from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.key_ring import KeyChanges, KeyRing
+from edgespec.core.verifier.credential import Credential, KeyChanges, KeyRing
 
 if TYPE_CHECKING:
     import grpc

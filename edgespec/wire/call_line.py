@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from edgespec.core.verifier.call_budget import CallBudget, CallLimits
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
 from edgespec.wire.call_end import abort_call
 from edgespec.wire.peer_address import peer_address
 from edgespec.wire.refusals import Refusals

@@ -23,8 +23,16 @@ import grpc.aio
 
 from edgespec.core.ports import Authenticate, ByteMeter, LinkError, ServeStream
 from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
-from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget, CallLimits
-from edgespec.core.verifier.stream_budget import UplinkBudget, UplinkLimits, Wait, without_keys
+from edgespec.core.verifier.traffic_budget import (
+    INFO_LIMITS,
+    OPEN_LIMITS,
+    CallBudget,
+    CallLimits,
+    UplinkBudget,
+    UplinkLimits,
+    Wait,
+    without_keys,
+)
 from edgespec.wire.call_end import abort_call
 from edgespec.wire.call_line import CallLine, caller, payer, retry_metadata
 from edgespec.wire.codec import encode_downlink

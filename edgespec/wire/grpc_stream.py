@@ -35,7 +35,7 @@ from edgespec.core.protocol.messages import (
     Uplink,
 )
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.stream_budget import StreamBudget
+from edgespec.core.verifier.traffic_budget import StreamBudget
 from edgespec.wire.call_end import GONE
 from edgespec.wire.codec import decode_uplink, encode_downlink
 from edgespec.wire.peer_address import peer_address

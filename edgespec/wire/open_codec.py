@@ -13,7 +13,7 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import MAX_LOGPROBS
+from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.wire_limits import (
     ProtocolViolation,

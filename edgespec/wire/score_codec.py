@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgespec.core.protocol.scores import MAX_LOGPROBS, TokenScore
+from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits, check_count, check_tokens
 

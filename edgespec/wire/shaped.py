@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
-from edgespec.core.network.link_model import LinkModel
+from edgespec.core.link_model import LinkModel
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport, is_idle
 from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
 from edgespec.wire.codec import payload_bytes

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from edgespec.core.protocol.text_files import PackedFile, TextFileError
-from edgespec.core.verifier.call_budget import CallLimits
+from edgespec.core.verifier.traffic_budget import CallLimits
 from edgespec.wire.call_end import abort_call
 from edgespec.wire.call_line import CallLine
 from edgespec.wire.door import Door, shown_key

@@ -18,8 +18,7 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import DeviceView, association_policy
 from edgespec.core.association.route import FailoverPolicy
-from edgespec.core.protocol.messages import FaultCode, Limits, VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo
 from edgespec.core.protocol.work import ModelInfo
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")

@@ -12,8 +12,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, PassRequest
-from edgespec.core.verifier.acceptance import ExactRule
-from edgespec.core.verifier.run_ahead import run_ahead_policy
+from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Attach,

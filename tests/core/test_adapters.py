@@ -8,12 +8,20 @@ import pytest
 
 from edgespec.core.association.candidates import Candidate
 from edgespec.core.association.circuit_breaker import BreakerPolicy, CircuitBreaker
-from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, Opened, VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity, why_not
+from edgespec.core.protocol.messages import (
+    Fault,
+    FaultCode,
+    Limits,
+    ModelIdentity,
+    Open,
+    Opened,
+    VerifierInfo,
+    why_not,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from tests.core.fixed_text import LIMITS

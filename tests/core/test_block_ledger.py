@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
-from edgespec.core.verifier.acceptance import ExactRule
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.run_ahead import run_ahead_policy
+from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
 from tests.core.fixed_text import LIMITS, MODEL, REQUEST, TEXT

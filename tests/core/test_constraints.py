@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device import events as ev
-from edgespec.core.protocol.constrained_text import ConstrainedText
 from edgespec.core.protocol.constraint import (
     MAX_CONSTRAINT_BYTES,
+    ConstrainedText,
     Constraint,
     ConstraintError,
     ConstraintKind,

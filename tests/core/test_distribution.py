@@ -25,7 +25,7 @@ from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule, Walk
+from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter

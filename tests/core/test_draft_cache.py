@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device.cache import DraftCache
-from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import CommittedPrefix
 
 _short = st.lists(st.integers(0, 1), max_size=4)
 

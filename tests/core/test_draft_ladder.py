@@ -21,8 +21,7 @@ from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import PolicyName, default_policy, named_policy
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from edgespec_sim.faults.options import WorldOptions
 from edgespec_sim.faults.worlds import run_world
 

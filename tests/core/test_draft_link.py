@@ -34,8 +34,8 @@ from edgespec.core.protocol.messages import (
     FinishReason,
     Limits,
 )
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.verifier.constraint_desk import WITHIN_S
 from tests.core.draft_scripts import (
     DECODED,

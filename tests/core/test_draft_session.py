@@ -37,8 +37,8 @@ from edgespec.core.protocol.messages import (
     Received,
     RunAhead,
 )
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import Candidate
 from tests.core.draft_scripts import (
     ACCEPTED,

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.core.protocol.messages import Cancel, FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.acceptance import ExactRule, Walk
+from edgespec.core.verifier.drafts import ExactRule, Walk
 from edgespec.core.verifier.engine import SWEEP_S, VerifyEngine
 from edgespec.core.verifier.engine_events import (
     BatchDone,

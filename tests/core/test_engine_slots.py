@@ -10,6 +10,7 @@ import pytest
 
 from edgespec.core.protocol.messages import Commit, FaultCode, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.admission import PATIENCE_S
 from edgespec.core.verifier.engine import SWEEP_S, VerifyEngine
 from edgespec.core.verifier.engine_events import (
     CloseSequence,
@@ -24,7 +25,6 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from edgespec.core.verifier.session_slots import PATIENCE_S
 from tests.core.engine_scenes import RUNNING, batch, done, faults, named, new_engine
 from tests.core.fixed_text import LIMITS, MODEL
 

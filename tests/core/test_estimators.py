@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
-from edgespec.core.verifier.arrivals import ArrivalEstimator
+from edgespec.core.verifier.drafts import ArrivalEstimator
 
 
 def test_the_first_samples_are_averaged() -> None:

@@ -17,8 +17,7 @@ from edgespec.core.association.circuit_breaker import (
 from edgespec.core.association.failover import Failover
 from edgespec.core.association.policies import LowestDelay
 from edgespec.core.association.route import FailoverPolicy
-from edgespec.core.protocol.messages import FaultCode, Limits, VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity, why_not
+from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
 from tests.core.failover_world import CALM_AFTER_S, DEVICE, DIAL_S, MODEL, Mood, World
 
 SERVED = ModelIdentity("big", "fp-1", 4096)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.verifier.fair_shares import FairShares, ShareLimits, fair_share
+from edgespec.core.verifier.traffic_budget import FairShares, ShareLimits, fair_share
 
 LIMITS = ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.key_ring import MAX_KEYS, KeyChanges, KeyRing, digest
+from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
 
 
 def ring(**keys: str) -> KeyRing:

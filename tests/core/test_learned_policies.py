@@ -23,9 +23,8 @@ from edgespec.core.device.policy_names import (
 )
 from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.round_policies import LENGTHS, BanditPolicy, ConfidencePolicy
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 
 
 def _view(

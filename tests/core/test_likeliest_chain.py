@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from edgespec.core.protocol.messages import Draft, Limits, Open
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.acceptance import ExactRule
-from edgespec.core.verifier.pass_request import likeliest_chain
-from edgespec.core.verifier.run_ahead import AlwaysRunAhead
-from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.session import VerifySession, likeliest_chain
 
 A, B, C, D = range(1, 5)
 

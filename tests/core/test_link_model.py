@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.network.link_model import (
+from edgespec.core.link_model import (
+    LEAST_TIMEOUT_S,
     DelaySchedule,
     JitterLaw,
     LinkModel,
     LinkSettings,
     SharedQueue,
+    late_s,
 )
-from edgespec.core.network.loss_recovery import LEAST_TIMEOUT_S, late_s
 
 RATE = 8e6
 MS = 1e-3

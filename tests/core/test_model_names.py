@@ -15,8 +15,15 @@ from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.device.events import Connect, Connected, Disconnect, Fail, Tick, Transmit
 from edgespec.core.device.learned import MOST_MODELS, Learned, LearnedByModel
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Cancel, Commit, FaultCode, Limits, Opened, VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    FaultCode,
+    Limits,
+    ModelIdentity,
+    Opened,
+    VerifierInfo,
+)
 from tests.core.draft_scripts import GREETING, streaming
 from tests.core.failover_world import DEVICE, MODEL
 

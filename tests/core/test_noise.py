@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.noise import MASK_32, gumbel, mix, noise_bits, position_keys
+from edgespec.core.protocol.sampling import MASK_32, gumbel, mix, noise_bits, position_keys
 
 WORDS = st.integers(0, MASK_32)
 EULER_GAMMA = 0.5772156649

@@ -35,10 +35,9 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.acceptance import ExactRule
+from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice

@@ -21,8 +21,7 @@ from edgespec.core.device.policy import (
     best_gamma,
 )
 from edgespec.core.device.row_times import RowTimes
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 
 
 def _view(

@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.prefill_budget import (
+from edgespec.core.verifier.scheduler import (
     FIRST_ROWS,
     LEAST_ROWS,
     SLOT_S,
     SLOTS,
     PrefillBudget,
+    PromptLine,
     PromptLoad,
 )
-from edgespec.core.verifier.prompt_line import PromptLine
 from tests.core.paced_engine import DECODE_S, PacedEngine
 
 

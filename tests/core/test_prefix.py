@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import CommittedPrefix
 
 _tokens = st.lists(st.integers(0, 1 << 20), max_size=12)
 

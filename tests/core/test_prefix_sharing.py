@@ -11,11 +11,10 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.protocol.messages import Cancel, Draft, FaultCode, Open, Received, RunAhead
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
-from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.core.verifier.block_names import BlockNames, SharePrefixes
+from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, SharePrefixes
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.printable import (
-    MAX_MESSAGE_LENGTH,
-    REPLACEMENT,
-    one_line,
-    printable,
-)
+from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.estimators import AcceptanceEstimator
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
-from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     EngineAction,

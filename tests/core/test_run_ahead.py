@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from edgespec.core.protocol.messages import RunAhead
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits, RunBatch, StreamOpened
-from edgespec.core.verifier.run_ahead import (
+from edgespec.core.verifier.drafts import (
     AlwaysRunAhead,
     AutoRunAhead,
     NeverRunAhead,
     RunAheadView,
     run_ahead_policy,
 )
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits, RunBatch, StreamOpened
 from tests.core.engine_scenes import batch, done, named
 from tests.core.fixed_text import LIMITS, MODEL, REQUEST
 

@@ -12,13 +12,11 @@ import pytest
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier.acceptance import ExactRule
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.follower_tables import Tables
-from edgespec.core.verifier.pass_request import PassFormer
 from edgespec.core.verifier.proposal import Proposal, ProposalGrower
-from edgespec.core.verifier.run_ahead import AlwaysRunAhead
 from edgespec.core.verifier.served_drafts import ServedDrafts
-from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session import PassFormer, VerifySession
 from edgespec.core.verifier.session_events import (
     Attach,
     Keep,

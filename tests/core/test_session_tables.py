@@ -19,12 +19,11 @@ from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.transitions import DRAFT_MOVES
+from edgespec.core.protocol.checks import State, transition
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.transitions import State, transition
 from edgespec.core.verifier import session as verify_session
-from edgespec.core.verifier.session_events import Offer, VerifyState
-from edgespec.core.verifier.transitions import VERIFY_MOVES
+from edgespec.core.verifier.session_events import VERIFY_MOVES, Offer, VerifyState
 from tests.core.fixed_text import REQUEST, new_session, run_pass
 from tests.sim.random_worlds import play
 

@@ -16,14 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.link_schedules import (
+from edgespec.core.link_model import (
     CapacitySchedule,
     DelaySchedule,
+    LinkModel,
+    LinkSettings,
     LossSchedule,
     OutageSchedule,
+    SharedQueue,
 )
-from edgespec.core.network.shared_queue import SharedQueue
 
 RATE = 8e6  # 1000 bytes take 1 ms.
 MS = 0.001

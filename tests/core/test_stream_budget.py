@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.verifier.call_budget import INFO_LIMITS, OPEN_LIMITS, CallBudget
-from edgespec.core.verifier.stream_budget import (
+from edgespec.core.verifier.traffic_budget import (
+    INFO_LIMITS,
+    OPEN_LIMITS,
+    CallBudget,
     StreamBudget,
     TokenBucket,
     UplinkBudget,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol import tree as tree_module
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, Growth, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
 from edgespec_sim.faults.checks import check_tree
 
 PROMPT = (7, 7)

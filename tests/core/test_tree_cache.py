@@ -12,9 +12,8 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.tree_cache import MAX_TREE_NODES, TreeCache
 from edgespec.core.protocol.messages import Limits, Open, Opened
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import ALIVE, ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ALIVE, ROOT, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate, TreeRows
 from edgespec.device.drafters.tree_rows import RowTable
 

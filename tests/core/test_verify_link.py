@@ -21,7 +21,7 @@ from edgespec.core.protocol.messages import (
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.resume import same_generation
+from edgespec.core.verifier.session import same_generation
 from edgespec.core.verifier.session_events import (
     Attach,
     Detach,

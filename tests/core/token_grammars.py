@@ -11,7 +11,7 @@ from edgespec.core.ports import PassRequest, TargetModel
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind, mask_of
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.acceptance import ExactRule
+from edgespec.core.verifier.drafts import ExactRule
 
 EOS = 0
 

@@ -167,8 +167,7 @@ def random_text(constraint: Constraint, seed: int) -> str:
     """A text of the grammar, each token drawn from all that may come."""
     import random
 
-    from edgespec.core.protocol.constrained_text import ConstrainedText
-    from edgespec.core.protocol.constraint import allows
+    from edgespec.core.protocol.constraint import ConstrainedText, allows
 
     dice, output = random.Random(seed), list[int]()
     text = ConstrainedText(constraint, (EOS,))

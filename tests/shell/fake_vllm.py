@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.protocol.scores import score_token
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.engines.vllm.step import Stepped, Wanted

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol import noise as scalar
+from edgespec.core.protocol import sampling as scalar
 from edgespec.sampling import array_noise as noise
 
 SEEDS = st.integers(0, (1 << 64) - 1)

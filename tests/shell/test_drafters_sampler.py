@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.noise import gumbel, noise_bits
-from edgespec.core.protocol.sampling import SamplingParams, choose, warp
+from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
 from edgespec.sampling.array_sampler import MAX_WIDTH, best_candidates
 from edgespec.sampling.token_counts import TokenCounts
 

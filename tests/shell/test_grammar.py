@@ -19,8 +19,13 @@ from hypothesis import strategies as st
 
 from edgespec.cli.constraint_options import constraint_of
 from edgespec.config import ConfigError
-from edgespec.core.protocol.constrained_text import ConstrainedText
-from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind, mask_of
+from edgespec.core.protocol.constraint import (
+    ConstrainedText,
+    Constraint,
+    ConstraintError,
+    ConstraintKind,
+    mask_of,
+)
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.agent import Agent, GenerationError

@@ -15,8 +15,7 @@ from edgespec.cli import keys as keys_command
 from edgespec.cli.main import app
 from edgespec.config import ConfigError
 from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
-from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.key_ring import digest
+from edgespec.core.verifier.credential import Credential, digest
 
 SHA256 = digest("x").hex()
 

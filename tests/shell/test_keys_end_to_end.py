@@ -171,7 +171,7 @@ async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
 
 
 def _digest(key: str) -> str:
-    from edgespec.core.verifier.key_ring import digest
+    from edgespec.core.verifier.credential import digest
 
     return digest(key).hex()
 

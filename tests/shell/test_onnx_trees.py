@@ -12,9 +12,8 @@ import pytest
 from edgespec.core.device.kv_type import KvType
 from edgespec.core.device.tree_cache import TreeCache
 from edgespec.core.ports import Candidate, StepCancelledError, TreeRows
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 from edgespec.device.drafters.tree_rows import common_length

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 import torch
 
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open, Received, RunAhead
-from edgespec.core.protocol.prefix import CommittedPrefix
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape, PassRequest
-from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     BatchDone,

@@ -14,7 +14,7 @@ import edgespec
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore, score_token
+from edgespec.core.protocol.work import TokenScore, score_token
 from edgespec.device.agent import Agent, Chunk
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer

@@ -14,9 +14,8 @@ pytest.importorskip("torch")
 import torch
 
 from edgespec.core.ports import ModelOutputError
-from edgespec.core.protocol.noise import gumbel
-from edgespec.core.protocol.noise import noise_bits as scalar_bits
-from edgespec.core.protocol.sampling import SamplingParams, choose, warp
+from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, warp
+from edgespec.core.protocol.sampling import noise_bits as scalar_bits
 from edgespec.sampling.torch_noise import gumbel_noise, noise_bits
 from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens, warp_rows
 from edgespec.sampling.torch_token_counts import TokenCounts, TokenCountsCache

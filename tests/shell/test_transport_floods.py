@@ -27,8 +27,7 @@ from edgespec.core.protocol.messages import (
     Received,
     VerifierInfo,
 )
-from edgespec.core.verifier.call_budget import CallLimits
-from edgespec.core.verifier.stream_budget import UplinkLimits
+from edgespec.core.verifier.traffic_budget import CallLimits, UplinkLimits
 from edgespec.wire.codec import encode_info, encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer

@@ -17,10 +17,8 @@ import pytest
 
 from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FaultCode, Open, Opened, Received
-from edgespec.core.verifier.call_budget import CallLimits
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.fair_shares import ShareLimits
-from edgespec.core.verifier.stream_budget import UplinkLimits, Wait
+from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
 from edgespec.wire.door import NO_KEY, WRONG_KEY
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import LinkError, ModelInfo, VerifierStream, is_idle
 from edgespec.core.protocol.messages import (
     Cancel,

@@ -14,7 +14,7 @@ import pytest
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import score_token
+from edgespec.core.protocol.work import score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer

@@ -16,7 +16,6 @@ from edgespec.core.device.events import Deliver
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.tree_cache import TreeCache
-from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import (
     Commit,
     Draft,
@@ -26,12 +25,11 @@ from edgespec.core.protocol.messages import (
     Open,
     Opened,
 )
-from edgespec.core.protocol.tree import ROOT, Growth, Node, SpeculationTree
-from edgespec.core.verifier.acceptance import ExactRule, Walk
+from edgespec.core.protocol.tree import ROOT, Ending, Growth, Node, SpeculationTree
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.containment import Containment
-from edgespec.core.verifier.inbox import DraftInbox
+from edgespec.core.verifier.drafts import DraftInbox, ExactRule, Walk
+from edgespec.core.verifier.engine import Containment, SessionRegistry
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -43,7 +41,6 @@ from edgespec.core.verifier.session_events import (
     VerifyAction,
     VerifyEvent,
 )
-from edgespec.core.verifier.session_registry import SessionRegistry
 from tests.sim.mutant import Mutant, patch
 
 _place, _keep = SpeculationTree.place, VerifySession._on_pass_done

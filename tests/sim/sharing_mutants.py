@@ -12,21 +12,19 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import fairness
-from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.core.verifier.block_names import BlockNames, _hash
-from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.containment import Containment
+from edgespec.core.verifier.admission import SessionSlots
+from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, _hash
+from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
+from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.engine_events import BatchFailed
 from edgespec.core.verifier.fairness import Account, Fairness
-from edgespec.core.verifier.pass_request import PassFormer
-from edgespec.core.verifier.prefix_sharing import PrefixSharing
 from edgespec.core.verifier.proposal import Proposal
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.session import PassFormer
 from edgespec.core.verifier.session_events import (
     VerifyCounters,
 )
-from edgespec.core.verifier.session_slots import SessionSlots
 from tests.core.test_fairness import (
     test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
 )

@@ -16,7 +16,7 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.network.link_model import LinkSettings
+from edgespec.core.link_model import LinkSettings
 from edgespec.core.ports import Drafter, ModelInfo, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams

@@ -14,8 +14,7 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.events import Deliver
-from edgespec.core.network.link_model import LinkModel
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, SharedQueue
 from edgespec.core.protocol.messages import Commit, Downlink
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.links.path import OneHop

@@ -18,9 +18,9 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.drafts import AlwaysRunAhead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.run_ahead import AlwaysRunAhead
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice

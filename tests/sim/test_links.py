@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
 from edgespec_sim.links.from_trace import TraceLinks, link_pair

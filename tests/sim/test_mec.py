@@ -21,7 +21,7 @@ from edgespec.core.association.policies import (
     VerifierView,
     association_policy,
 )
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.radio.power import TRANSMIT_FACTOR
 from edgespec_sim.scenario.loading import load_scenario

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.bench.arms import Arm
-from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.tcp_connection import MESSAGE_BYTES, TcpConnection, TcpPath
 from edgespec_sim.links.tcp_receiver import TcpReceiver

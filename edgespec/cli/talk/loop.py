@@ -35,7 +35,7 @@ from edgespec.config import AgentConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.device.offline import Offline
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.printable import one_line, printable
+from edgespec.core.protocol.checks import one_line, printable
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import PromptTokenizer
 from edgespec.device.status import StatusSource

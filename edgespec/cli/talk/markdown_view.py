@@ -18,8 +18,8 @@ from rich.markdown import Markdown
 
 from edgespec.cli.talk.live_region import LiveRegion
 from edgespec.cli.talk.markdown_blocks import BlockSplitter
+from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.printable import printable
 from edgespec.device.agent import Chunk
 
 FRAME_S: Final = 0.1

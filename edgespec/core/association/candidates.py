@@ -20,8 +20,7 @@ from edgespec.core.association.circuit_breaker import CLOSED, BreakerPolicy, Cir
 from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
 from edgespec.core.association.route import Route
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
-from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 
 _GUESSED_RTT_S = 0.05
 # Of a verifier that does not tell how many sessions it takes.

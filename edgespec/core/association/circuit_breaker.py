@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from edgespec.core.protocol.noise import noise_bits
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.sampling import noise_bits
 
 _LEAST_S: Final = 1e-3
 _LONGEST_S: Final = 86_400.0

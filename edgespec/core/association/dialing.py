@@ -10,7 +10,7 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import Candidate, Candidates
 from edgespec.core.association.circuit_breaker import CLOSED
 from edgespec.core.association.route import FailoverPolicy, Route
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.checks import one_line
 
 Actions = list[ev.FailoverAction]
 _ROUND_TRIPS = 4.0

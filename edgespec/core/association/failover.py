@@ -27,9 +27,8 @@ from edgespec.core.association.circuit_breaker import CLOSED
 from edgespec.core.association.dialing import Actions, Dialing, probe
 from edgespec.core.association.policies import AssociationPolicy, DeviceView
 from edgespec.core.association.route import FailoverPolicy, Route
-from edgespec.core.protocol.messages import FaultCode
-from edgespec.core.protocol.model_identity import ModelIdentity, why_not
-from edgespec.core.protocol.printable import one_line
+from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.messages import FaultCode, ModelIdentity, why_not
 
 # A verifier that breaks so soon after it was tried at once is not tried at once again.
 _SOON_S = 0.5

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from edgespec.core.protocol.messages import FaultCode, VerifierInfo
-from edgespec.core.protocol.model_identity import ModelIdentity
+from edgespec.core.protocol.messages import FaultCode, ModelIdentity, VerifierInfo
 from edgespec.core.statically_frozen import statically_frozen
 
 # --- events ---------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from edgespec.core.association.views import Links as Links
 from edgespec.core.association.views import LinkView as LinkView
 from edgespec.core.association.views import VerifierView as VerifierView
 from edgespec.core.association.views import has_room, one_by_one
-from edgespec.core.protocol.noise import noise_bits
+from edgespec.core.protocol.sampling import noise_bits
 
 # A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
 _MESSAGE_BITS = 8 * 120.0

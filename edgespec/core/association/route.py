@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.core.association.circuit_breaker import BreakerPolicy
-from edgespec.core.protocol.model_identity import ModelIdentity
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.messages import ModelIdentity
 
 _LEAST_S = 1e-3
 _LONGEST_S = 3600.0

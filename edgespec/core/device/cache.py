@@ -6,7 +6,7 @@ after a miss costs one integer, and nothing is fed twice.
 
 from __future__ import annotations
 
-from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.tree import CommittedPrefix
 
 
 class DraftCache:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
-from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import Candidate, TreeRows
+from edgespec.core.protocol.work import Candidate, TokenScore, TreeRows
 from edgespec.core.statically_frozen import statically_frozen
 
 

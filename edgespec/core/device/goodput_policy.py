@@ -31,8 +31,7 @@ from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.leaf_choice import further_leaves, likely_leaves
 from edgespec.core.device.policy import WindowedPolicy, is_full
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 
 LEAST_GAIN: Final = 0.002
 """Below that a step is not worth asking for, whatever it costs."""

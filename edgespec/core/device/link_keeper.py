@@ -18,10 +18,8 @@ from __future__ import annotations
 from edgespec.core.device import events as ev
 from edgespec.core.device.reconnect import Reconnect, ReconnectPolicy
 from edgespec.core.device.transitions import DRAFT_MOVES
-from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open, Opened
-from edgespec.core.protocol.model_identity import ModelIdentity
-from edgespec.core.protocol.printable import one_line
-from edgespec.core.protocol.transitions import transition
+from edgespec.core.protocol.checks import one_line, transition
+from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, ModelIdentity, Open, Opened
 
 # A verifier that is full or going away is not sick: asking again costs it nothing.
 _BUSY = (FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)

@@ -29,8 +29,8 @@ from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.messages import Commit, Open, Opened
-from edgespec.core.protocol.ranges import bounded
 from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from edgespec.core.protocol.noise import noise_bits
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.sampling import noise_bits
 
 LEAST_S: Final = 1e-3
 LONGEST_S: Final = 1e7

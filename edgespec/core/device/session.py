@@ -38,8 +38,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     RunAhead,
 )
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import SpeculationTree
+from edgespec.core.protocol.tree import CommittedPrefix, SpeculationTree
 
 # Until ``Opened`` tells; a verifier that takes less drops the rest, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)

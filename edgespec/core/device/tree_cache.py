@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import TreeRows
 
 MAX_TREE_NODES = 256

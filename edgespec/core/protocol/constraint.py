@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 
 MAX_CONSTRAINT_BYTES: Final = 32 << 10
 """Of its text in UTF-8; it travels in the first message of a stream, beside the prompt."""
@@ -87,3 +87,93 @@ def mask_of(tokens: Iterable[int]) -> bytes:
     for token in tokens:
         bits |= 1 << token
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+# One text beside its grammar: it follows as tokens come, and tells what may come next.
+#
+# Theory of operation. The matcher stands behind ``_taken``, the longest beginning of the text that
+# was followed last which the grammar takes. To follow a text costs the tokens that are new, and a
+# rollback of those that are gone. A tree behind the text is walked depth first: forward by a node's
+# token, back again when all behind it was seen, so that each node costs one token and one mask.
+#
+# Where the grammar is at its end only the end tokens may come. They may come, too, where it can
+# neither go on nor end: such a text ends there (a *dead end*; a vocabulary that has every byte has
+# none). A place behind an end token, or behind a token that the grammar forbids, has no mask: no
+# text ever gets there.
+
+
+class ConstrainedText:
+    """``end_tokens`` are those that end a text of the model. Raises ``ConstraintError`` for a
+    constraint that nobody at this end has read, and for a model without an end token."""
+
+    def __init__(self, constraint: Constraint, end_tokens: Iterable[int]) -> None:
+        if constraint.matcher is None:
+            raise ConstraintError(f"there is nothing here that reads a {constraint.kind.value}")
+        self._end_tokens = frozenset(end_tokens)
+        if not self._end_tokens:
+            raise ConstraintError("a constraint needs a model with an end token")
+        self._ends = mask_of(self._end_tokens)
+        self._matcher: Matcher = constraint.matcher()
+        self._taken: list[int] = []
+        self._lost = False
+        """The text that was followed last goes on behind ``_taken``."""
+
+    def follow(self, output: Sequence[int]) -> int:
+        """Stand behind ``output``, the generated tokens so far; how many of them the grammar takes,
+        an end token behind a complete text included."""
+        taken = self._taken
+        kept = len(taken)
+        if list(output[:kept]) != taken:
+            pairs = zip(taken, output, strict=False)
+            kept = next((at for at, (a, b) in enumerate(pairs) if a != b), min(kept, len(output)))
+            self._matcher.rollback(len(taken) - kept)
+            del taken[kept:]
+        fresh = list(output[kept:])
+        end = next((at for at, t in enumerate(fresh) if t in self._end_tokens), len(fresh))
+        count = self._matcher.consume(fresh[:end]) if end else 0
+        taken += fresh[:count]
+        self._lost = len(taken) < len(output)
+        if count == end < len(fresh) and allows(self._mask(), fresh[end]):
+            return len(taken) + 1
+        return len(taken)
+
+    def mask(self) -> bytes | None:
+        """What may come behind the text that was followed last; None: it has no place in the
+        grammar, or has ended."""
+        return None if self._lost else self._mask()
+
+    def masks(self, nodes: Sequence[int], parents: Sequence[int]) -> list[bytes | None]:
+        """What may come behind the text, and behind each of ``nodes``, a tree behind the text whose
+        parents (-1: the text) come before their children. None as for ``mask``."""
+        found: list[bytes | None] = [self.mask(), *[None] * len(nodes)]
+        if not nodes or found[0] is None:
+            return found
+        children: list[list[int]] = [[] for _ in found]
+        for node in range(len(nodes) - 1, -1, -1):
+            children[1 + parents[node]].append(node)
+        path: list[int] = []  # nodes that the matcher has taken
+        open_nodes = [*children[0]]  # a stack
+        while open_nodes:
+            node = open_nodes.pop()
+            parent = parents[node]
+            back = len(path) - (path.index(parent) + 1 if parent >= 0 else 0)
+            if back:
+                self._matcher.rollback(back)
+                del path[len(path) - back :]
+            if nodes[node] in self._end_tokens or self._matcher.consume((nodes[node],)) == 0:
+                continue
+            path.append(node)
+            found[1 + node] = self._mask()
+            open_nodes += children[1 + node]
+        if path:
+            self._matcher.rollback(len(path))
+        return found
+
+    def _mask(self) -> bytes:
+        mask, matcher = self._matcher.mask(), self._matcher
+        if not any(mask):
+            return self._ends
+        if not matcher.accepting:
+            return mask
+        bits = int.from_bytes(mask, "little") | int.from_bytes(self._ends, "little")
+        return bits.to_bytes(max(len(mask), len(self._ends)), "little")

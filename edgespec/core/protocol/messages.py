@@ -11,19 +11,24 @@ from dataclasses import field
 from enum import Enum
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.work import ModelInfo, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
 PROTOCOL_VERSION = 1
+
 EXACT_RULE = "exact"
+
 MAX_COMMIT_TOKENS = 4096
 """Tokens in one Commit. A device that comes back further behind is sent several of them."""
+
 MAX_ADAPTERS = 64
 """Models that one verifier serves beside its own, each of them that with an adapter."""
+
 MAX_NAME_BYTES = 256
 """Of a model's name, in UTF-8."""
+
 MAX_SECRET_BYTES = 64
+
 MAX_PRICE = 1000
 """In thousandths: no draft pays for its row."""
 
@@ -89,9 +94,6 @@ class Limits:
     """How long a session outlives its link."""
 
 
-# --- device -> verifier ---------------------------------------------------------------------
-
-
 @statically_frozen
 class Open:
     session_id: str
@@ -143,9 +145,6 @@ class Received:
 @statically_frozen
 class Cancel:
     """The device wants no more tokens."""
-
-
-# --- verifier -> device ---------------------------------------------------------------------
 
 
 @statically_frozen
@@ -204,11 +203,10 @@ class Fault:
 
 
 Uplink = Open | Draft | Received | Cancel
+
 Downlink = Opened | Commit | Fault
+
 Message = Uplink | Downlink
-
-
-# --- beside the streams ---------------------------------------------------------------------
 
 
 @statically_frozen
@@ -237,3 +235,44 @@ class VerifierInfo:
         if not name:
             return self.model
         return next((one for one in self.served if one.name == name), None)
+
+
+@statically_frozen
+class ModelIdentity:
+    """What a verifier tells of its model when it opens a session."""
+
+    name: str
+    fingerprint: str
+    """Empty: one that does not tell it; then the name has to do."""
+    context_length: int
+    """Prompt plus output, in tokens; 0: not told."""
+
+    @classmethod
+    def of(cls, opened: Opened) -> ModelIdentity:
+        return cls(opened.model, opened.fingerprint, opened.limits.context_length)
+
+    def is_model_of(self, other: ModelIdentity) -> bool:
+        """Whether both are one model. A verifier that tells no fingerprint is not known to serve
+        the model of one that does, whatever its name."""
+        if self.fingerprint or other.fingerprint:
+            return self.fingerprint == other.fingerprint
+        return self.name == other.name
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.fingerprint[:12] or 'no fingerprint'})"
+
+
+def why_not(begun: ModelIdentity, here: ModelIdentity, needed_length: int) -> str | None:
+    """Why a text that ``begun`` began cannot go on ``here``, or None. ``needed_length`` is prompt
+    and longest output, 0: not known."""
+    if not here.is_model_of(begun):
+        return f"it serves the model {here}, but the text was begun by {begun}"
+    if not begun.context_length:
+        return None
+    wanted = min(begun.context_length, needed_length or begun.context_length)
+    if here.context_length < wanted:
+        return (
+            f"its context is {here.context_length} tokens, but the text was begun with"
+            f" {begun.context_length} and may take {wanted}"
+        )
+    return None

@@ -16,13 +16,53 @@ what it drafted, the verifier grows what arrived, and both commit the same token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from edgespec.core.protocol.prefix import CommittedPrefix
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import GOLDEN, SamplingParams, mix
+
+# The committed prefix: prompt and the target's own tokens, with a hash of every beginning.
+#
+# Positions are absolute indices; ``length`` is the position of the next token. The rolling hash
+# lets either side notice that the other holds different tokens, which lengths alone do not show.
+
+_EMPTY_HASH = 0x65646765
+
+
+class CommittedPrefix:
+    """Append-only token sequence. ``hash_at(n)`` is the 32-bit hash of its first n tokens,
+    computed when it is asked for."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        self.prompt_length = len(prompt)
+        self.length = 0
+        self.tokens: list[int] = []
+        self._hashes: list[int] = [_EMPTY_HASH]
+        self.extend(prompt)
+        self.extend(output)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self.tokens += tokens
+        self.length = len(self.tokens)
+
+    def hash_at(self, length: int) -> int:
+        hashes = self._hashes
+        for token in self.tokens[len(hashes) - 1 : length]:
+            hashes.append(mix(hashes[-1] * GOLDEN + token))
+        return hashes[length]
+
+    def starts_with(self, tokens: Sequence[int]) -> bool:
+        return self.tokens[: len(tokens)] == list(tokens)
+
 
 ROOT = 0
+
 # Committed ids that late drafts may still name. A device hears of a commit within a round trip, so
 # only ids of the last round trip matter; this is thousands of tokens at any real link.
 MAX_COMMITTED_IDS = 4096
@@ -187,3 +227,41 @@ class SpeculationTree:
         self._committed[node_id] = position
         if len(self._committed) > MAX_COMMITTED_IDS:
             del self._committed[next(iter(self._committed))]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    stops: frozenset[int]
+    end: int
+    """The committed length at which the generation is full."""
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingParams,
+        prompt_length: int,
+        context_length: int,
+        eos_token_ids: Sequence[int],
+    ) -> Ending:
+        eos = () if sampling.ignore_eos else eos_token_ids
+        end = min(prompt_length + sampling.max_tokens, context_length)
+        return cls(frozenset((*sampling.stop_token_ids, *eos)), end)
+
+    def reached(self, prefix: CommittedPrefix) -> FinishReason | None:
+        """How a generation that holds these tokens has ended already, if it has."""
+        if prefix.output and prefix.output[-1] in self.stops:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if prefix.length >= self.end else None
+
+    def cut(
+        self, position: int, tokens: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """What of ``tokens``, which start at ``position``, belongs to the output, and whether the
+        output ends with it. The stop id itself belongs to it."""
+        room = max(0, self.end - position)
+        if len(tokens) < room and self.stops.isdisjoint(tokens):  # as nearly always
+            return tokens, None
+        for index, token in enumerate(tokens[:room]):
+            if token in self.stops:
+                return tokens[: index + 1], FinishReason.STOP
+        return tokens[:room], FinishReason.LENGTH if len(tokens) >= room else None

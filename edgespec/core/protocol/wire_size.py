@@ -20,7 +20,7 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 
 _FIXED32 = 5  # a tag and four bytes
 _SAMPLING_BYTES = 24

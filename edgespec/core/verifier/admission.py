@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from edgespec.core.protocol.estimators import MovingAverage
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
-from edgespec.core.protocol.scores import MAX_LOGPROBS
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.work import MAX_LOGPROBS, ModelInfo
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.session import VerifySession
 
 
 def limits_of(credential: Credential, limits: Limits) -> Limits:
@@ -100,3 +102,158 @@ def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits, whose: str) 
             why = f"token {bad} of {name} is outside the vocabulary of {size}"
             return Fault(FaultCode.INVALID, why)
     return None
+
+
+# Who was refused because the verifier is full: what it is told, and its place in line.
+#
+# Theory of operation. A full verifier lets a session in when another one ends, about one every
+# ``gap_s`` (a moving average of the time between those that got in). Who is refused is remembered
+# until it gets in, or has not asked again for ``FORGET_S``; those who were refused before it wait
+# before it. It is told how many they are, and to come back in
+#
+#     retry_after_s = (waiting before it + 1) * gap_s, between ``LEAST_S`` and ``MOST_S``
+#
+# With one let in every 2 s and three before it that is 8 s. The place is an estimate: nothing is
+# reserved, so that no place stays empty for a device that does not come back. At most ``MOST``
+# sessions are remembered.
+
+LEAST_S, MOST_S = 1.0, 10.0
+
+FORGET_S = 2.0 * MOST_S
+
+MOST = 1024
+
+
+class RefusedLine:
+    """Sessions are known by their keys."""
+
+    def __init__(self) -> None:
+        self._asked_at: dict[str, float] = {}
+        """In the order of the first refusal."""
+        self._gap_s = MovingAverage()
+        self._entered_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._asked_at)
+
+    def refuse(self, key: str, max_sessions: int, now: float) -> Fault:
+        """What the session is told that finds all places taken."""
+        for other, at in tuple(self._asked_at.items()):
+            if now - at > FORGET_S:
+                del self._asked_at[other]
+        if key in self._asked_at or len(self._asked_at) < MOST:
+            self._asked_at[key] = now
+        before = next((n for n, other in enumerate(self._asked_at) if other == key), MOST)
+        why = f"all {max_sessions} sessions are taken; {before} wait before it"
+        wait_s = (before + 1) * self._gap_s.get(0.0)
+        return Fault(FaultCode.OVERLOADED, why, min(MOST_S, max(LEAST_S, wait_s)))
+
+    def entered(self, key: str, now: float) -> None:
+        """The session got a place."""
+        self._asked_at.pop(key, None)
+        if self._entered_at is not None:
+            self._gap_s.add(min(MOST_S, now - self._entered_at))
+        self._entered_at = now
+
+
+# How many sessions a verifier holds, and which one makes room for a new one.
+#
+# A session is *useless* while its device is gone, or has left tokens unacknowledged for
+# ``PATIENCE_S``: a device that comes back resumes from what it holds, so ending such a session
+# costs it time and nothing else. When all slots are taken, or all of one peer or credential, the
+# session (of theirs) that has been useless longest gives its slot to the newcomer; when none is,
+# the newcomer is refused. Thus devices that open sessions and read nothing cannot keep others out.
+# Who is refused because the verifier is full hears its place in line (``refused_line.py``).
+
+# Several round trips of a slow link: a device that reads acknowledges sooner.
+PATIENCE_S = 3.0
+
+DISPLACED = Fault(
+    FaultCode.OVERLOADED,
+    f"the device acknowledged nothing for {PATIENCE_S:g} s, and another needs the session's place",
+    retry_after_s=1.0,
+)
+
+
+class SessionSlots:
+    """``sessions`` is the engine's own table."""
+
+    def __init__(self, limits: EngineLimits, sessions: Mapping[str, VerifySession]) -> None:
+        self._limits, self._sessions = limits, sessions
+        self.credential_of: dict[str, Credential] = {}
+        """Whose each session is, by key."""
+        self._peer_of: dict[str, str] = {}
+        self._refused = RefusedLine()
+
+    def take(self, key: str, peer: str, credential: Credential, now: float) -> None:
+        """The session now counts for the peer and the credential."""
+        self._peer_of[key], self.credential_of[key] = peer, credential
+        self._refused.entered(key, now)
+
+    def free(self, key: str) -> None:
+        """The session is over."""
+        self._peer_of.pop(key, None)
+        self.credential_of.pop(key, None)
+
+    def displaced_by(
+        self, key: str, peer: str, credential: Credential, now: float
+    ) -> str | Fault | None:
+        """What has to happen before the session may be opened: nothing (None), the end of the
+        session of this key, or the refusal of the newcomer."""
+        limits, name = self._limits, credential.name
+        if most := credential.max_sessions:
+            mine = [one for one, owner in self.credential_of.items() if owner.name == name]
+            if len(mine) >= most:
+                why = f"{len(mine)} sessions of key {name!r} are open, its limit (max_sessions)"
+                return self._longest_useless(mine, now) or Fault(FaultCode.OVERLOADED, why, 1.0)
+        if limits.max_sessions_per_peer:
+            mine = [one for one, owner in self._peer_of.items() if owner == peer]
+            if len(mine) >= limits.max_sessions_per_peer:
+                why = f"{len(mine)} sessions of {peer} are open, its limit (max_sessions_per_peer)"
+                return self._longest_useless(mine, now) or Fault(FaultCode.OVERLOADED, why, 1.0)
+        if len(self._sessions) >= limits.max_sessions:
+            displaced = self._longest_useless(self._sessions, now)
+            return displaced or self._refused.refuse(key, limits.max_sessions, now)
+        return None
+
+    def _longest_useless(self, keys: Iterable[str], now: float) -> str | None:
+        found: list[tuple[float, str]] = []
+        for key in keys:
+            device = self._sessions[key].device
+            if device.detached_at is not None:
+                found.append((device.detached_at, key))
+            elif device.unread_since is not None and now - device.unread_since >= PATIENCE_S:
+                found.append((device.unread_since, key))
+        return min(found)[1] if found else None
+
+
+class StreamTable:
+    """Streams are the driver's numbers, sessions are named by their keys."""
+
+    def __init__(self) -> None:
+        self._stream_of: dict[str, int] = {}
+        self._key_of: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._stream_of)
+
+    def stream(self, key: str) -> int | None:
+        """The stream of a session, if it has one."""
+        return self._stream_of.get(key)
+
+    def key(self, stream: int) -> str | None:
+        """The session of a stream, if it has one."""
+        return self._key_of.get(stream)
+
+    def join(self, stream: int, key: str) -> None:
+        """From now on the two belong together; neither may belong to another."""
+        assert key not in self._stream_of
+        assert stream not in self._key_of
+        self._stream_of[key], self._key_of[stream] = stream, key
+
+    def part(self, key: str) -> int | None:
+        """The session has no stream any more; the one that it had."""
+        stream = self._stream_of.pop(key, None)
+        if stream is not None:
+            del self._key_of[stream]
+        return stream

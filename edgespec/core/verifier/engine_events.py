@@ -11,7 +11,7 @@ from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Recei
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
-from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import ANYBODY, Credential
 
 

@@ -41,7 +41,7 @@ from math import inf
 
 from edgespec.core.protocol.estimators import MovingAverage, PlaneEstimator
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.stream_budget import TokenBucket
+from edgespec.core.verifier.traffic_budget import TokenBucket
 
 AGE_PASSES = 8
 LEAST_BURST = 8.0

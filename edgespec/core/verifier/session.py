@@ -16,10 +16,15 @@ context. ``Evicted`` takes its cache away, ``Cached`` gives some back. ``deadlin
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hmac import compare_digest
 from typing import assert_never
 
-from edgespec.core.protocol.ending import Ending
+from edgespec.core.protocol.checks import transition
 from edgespec.core.protocol.messages import (
+    MAX_COMMIT_TOKENS,
+    MAX_PRICE,
     Cancel,
     Commit,
     Draft,
@@ -31,21 +36,306 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
-from edgespec.core.protocol.prefix import CommittedPrefix
-from edgespec.core.protocol.transitions import transition
-from edgespec.core.protocol.work import ModelInfo
+from edgespec.core.protocol.tree import CommittedPrefix, Ending
+from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.acceptance import AcceptanceRule
-from edgespec.core.verifier.attachment import Attachment
-from edgespec.core.verifier.inbox import DraftInbox
-from edgespec.core.verifier.pass_report import PassReport
-from edgespec.core.verifier.pass_request import PassFormer
-from edgespec.core.verifier.priced_share import PricedShare
-from edgespec.core.verifier.resume import missed_commits
-from edgespec.core.verifier.run_ahead import RunAheadPolicy
-from edgespec.core.verifier.score_keeper import ScoreKeeper
+from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, RunAheadPolicy
+from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
-from edgespec.core.verifier.transitions import VERIFY_MOVES
+from edgespec.core.verifier.session_events import VERIFY_MOVES, Offer, RunningPass, VerifyCounters
+
+# What a verifier's session knows of its device: is it there, what does it hold, when did it hear?
+#
+# A session outlives its stream by the lease, so that a device can come back; and a device that does
+# not acknowledge holds its session up, which others pay for in slots and cache. Times are those of
+# the events.
+
+
+class Attachment:
+    """``length`` is how many tokens the device held when it opened the session."""
+
+    def __init__(self, length: int, now: float) -> None:
+        self.detached_at: float | None = now
+        """Since when no stream belongs to the session; None while one does."""
+        self.unread_since: float | None = None
+        """Since when nothing more is sent, because the device acknowledges nothing."""
+        self.behind = False
+        """Whether what it was to be sent before the last pass still waits to leave."""
+        self.spoke_at = now
+        """When the device was last sent something."""
+        self.received = length
+        """The device holds all tokens before this position."""
+        self._echo: tuple[int, float] | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self.detached_at is None
+
+    def attach(self, length: int, now: float) -> None:
+        """A stream opened, and its device holds ``length`` tokens."""
+        self.detached_at, self.unread_since, self._echo = None, None, None
+        self.behind = False
+        self.received, self.spoke_at = length, now
+
+    def detach(self, now: float) -> None:
+        """The stream is gone; nothing changes when it was gone already."""
+        if self.detached_at is None:
+            self.detached_at = now
+
+    def acknowledge(self, message: Received, now: float) -> None:
+        """The device says what it holds; what it holds never becomes less."""
+        if message.position > self.received:
+            self.received, self.unread_since = message.position, None
+        if message.echo:
+            self._echo = (message.echo, now)
+
+    def note_unread(self, length: int, most: int, now: float) -> None:
+        """Of ``length`` committed tokens, at most ``most`` may be unacknowledged before nothing
+        more is sent."""
+        if length - self.received <= most:
+            self.unread_since = None
+        elif self.unread_since is None:
+            self.unread_since = now
+
+    def take_echo(self, now: float) -> tuple[int, int]:
+        """The echo to return, and for how many microseconds it was held; 0 without one."""
+        if self._echo is None:
+            return 0, 0
+        (echo, held_at), self._echo = self._echo, None
+        return echo, round((now - held_at) * 1e6)
+
+
+# The scores of one session's tokens, from the pass that made them to the device that asked.
+#
+# Theory of operation. A pass scores its rows; the rows on the accepted path are those of the
+# committed tokens. They are kept until the device has acknowledged them, so that one that comes
+# back after a broken link is told them again: no more than flow control lets be outstanding. A
+# session that did not ask has none, and nothing happens here.
+
+
+class ScoreKeeper:
+    def __init__(self) -> None:
+        self._kept: deque[TokenScore] = deque()
+        self._position = 0
+        """Of the first score that is kept; each of the others is for the next position."""
+
+    def commit(
+        self, position: int, rows: Sequence[TokenScore], nodes: Sequence[int], count: int
+    ) -> None:
+        """A pass committed ``count`` tokens from ``position`` on; ``rows`` are as in
+        ``PassResult.scores``, ``nodes`` the accepted ones."""
+        if not rows:
+            return
+        if position != self._position + len(self._kept):
+            self._kept.clear()
+        if not self._kept:
+            self._position = position
+        self._kept += [rows[row] for row in (0, *(1 + node for node in nodes))[:count]]
+
+    def acknowledged(self, position: int) -> None:
+        """The device holds all tokens before ``position``."""
+        while self._kept and self._position < position:
+            self._kept.popleft()
+            self._position += 1
+
+    def of(self, position: int, count: int) -> tuple[TokenScore, ...]:
+        """Of so many tokens from ``position`` on; empty unless all of them are kept."""
+        first = position - self._position
+        if not count or first < 0 or first + count > len(self._kept):
+            return ()
+        return tuple(self._kept)[first : first + count]
+
+
+# Whether an ``Open`` continues a session that is there, and what its device missed meanwhile.
+#
+# The device's delivered tokens are the truth, and whoever shows the session's secret is its device.
+
+
+def same_device(first: Open, later: Open) -> bool:
+    """Whether both were sent by one device: they carry the same secret. A session that was opened
+    without a secret belongs to whoever knows its id."""
+    return compare_digest(first.session_secret, later.session_secret)
+
+
+def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
+    """Whether ``later`` asks for the rest of what ``first`` began: the same model, prompt,
+    sampling, rule and way of running ahead, and no token that ``prefix`` has otherwise."""
+    return (
+        later.model == first.model
+        and later.sampling == first.sampling
+        and later.rule == first.rule
+        and later.run_ahead is first.run_ahead
+        and later.prompt == first.prompt
+        and prefix.starts_with(later.prompt + later.committed)
+    )
+
+
+def missed_commits(
+    prefix: CommittedPrefix, held: int, finish: FinishReason | None, scores: ScoreKeeper
+) -> Iterator[Commit]:
+    """What brings a device that holds ``held`` tokens up to date, in messages the wire can carry;
+    the last one says how the generation ended, if it has. With the scores that are kept."""
+    start = held
+    while prefix.length - start > MAX_COMMIT_TOKENS:
+        yield Commit(start, tuple(prefix.tokens[start : start + MAX_COMMIT_TOKENS]))
+        start += MAX_COMMIT_TOKENS
+    if start < prefix.length or finish is not None:
+        logprobs = scores.of(start, prefix.length - start)
+        yield Commit(start, tuple(prefix.tokens[start:]), finish=finish, logprobs=logprobs)
+
+
+class PassReport:
+    """Makes the commits of one session, and counts its passes."""
+
+    def __init__(
+        self,
+        request: Open,
+        inbox: DraftInbox,
+        device: Attachment,
+        scores: ScoreKeeper,
+        counters: VerifyCounters,
+        share: PricedShare,
+    ) -> None:
+        self._scored = bool(request.logprobs)
+        self._drafting, self._share = request.drafting, share
+        self._inbox, self._device, self._scores = inbox, device, scores
+        self._counters = counters
+
+    def commit(
+        self,
+        position: int,
+        tokens: tuple[int, ...],
+        accepted: int,
+        finish: FinishReason | None,
+        done: RunningPass,
+        row_price: int,
+        now: float,
+    ) -> Commit:
+        """The commit of these tokens, of which the device drafted ``accepted``. A device that
+        drafts on hears its part of the price of a row; ``row_price`` 0: there is none to tell."""
+        rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
+        price = credit = None
+        self._share.note_pass(done.started_at, now)
+        row_price = round(row_price * self._share.value)
+        if row_price and verify_us and self._drafting and finish is None:
+            price = row_price
+            credit = 0 if self._inbox.best_chance < row_price / MAX_PRICE else None
+        stale, (echo, held_us) = self._inbox.take_stale(), self._device.take_echo(now)
+        self._counters.count(rows, accepted, stale)
+        queue_us = round(done.queue_s * 1e6)
+        logprobs = self._scores.of(position, len(tokens)) if self._scored else ()
+        return Commit(  # in the order of its fields: with their names it takes thrice as long
+            position,
+            tokens,
+            accepted,
+            stale,
+            queue_us,
+            verify_us,
+            rows,
+            echo,
+            held_us,
+            finish,
+            price,
+            credit,
+            logprobs,
+        )
+
+
+# What a session asks of the pass that starts now, and what it learns from one that is over.
+#
+# Theory of operation. The committed tokens that the cache lacks are fed, as many as there is room
+# for. If they are all of them, the target's next token is sampled, and nodes may ride behind them:
+# those of the device that are worth their row, or else the verifier's own guesses
+# (``served_drafts.py``). The device is told of its own nodes only, since that is what it learns
+# from.
+#
+# For a target that looks at one path only, a tree is cut to its likeliest chain: the first choice
+# at each place, since siblings come with the likelier before the other.
+
+
+class PassFormer:
+    """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
+    None: it has no drafts of the verifier's own; ``share`` is its part of a row's price.
+    ``trees`` False: the target verifies chains alone."""
+
+    def __init__(
+        self,
+        request: Open,
+        prefix: CommittedPrefix,
+        inbox: DraftInbox,
+        most_nodes: int,
+        end: int,
+        served: ServedDrafts | None,
+        share: PricedShare,
+        *,
+        trees: bool = True,
+    ) -> None:
+        self._trees = trees
+        self._key, self._prefix, self._inbox = request.session_id, prefix, inbox
+        self._most_nodes, self._end, self._served = most_nodes, end, served
+        self._logprobs = request.logprobs
+        self._share = share
+
+    def form(self, cache_length: int, offer: Offer) -> PassRequest:
+        """The request for a pass in which ``offer`` leaves room."""
+        key, first, last = self._key, cache_length, self._prefix.length
+        logprobs = self._logprobs
+        feed = tuple(self._prefix.tokens[first : min(last, first + offer.max_rows)])
+        if first + len(feed) < last:
+            return PassRequest(key, first, feed, sample=False)
+        room = min(offer.max_rows - len(feed), self._most_nodes)
+        price = min(1.0, offer.least_chance) * self._share.value
+        nodes = self._inbox.verifiable(room, self._end, price)
+        if nodes:
+            index = {node.id: i for i, node in enumerate(nodes)}
+            tokens = tuple([node.token for node in nodes])
+            parents = tuple([index.get(node.parent, -1) for node in nodes])
+            if not self._trees:
+                tokens, parents = likeliest_chain(tokens, parents)
+            return PassRequest(key, first, feed, tokens, parents, logprobs=logprobs)
+        if self._served is None:
+            return PassRequest(key, first, feed, logprobs=logprobs)
+        depth = self._end - 1 - last  # a node can matter only before the last token
+        least = offer.least_chance if offer.least_guess is None else offer.least_guess
+        guesses = self._served.propose(self._prefix.tokens, room, depth, least)
+        tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
+        if not self._trees:
+            tokens, parents = likeliest_chain(tokens, parents)
+        served = len(tokens)
+        return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
+
+    def learn(
+        self,
+        request: PassRequest,
+        targets: tuple[int, ...],
+        accepted: tuple[int, ...],
+        counters: VerifyCounters,
+    ) -> int:
+        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
+        device's."""
+        if self._served is None or request.drafted:
+            return len(accepted)
+        self._served.learn(request.tokens, targets[1:], accepted)
+        counters.server_drafted += request.served
+        counters.server_accepted += len(accepted)
+        return 0
+
+
+def likeliest_chain(
+    tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens and parents of the path that takes the first child everywhere; nodes as in
+    ``PassRequest``.
+
+    Worked example: of a tree with the paths ``a b``, ``a c`` and ``d``, in this order, ``a b``.
+    """
+    chain: list[int] = []
+    at = -1
+    for node, parent in enumerate(parents):  # a child comes behind its parent
+        if parent == at:
+            chain.append(tokens[node])
+            at = node
+    return tuple(chain), tuple(range(-1, len(chain) - 1))
 
 
 class VerifySession:

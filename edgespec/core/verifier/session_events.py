@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
-from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import PassRequest
+from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -165,3 +164,20 @@ class RunningPass:
     started_at: float
     queue_s: float
     """How long the oldest of its nodes had waited."""
+
+
+_V = VerifyState
+
+VERIFY_MOVES: Final[dict[tuple[VerifyState, VerifyState], str]] = {
+    (
+        _V.READY,
+        _V.PASSING,
+    ): "`Offer`, when a draft waits, the prompt is not cached or run-ahead says so",
+    (_V.PASSING, _V.READY): "`PassDone` or `PassFailed`",
+    (_V.PASSING, _V.FINISHED): (
+        "`PassDone` with a stop id or a full output, `Cancel`, or a message refused for good"
+    ),
+    (_V.READY, _V.FINISHED): (
+        "`Cancel`, a message refused for good, or `Attach` by a device that holds a full output"
+    ),
+}

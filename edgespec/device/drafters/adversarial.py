@@ -19,8 +19,7 @@ from edgespec.core.ports import (
     StepCancelledError,
     never_cancelled,
 )
-from edgespec.core.protocol.noise import noise_bits
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.device.drafters.token_cache import TokenCache
 
 

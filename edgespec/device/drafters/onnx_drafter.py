@@ -32,7 +32,7 @@ from edgespec.core.ports import (
     StepCancelledError,
     never_cancelled,
 )
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.draft_window import DraftWindow
 from edgespec.device.drafters.kv_buffers import KV_TYPES, KvBuffers, give_back

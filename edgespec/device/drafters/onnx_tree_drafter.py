@@ -27,7 +27,7 @@ from edgespec.core.ports import (
     TreeRows,
     never_cancelled,
 )
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.masked_guesses import guesses

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.constrained_text import ConstrainedText
+from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.sampling.token_counts import TokenCounts
 

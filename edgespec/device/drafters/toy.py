@@ -14,8 +14,7 @@ from edgespec.core.ports import (
     StepCancelledError,
     never_cancelled,
 )
-from edgespec.core.protocol.noise import gumbel, noise_bits
-from edgespec.core.protocol.sampling import SamplingParams, masked, warp
+from edgespec.core.protocol.sampling import SamplingParams, gumbel, masked, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.token_cache import TokenCache
 

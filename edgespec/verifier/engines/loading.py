@@ -7,7 +7,7 @@ import os
 from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import ModelInfo
-from edgespec.core.verifier.block_names import SharePrefixes
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.weights import weights_fingerprint
 from edgespec.verifier.engines.adapters import served_adapters, split_adapters

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.core.ports import ModelInfo, ModelOutputError
-from edgespec.core.protocol.constrained_text import ConstrainedText
-from edgespec.core.protocol.constraint import ConstraintError
+from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.sampling import SamplingParams
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 from edgespec.verifier.targets.tree_shape import TreeShape, tree_shape
 
 Indices = npt.NDArray[np.int64]

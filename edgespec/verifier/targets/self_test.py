@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from edgespec.core.ports import PassRequest
-from edgespec.core.protocol.noise import noise_bits
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.verifier.targets.kv_pool import KvPool
 
 RunPass = Callable[[Sequence[PassRequest]], torch.Tensor]

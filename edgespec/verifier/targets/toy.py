@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.protocol.scores import score_token
-from edgespec.core.protocol.work import CacheShape
+from edgespec.core.protocol.work import CacheShape, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.constrained_rows import ConstrainedRows
 from edgespec.verifier.targets.request_checks import check_batch

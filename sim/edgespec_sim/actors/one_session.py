@@ -9,7 +9,7 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.network.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits

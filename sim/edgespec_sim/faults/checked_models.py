@@ -17,8 +17,7 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
-from edgespec.core.verifier.acceptance import ExactRule, Walk
-from edgespec.core.verifier.run_ahead import RunAheadPolicy, RunAheadView
+from edgespec.core.verifier.drafts import ExactRule, RunAheadPolicy, RunAheadView, Walk
 from edgespec.device.drafters.tree_rows import RowTable
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.faults.checks import CheckFailure, PassCheck, require

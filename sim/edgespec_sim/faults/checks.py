@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.ending import Ending
 from edgespec.core.protocol.messages import Draft, FinishReason, Limits
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, Ending, SpeculationTree
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine

@@ -18,8 +18,8 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.drafts import run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.run_ahead import run_ahead_policy
 from edgespec.device.drafters.tree_rows import PathDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice

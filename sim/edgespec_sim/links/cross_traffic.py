@@ -15,8 +15,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from edgespec.core.network.link_schedules import CapacitySchedule
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import CapacitySchedule, SharedQueue
 
 PACKET_BYTES: Final = 1400
 MAX_SHARE: Final = 0.95

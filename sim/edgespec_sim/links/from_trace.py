@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.link_schedules import (
+from edgespec.core.link_model import (
     CapacitySchedule,
     DelaySchedule,
+    LinkModel,
+    LinkSettings,
     LossSchedule,
     OutageSchedule,
+    SharedQueue,
 )
-from edgespec.core.network.shared_queue import SharedQueue
 from edgespec_sim.traces.network_trace import NetworkTrace
 
 

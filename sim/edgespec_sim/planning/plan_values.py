@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from edgespec.core.network.link_model import LinkSettings
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.link_model import LinkSettings
+from edgespec.core.protocol.checks import bounded
 from edgespec_sim.actors.one_session import Setting
 from edgespec_sim.planning.bounds import Costs
 from edgespec_sim.planning.replication import Interval

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 
 HOURS = 24
 MOST_PER_S = 10_000.0

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from edgespec.core.device.memory_guard import SMALLEST_WINDOW
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 
 MOST_ROWS = 100_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 
 _MINUTE_MS = 60_000.0
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec_sim.scenario.handover_sections import CellHandoverSection
 
 _HOUR_MS = 3_600_000.0

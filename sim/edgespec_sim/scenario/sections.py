@@ -9,7 +9,7 @@ from enum import Enum
 from edgespec.bench.arms import Arm
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec_sim.radio.power import RADIOS
 from edgespec_sim.scenario.arrival_sections import DRAIN_S, ArrivalsSection, SloSection, window_s
 from edgespec_sim.scenario.condition_sections import ConditionsSection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from edgespec.core.protocol.ranges import bounded
+from edgespec.core.protocol.checks import bounded
 from edgespec_sim.scenario.gpu_power import GPU_POWERS
 
 MAX_DEVICES = 1_000_000

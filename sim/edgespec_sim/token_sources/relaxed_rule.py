@@ -24,7 +24,7 @@ from edgespec.core.ports import CacheShape, Drafter, ModelInfo, PassRequest, Pas
 from edgespec.core.protocol.messages import EXACT_RULE
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.acceptance import AcceptanceRule, ExactRule
+from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.token_sources.source import Request, TokenSource
 from edgespec_sim.token_sources.token_importance import Matches, importance, law, threshold_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import SharedQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
 
 SLACK_S = 1e-9

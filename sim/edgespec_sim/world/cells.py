@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.handover import Handover

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import TimeLaw

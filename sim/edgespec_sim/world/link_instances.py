@@ -11,8 +11,7 @@ import math
 from dataclasses import replace
 from pathlib import Path as FilePath
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.telemetry.run_summary import Interruption, LinkLoad
 from edgespec_sim.links.cross_traffic import LoadedQueue
 from edgespec_sim.links.from_trace import TraceLinks

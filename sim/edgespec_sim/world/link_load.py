@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import SharedQueue
 from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.scenario.network_sections import LinkSection
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.core.network.link_model import LinkModel, LinkSettings
-from edgespec.core.network.shared_queue import SharedQueue
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from edgespec.core.network.link_schedules import OutageSchedule
+from edgespec.core.link_model import OutageSchedule
 from edgespec.telemetry.run_summary import Interruption
 from edgespec_sim.scenario.network_sections import LinkSection
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import PassRequest, PassResult
+from edgespec.core.protocol.work import PassRequest, PassResult, TokenScore
 from edgespec.verifier.engines.vllm.step import Stepped, Wanted
 
 NO_SCORE = TokenScore(0.0, 0.0, ())

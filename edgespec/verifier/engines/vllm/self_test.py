@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from edgespec.core.ports import PassRequest
-from edgespec.core.protocol.noise import noise_bits
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.verifier.engines.vllm.target import VllmTarget
 
 TEXTS: Final = 3

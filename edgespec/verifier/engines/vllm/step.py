@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
+from edgespec.core.protocol.work import TokenScore
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ import torch
 
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.scores import TokenScore
-from edgespec.core.protocol.work import PassRequest
+from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
 from edgespec.sampling.torch_scores import score_passes
 from edgespec.sampling.torch_token_counts import TokenCounts

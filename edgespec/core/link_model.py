@@ -1,0 +1,475 @@
+"""When does a message arrive? One direction of a link, as arithmetic.
+
+Theory of operation. A message of a given size goes through four stages, kept apart because mixing
+them up is the classical error of link simulators:
+
+    outage         nothing starts or continues to leave while the link is out; messages wait
+    serialisation  size / bandwidth on a ``SharedQueue``, first come first served; links that share
+                   a queue (one cell, one uplink) share its bandwidth and never each get all of it
+    propagation    one-way delay, constant or from a ``DelaySchedule``, plus jitter
+    loss           a lost message is sent again by the transport below: it is late, never missing
+                   (``loss_recovery.py``: how late)
+
+and is released in order: never before the message handed over ahead of it (one TCP connection).
+
+Pure: no clock, no I/O; ``now_s`` has to be non-decreasing from call to call. Equal seeds and equal
+calls give equal results: chance is the counter-based hash of ``core/protocol/noise.py`` over (seed,
+number of the message, purpose), so changing one impairment leaves the other's numbers alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, Final
+
+from edgespec.core.protocol.sampling import keyed_bits, seed_key
+
+# What a link does over time, as steps: delay, loss, capacity, outages.
+#
+# Theory of operation. A ``StepSchedule`` is a piecewise constant function of time: each step holds
+# until the next one, the first one also before its time. ``period_s`` repeats it from 0 on, which
+# is how a recorded trace is played for longer than it lasted. Its kinds differ in the values that
+# go. ``CapacitySchedule`` can also be integrated: how long bits take that start at a given time.
+# ``OutageSchedule`` holds intervals instead, [start, end), in which nothing passes.
+#
+# All are immutable, so one trace's schedules serve any number of links, each at its own offset.
+
+_MAX_STEPS: Final = 1_000_000
+
+_MAX_OUTAGES: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """Steps (time_s, value); the names and bounds of the value are the subclass's."""
+
+    steps: tuple[tuple[float, float], ...]
+    period_s: float | None = None
+    _times_s: list[float] = field(init=False, repr=False, compare=False)
+
+    value_name: ClassVar[str] = "value"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.steps) <= _MAX_STEPS:
+            raise ValueError(f"a schedule has {len(self.steps)} steps, but 1 to {_MAX_STEPS} go")
+        times_s = [time_s for time_s, _ in self.steps]
+        if any(later <= earlier for earlier, later in itertools.pairwise(times_s)):
+            raise ValueError("the times of a schedule must increase from step to step")
+        for time_s, value in self.steps:
+            self._check(f"{self.value_name} at {time_s} s", value)
+        if self.period_s is not None and not self.period_s > times_s[-1]:
+            raise ValueError(f"period_s is {self.period_s}, but must be above {times_s[-1]}")
+        object.__setattr__(self, "_times_s", times_s)
+
+    def _check(self, name: str, value: float) -> None:
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}, but must be finite and not negative")
+
+    def at(self, time_s: float) -> float:
+        if self.period_s is not None:
+            time_s %= self.period_s
+        index = bisect.bisect_right(self._times_s, time_s)
+        return self.steps[index - 1 if index else 0][1]
+
+
+@dataclass(frozen=True, slots=True)
+class DelaySchedule(StepSchedule):
+    """One-way delay over time, in seconds."""
+
+    value_name: ClassVar[str] = "one_way_s"
+
+    def one_way_s(self, time_s: float) -> float:
+        return self.at(time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSchedule(StepSchedule):
+    """Probability over time that a packet is lost, each time it is sent."""
+
+    value_name: ClassVar[str] = "loss"
+
+    def _check(self, name: str, value: float) -> None:
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} is {value}, but must be in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class CapacitySchedule(StepSchedule):
+    """Capacity over time, in bits per second."""
+
+    value_name: ClassVar[str] = "bits_per_s"
+
+    def _check(self, name: str, value: float) -> None:
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name} is {value}, but must be finite and above 0")
+
+    def duration_s(self, start_s: float, bits: float) -> float:
+        """How long ``bits`` take that start to leave at ``start_s``: the end of the interval from
+        there on over which the capacity integrates to ``bits``."""
+        steps, period_s = self.steps, self.period_s
+        phase_s = start_s if period_s is None else start_s % period_s
+        index = max(bisect.bisect_right(self._times_s, phase_s) - 1, 0)
+        passed_s = 0.0
+        while True:
+            rate = steps[index][1]
+            last = index + 1 == len(steps)
+            # The value of the first step holds before it, so the last one's ends with the period.
+            end_s = (math.inf if period_s is None else period_s) if last else steps[index + 1][0]
+            if bits <= rate * (end_s - phase_s):
+                return passed_s + bits / rate
+            bits -= rate * (end_s - phase_s)
+            passed_s += end_s - phase_s
+            index, phase_s = (0, 0.0) if last else (index + 1, end_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OutageSchedule:
+    """Intervals [start, end) in which nothing leaves; in order, apart from one another."""
+
+    intervals_s: tuple[tuple[float, float], ...]
+    period_s: float | None = None
+    _ends_s: list[float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.intervals_s) > _MAX_OUTAGES:
+            raise ValueError(f"{len(self.intervals_s)} outages, but at most {_MAX_OUTAGES} go")
+        previous_end_s = -math.inf if self.period_s is None else 0.0
+        last_s = math.inf if self.period_s is None else self.period_s
+        for start_s, end_s in self.intervals_s:
+            if not previous_end_s <= start_s < end_s < math.inf or end_s > last_s:
+                raise ValueError(f"outage ({start_s}, {end_s}) is empty or not in order")
+            previous_end_s = end_s
+        out_s = sum(end_s - start_s for start_s, end_s in self.intervals_s)
+        if self.period_s is not None and not out_s < self.period_s:
+            raise ValueError(f"the outages last all of period_s = {self.period_s}")
+        object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.intervals_s])
+
+    def next_after(self, time_s: float) -> tuple[float, float] | None:
+        """The outage that holds at ``time_s`` or else comes next; None: there is none."""
+        if not self.intervals_s:
+            return None
+        base_s = 0.0
+        if self.period_s is not None:
+            base_s = math.floor(time_s / self.period_s) * self.period_s
+        index = bisect.bisect_right(self._ends_s, time_s - base_s)
+        if index == len(self._ends_s):
+            if self.period_s is None:
+                return None
+            index, base_s = 0, base_s + self.period_s
+        start_s, end_s = self.intervals_s[index]
+        return base_s + start_s, base_s + end_s
+
+
+# How long TCP takes to send a lost packet again, as Linux does it.
+#
+# Theory of operation. RACK (RFC 8985, which Linux follows by default) calls a packet lost once one
+# that was sent after it has been acknowledged, and a quarter of a round trip has passed in which it
+# might only have been overtaken. So a sender that goes on sending finds out a round trip and the
+# gap to its next packet later; three duplicate acknowledgements (RFC 5681) would take three gaps.
+# One that falls silent has the retransmission timeout: a round trip and at least 200 ms in Linux
+# (RFC 6298 asks for more), doubled each time. A tail-loss probe comes no earlier for a lone packet,
+# as it waits for a delayed acknowledgement as well.
+#
+# What is not here: congestion windows, as messages are far below one; and the gap to the packet
+# that comes *next* is not known when a message leaves, so the gap before it stands for it.
+
+LEAST_TIMEOUT_S: Final = 0.2
+"""Linux's floor of what a retransmission timeout adds to the round trip (TCP_RTO_MIN)."""
+
+_REORDERING: Final = 0.25
+"""Share of a round trip that RACK waits for packets that overtook one another."""
+
+MOST_LOSSES: Final = 6
+
+
+def late_s(draw: float, probability: float, loss: float, rtt_s: float, gap_s: float) -> float:
+    """How much later a message arrives for its losses. ``draw`` in (0, 1) decides on them;
+    ``probability``: that any of its packets is lost at first, ``loss``: a packet sent again;
+    ``gap_s``: until the sender's next packet."""
+    total_s = 0.0
+    timeout_s = rtt_s + LEAST_TIMEOUT_S
+    for _ in range(MOST_LOSSES):
+        if draw >= probability:
+            break
+        found_s = rtt_s + max(gap_s, _REORDERING * rtt_s)
+        if found_s < timeout_s:
+            total_s += found_s
+        else:
+            total_s += timeout_s
+            timeout_s *= 2.0
+        probability *= loss
+    return total_s
+
+
+# Bandwidth that one or several links send through, one message at a time.
+#
+# Theory of operation. A queue is a line of slots in time, each taken by one message; a message gets
+# the first slot that is long enough from the time on at which it is ready. That is first come,
+# first served, except that a message which may start only later (its link is out) reserves a later
+# slot, and messages of other links that are ready sooner use the gap before it when they fit. How
+# long a slot has to be is the message's size over the capacity, which is a constant or a
+# ``CapacitySchedule`` (then it is integrated from the slot's start on).
+#
+# Slots that touch are joined and slots that have passed are forgotten, so the list is as long as
+# there are gaps ahead: a message costs amortised constant time while messages come in order.
+
+# How many slots that have passed are kept before they are deleted, all at once.
+_MAX_PASSED: Final = 64
+
+
+class SharedQueue:
+    """``bits_per_s`` is the capacity; a schedule's time 0 lies ``offset_s`` before this clock's."""
+
+    def __init__(
+        self, bits_per_s: float | CapacitySchedule = math.inf, *, offset_s: float = 0.0
+    ) -> None:
+        self._schedule = bits_per_s if isinstance(bits_per_s, CapacitySchedule) else None
+        self._bits_per_s = math.inf if isinstance(bits_per_s, CapacitySchedule) else bits_per_s
+        if not self._bits_per_s > 0.0:
+            raise ValueError(f"bits_per_s is {bits_per_s}, but must be above 0")
+        self._offset_s = offset_s
+        self._busy: list[tuple[float, float]] = []
+        self._passed = 0  # as many of the first slots are forgotten
+        self.sent_s = 0.0
+        """For how long links' messages have occupied it, those ahead included."""
+
+    @property
+    def slot_count(self) -> int:
+        """Stretches of time reserved, as joined."""
+        return len(self._busy) - self._passed
+
+    def capacity_bits_per_s(self, time_s: float) -> float:
+        if self._schedule is None:
+            return self._bits_per_s
+        return self._schedule.at(time_s + self._offset_s)
+
+    def serialisation_s(self, start_s: float, size_bytes: int) -> float:
+        """How long a message takes that starts to leave at ``start_s`` and has the queue alone."""
+        if self._schedule is None:
+            return size_bytes * 8 / self._bits_per_s
+        return self._schedule.duration_s(start_s + self._offset_s, size_bytes * 8)
+
+    def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
+        """Start of the first slot from ``ready_s`` on that the message fits into; what ended by
+        ``now_s`` is forgotten, so ``now_s`` must not decrease, nor be after ``ready_s``."""
+        busy = self._busy
+        if not busy:
+            return ready_s
+        count, first = len(busy), self._passed
+        while first < count and busy[first][1] <= now_s:
+            first += 1
+        if first > _MAX_PASSED or first == count:
+            del busy[:first]
+            count, first = len(busy), 0
+        self._passed = first
+        start_s = ready_s
+        for index in range(first, count):
+            busy_start_s, busy_end_s = busy[index]
+            if (
+                start_s < busy_start_s
+                and start_s + self.serialisation_s(start_s, size_bytes) <= busy_start_s
+            ):
+                break
+            start_s = max(start_s, busy_end_s)
+        return start_s
+
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Occupy a slot that ``first_free_s`` found for a message of that size; joined with a
+        neighbour it touches."""
+        if start_s == end_s:
+            return
+        busy = self._busy
+        if not busy or busy[-1][1] <= start_s:  # behind all others, as usual
+            if busy and busy[-1][1] == start_s:
+                start_s = busy.pop()[0]
+            busy.append((start_s, end_s))
+            return
+        index = bisect.bisect(busy, (start_s, end_s), lo=self._passed)
+        first, last = index, index
+        if index > self._passed and busy[index - 1][1] == start_s:
+            first, start_s = index - 1, busy[index - 1][0]
+        if index < len(busy) and busy[index][0] == end_s:
+            last, end_s = index + 1, busy[index][1]
+        busy[first:last] = [(start_s, end_s)]
+
+
+__all__ = [
+    "DelaySchedule",
+    "JitterLaw",
+    "LinkModel",
+    "LinkSettings",
+    "SharedQueue",
+]
+
+_PACKET_BYTES: Final = 1400
+
+# What a draw is for: the hash's third argument.
+_JITTER: Final = 0
+
+_LOSS: Final = 1
+
+
+class JitterLaw(Enum):
+    """How the delay beyond ``one_way_s`` is spread; ``jitter_s`` is its mean in both."""
+
+    UNIFORM = "uniform"
+    EXPONENTIAL = "exponential"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """One direction of a link. Times are on the clock of ``arrival``'s ``now_s``."""
+
+    one_way_s: float = 0.0
+    """Propagation; ignored when there is a ``schedule``."""
+    jitter_s: float = 0.0
+    """Mean of the extra delay."""
+    jitter_law: JitterLaw = JitterLaw.EXPONENTIAL
+    loss: float = 0.0
+    """Probability that a packet (1400 bytes) is lost, each time it is sent."""
+    overhead_bytes: int = 0
+    """Framing that each message takes on the link beyond its payload."""
+    outages_s: tuple[tuple[float, float], ...] = ()
+    """Intervals [start, end) in which nothing leaves; in order, apart from one another."""
+    schedule: DelaySchedule | None = None
+    loss_schedule: LossSchedule | None = None
+    """Takes the place of ``loss``."""
+    outage_schedule: OutageSchedule | None = None
+    """Outages beyond ``outages_s``, which may repeat."""
+    schedule_offset_s: float = 0.0
+    """Where in the three schedules the clock's time 0 lies."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least_0("one_way_s", self.one_way_s)
+        _at_least_0("jitter_s", self.jitter_s)
+        _at_least_0("overhead_bytes", self.overhead_bytes)
+        if not 0.0 <= self.loss < 1.0:
+            raise ValueError(f"loss is {self.loss}, but must be in [0, 1)")
+        if not math.isfinite(self.schedule_offset_s):
+            raise ValueError(f"schedule_offset_s is {self.schedule_offset_s}, but must be finite")
+        OutageSchedule(self.outages_s)  # Raises when they are out of order.
+
+
+class LinkModel:
+    """One direction of one link; ``queue`` None is bandwidth without limit."""
+
+    def __init__(
+        self, settings: LinkSettings | None = None, queue: SharedQueue | None = None
+    ) -> None:
+        self._settings = settings or LinkSettings()
+        self._queue = queue or SharedQueue()
+        self._outages = [
+            (schedule, offset_s)
+            for schedule, offset_s in (
+                (OutageSchedule(self._settings.outages_s), 0.0),
+                (self._settings.outage_schedule, self._settings.schedule_offset_s),
+            )
+            if schedule is not None and schedule.intervals_s
+        ]
+        self._key = seed_key(self._settings.seed)
+        self._message_count = 0
+        self._now_s = -math.inf
+        self._left_s = -math.inf
+        self._arrived_s = -math.inf
+
+    def arrival(self, now_s: float, size_bytes: int) -> float:
+        """When a message handed over at ``now_s`` arrives, in seconds; advances the model."""
+        gap_s = now_s - self._now_s
+        flight_s, loss = self._set_out(now_s, size_bytes)
+        if loss > 0.0:
+            wire_bytes = size_bytes + self._settings.overhead_bytes
+            flight_s += self._retransmission_s(wire_bytes, flight_s, loss, gap_s)
+        return self._arrive(flight_s)
+
+    def packet(self, now_s: float, size_bytes: int) -> float | None:
+        """The same for one packet of a transport that is modelled above: None, when it is lost."""
+        flight_s, loss = self._set_out(now_s, size_bytes)
+        if loss > 0.0 and self._chance(_LOSS) < loss:
+            return None
+        return self._arrive(flight_s)
+
+    def _set_out(self, now_s: float, size_bytes: int) -> tuple[float, float]:
+        """Propagation time and loss at the moment it has left, which is noted."""
+        assert now_s >= self._now_s, f"time went back from {self._now_s} to {now_s}"
+        assert size_bytes >= 0, f"size_bytes is {size_bytes}"
+        self._now_s = now_s
+        self._message_count += 1
+        settings = self._settings
+        wire_bytes = size_bytes + settings.overhead_bytes
+        self._left_s = left_s = self._leave(now_s, wire_bytes)
+        flight_s = settings.one_way_s
+        if settings.schedule is not None:
+            flight_s = settings.schedule.at(left_s + settings.schedule_offset_s)
+        loss = settings.loss
+        if settings.loss_schedule is not None:
+            loss = settings.loss_schedule.at(left_s + settings.schedule_offset_s)
+        return flight_s, loss
+
+    def _arrive(self, flight_s: float) -> float:
+        if self._settings.jitter_s > 0.0:
+            flight_s += self._jitter_s()
+        self._arrived_s = max(self._arrived_s, self._left_s + flight_s)
+        return self._arrived_s
+
+    def _leave(self, now_s: float, wire_bytes: int) -> float:
+        """When its last bit is on the way."""
+        queue = self._queue
+        start_s = max(now_s, self._left_s)
+        while True:
+            up_s = self._after_outages_s(start_s, wire_bytes) if self._outages else start_s
+            start_s = queue.first_free_s(now_s, up_s, wire_bytes)
+            if start_s == up_s or not self._outages:
+                break
+        end_s = start_s + queue.serialisation_s(start_s, wire_bytes)
+        queue.take(start_s, end_s, wire_bytes)
+        queue.sent_s += end_s - start_s
+        return end_s
+
+    def _after_outages_s(self, start_s: float, wire_bytes: int) -> float:
+        """First time from ``start_s`` on at which a message finds the link up to its last bit; one
+        that an outage would interrupt waits for the end of it. One that fits between no two
+        outages of a period is let through after the last of them, or it would wait for ever."""
+        tries = 2 + sum(len(schedule.intervals_s) for schedule, _ in self._outages)
+        for _ in range(tries):
+            before_s = start_s
+            for schedule, offset_s in self._outages:
+                outage = schedule.next_after(start_s + offset_s)
+                if outage is None:
+                    continue
+                down_s, up_s = outage[0] - offset_s, outage[1] - offset_s
+                end_s = start_s + self._queue.serialisation_s(start_s, wire_bytes)
+                if start_s >= down_s or end_s > down_s:
+                    start_s = max(start_s, up_s)
+            if start_s == before_s:
+                break
+        return start_s
+
+    def _chance(self, purpose: int) -> float:
+        """Uniform in (0, 1)."""
+        bits = keyed_bits(self._key, self._message_count, purpose)
+        return (bits + 0.5) * 2.0**-32
+
+    def _jitter_s(self) -> float:
+        share, settings = self._chance(_JITTER), self._settings
+        if settings.jitter_law is JitterLaw.UNIFORM:
+            return 2.0 * settings.jitter_s * share
+        return -settings.jitter_s * math.log1p(-share)
+
+    def _retransmission_s(
+        self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float
+    ) -> float:
+        """``gap_s`` to the message before; of several packets the next one follows at once."""
+        packet_count = max(1, math.ceil(wire_bytes / _PACKET_BYTES))
+        probability = 1.0 - (1.0 - loss) ** packet_count
+        next_s = gap_s if packet_count == 1 else 0.0
+        return late_s(self._chance(_LOSS), probability, loss, 2.0 * one_way_s, next_s)
+
+
+def _at_least_0(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}, but must be finite and not negative")

@@ -1,0 +1,327 @@
+"""The inbox takes in the drafts of one session: it checks them, grows the tree and times them.
+
+Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent, or one
+that is no token of the target, is dropped and counted; a draft on tokens the verifier does not have
+is a ``Fault`` that makes the device come back with what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
+from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits, RunAhead
+from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, Node, SpeculationTree
+from edgespec.core.statically_frozen import statically_frozen
+
+
+class ArrivalEstimator:
+    """The verifier estimates here when the next useful draft of a session arrives.
+
+    Drafts come in two rhythms. After a miss the device must first hear of it and draft anew: the
+    *response*, about a round trip and a draft step. Otherwise they come at the device's own pace:
+    the *gap*. Both are moving averages, and the estimate is the last event plus its rhythm. With a
+    response of 60 ms, a miss at 1.000 s lets the next draft be expected at 1.060 s.
+    """
+
+    def __init__(self) -> None:
+        self._response_s = MovingAverage(0.25)
+        self._gap_s = MovingAverage(0.25)
+        self._missed_at: float | None = None
+        self._arrived_at: float | None = None
+
+    def on_miss(self, now: float) -> None:
+        """A commit killed the tree, or left it without a node: the device must hear of it."""
+        if self._missed_at is None:
+            self._missed_at = now
+
+    def on_useful_draft(self, now: float) -> None:
+        if self._missed_at is not None:
+            self._response_s.add(now - self._missed_at)
+        elif self._arrived_at is not None:
+            self._gap_s.add(now - self._arrived_at)
+        self._missed_at, self._arrived_at = None, now
+
+    def expected_at(self) -> float | None:
+        """None when nothing is known yet."""
+        if self._missed_at is not None:
+            response_s = self._response_s.get(-1.0)
+            return self._missed_at + response_s if response_s >= 0 else None
+        if self._arrived_at is None or self._gap_s.count == 0:
+            return None
+        return self._arrived_at + self._gap_s.get(0.0)
+
+
+# Run-ahead: may the verifier start a pass of a session that has no draft waiting?
+#
+# Theory of operation. A pass without a draft commits one token, as plain streaming does. Waiting
+# for a draft instead pays only when it comes soon: the pass then commits more. ``never`` is split
+# decoding as the literature has it (and is bounded by a patience, so that a silent device cannot
+# stop its own stream); ``always`` is plain streaming that drafts may speed up; ``auto`` waits when
+# the next useful draft is expected within a share of a pass.
+
+
+@statically_frozen
+class RunAheadView:
+    """What is known when a pass could start and no draft is waiting; times as ``now``."""
+
+    now: float
+    idle_since: float
+    """When the session last committed, or was opened."""
+    pass_s: float
+    """Expected length of a pass."""
+    expected_at: float | None
+    """When the next useful draft should arrive; None if unknown."""
+    no_draft_coming: bool
+    """The device said that no draft is coming."""
+    hit_rate: float = 0.0
+    """How often a pass with drafts found the target's token among their first nodes."""
+    runs_anyway: bool = False
+    """A pass of other sessions starts now; who does not take part waits for its end."""
+
+
+class RunAheadPolicy(Protocol):
+    def start_at(self, view: RunAheadView) -> float:
+        """The time from which a pass without a draft may start; ``view.now`` or less means now."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeverRunAhead:
+    """The verifier waits for a draft until the device says that none is coming, or for
+    ``patience_s``."""
+
+    patience_s: float = 2.0
+
+    def start_at(self, view: RunAheadView) -> float:
+        return view.now if view.no_draft_coming else view.idle_since + self.patience_s
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysRunAhead:
+    """The verifier never waits for a draft."""
+
+    def start_at(self, view: RunAheadView) -> float:
+        return view.now
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRunAhead:
+    """The verifier waits for an expected draft, but no longer than it is likely to be worth.
+
+    The longest wait is a share of a pass that grows with the chance that the draft is right: share
+    = (hit rate - ``unsure``) / (``sure`` - ``unsure``), between ``least_share`` and 1. A hit rate
+    of 0.89 gives (0.89 - 0.84) / (0.94 - 0.84) = half a pass. Waiting costs its time when the draft
+    then misses, running on costs a pass of GPU work: in virtual time (docs/measurements.md) waiting
+    a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8.
+
+    Where others have a pass now, waiting costs that whole pass: whoever joins it has a token more
+    when it ends, and what the device drafts meanwhile is there for the next one all the same. With
+    chains of two right at 0.8 each, two passes then bring 1 + 1 + 0.8 * 0.8 = 2.6 tokens, and one
+    pass missed for the sake of the other 1 + 0.8 + 0.8 * 0.8 = 2.4.
+    """
+
+    least_share: float = 0.0
+    unsure: float = 0.84
+    sure: float = 0.94
+    slack_share: float = 0.1
+    """How overdue (in passes) an expected draft may be before it is given up."""
+
+    def start_at(self, view: RunAheadView) -> float:
+        if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
+            return view.now
+        latest = view.idle_since + self._share(view.hit_rate) * view.pass_s
+        if view.expected_at > latest:
+            return view.now
+        return min(latest, view.expected_at + self.slack_share * view.pass_s)
+
+    def _share(self, hit_rate: float) -> float:
+        certainty = (hit_rate - self.unsure) / (self.sure - self.unsure)
+        return min(1.0, max(self.least_share, certainty))
+
+
+def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:
+    match kind:
+        case RunAhead.NEVER:
+            return NeverRunAhead()
+        case RunAhead.ALWAYS:
+            return AlwaysRunAhead()
+        case RunAhead.AUTO:
+            return AutoRunAhead()
+
+
+class DraftInbox:
+    def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, limits: Limits) -> None:
+        self.tree = SpeculationTree(prefix)
+        self.arrivals = ArrivalEstimator()
+        self.no_draft_coming = False
+        """The device said that no draft is coming, so there is nothing to wait for."""
+        self.overflow = 0
+        """Nodes dropped because the tree was full."""
+        self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
+        self._hit_rate = MovingAverage(0.05)
+        self._acceptance = AcceptanceEstimator()
+        self._stale = 0
+        self._waiting_since: float | None = None
+
+    def reset(self, drafting: bool) -> None:
+        """A new stream: ids start over and nothing is outstanding."""
+        self.tree.clear()
+        self.no_draft_coming, self._waiting_since = not drafting, None
+
+    def receive(self, draft: Draft, now: float) -> Fault | None:
+        """Grow the tree by ``draft``; a fault when it cannot have been meant for this prefix."""
+        if not draft.tokens:
+            self.no_draft_coming = True
+            return None
+        if ROOT in draft.parents:
+            base, length = draft.base_position, self._prefix.length
+            if base > length:
+                why = f"draft on position {base}, but only {length} are committed"
+                return Fault(FaultCode.RESYNC, why)
+            if self._prefix.hash_at(base) != draft.base_hash:
+                why = f"the first {base} tokens differ here from those the draft stands on"
+                return Fault(FaultCode.RESYNC, why)
+        self.no_draft_coming = False
+        if self._grow(draft):
+            self.arrivals.on_useful_draft(now)
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return None
+
+    def _grow(self, draft: Draft) -> bool:
+        useful, tree, most = False, self.tree, self._limits.max_nodes_outstanding
+        nodes, grow, size = tree.nodes, tree.grow, self._vocabulary_size
+        first, base = draft.first_node_id, draft.base_position
+        for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+            if len(nodes) >= most:
+                self.overflow += len(draft.tokens) - index
+                break
+            growth = STALE
+            if 0 <= token < size:  # a padded draft may propose what is no token
+                growth = grow(first + index, parent, token, base)
+            if growth is ALIVE:
+                useful = True
+            elif growth is STALE:
+                self._stale += 1
+        return useful
+
+    def verifiable(self, room: int, end: int, least_chance: float = 0.0) -> list[Node]:
+        """The nodes that the next pass should look at, at most ``room``, oldest first.
+
+        A node can matter only if the target's token after it lies before ``end``. It is worth its
+        row only if it is right with at least ``least_chance``: the chance of its path is the
+        product of the acceptance rates of the ranks on it, so two first choices at a rate of 0.8
+        have 0.8 * 0.8 = 0.64. A parent is older and likelier than its children, so every node that
+        is chosen has its parent chosen too.
+        """
+        nodes = self.tree.nodes
+        if not nodes or room <= 0:
+            return []
+        if least_chance <= 0.0:
+            return list(islice((node for node in nodes.values() if node.position < end - 1), room))
+        chosen: list[Node] = []
+        chances, rates = {ROOT: 1.0}, self._acceptance.rates
+        last = len(rates) - 1
+        for node in nodes.values():
+            before = chances.get(node.parent)
+            if before is None:  # its parent was not chosen
+                continue
+            rank = node.rank
+            chance = before * rates[rank if rank < last else last]
+            if chance >= least_chance and node.position < end - 1:
+                chances[node.id] = chance
+                chosen.append(node)
+                if len(chosen) == room:
+                    break
+        return chosen
+
+    @property
+    def best_chance(self) -> float:
+        """How likely the device's first choice is right: no draft of it is likelier to pay."""
+        return self._acceptance.rate(0)
+
+    def take_queue_s(self, now: float) -> float:
+        """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
+        since, self._waiting_since = self._waiting_since, None
+        return 0.0 if since is None else now - since
+
+    def take_stale(self) -> int:
+        """Nodes dropped as stale on arrival since the last call."""
+        stale, self._stale = self._stale, 0
+        return stale
+
+    def view(
+        self, now: float, idle_since: float, pass_s: float, *, runs_anyway: bool = False
+    ) -> RunAheadView:
+        """What a run-ahead policy may know when no node is waiting."""
+        return RunAheadView(
+            now,
+            idle_since,
+            pass_s,
+            self.arrivals.expected_at(),
+            self.no_draft_coming,
+            self._hit_rate.get(0.0),
+            runs_anyway,
+        )
+
+    def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
+        """A pass committed ``tokens``; ``hit``: whether the first was a node of it (None: it had
+        no nodes)."""
+        if hit is not None:
+            self._hit_rate.add(hit)
+        siblings = self.tree.roots
+        for token in tokens:
+            if not siblings:
+                break
+            for node in siblings:
+                if node.token == token:
+                    self._acceptance.add(node.rank, len(siblings))
+                    siblings = node.children
+                    break
+            else:
+                self._acceptance.add(None, len(siblings))
+                break
+        self.tree.commit(tokens)
+        if not self.tree.nodes:
+            self._waiting_since = None
+            self.arrivals.on_miss(now)
+
+
+# Acceptance rules: given the target's choice after every node of a pass, what is committed?
+#
+# The exact rule follows the target: from the root, go to the child that *is* the target's token, as
+# long as there is one; what the target said at the last node reached is the correction (after a
+# miss) or the bonus. No ratio test and no residual, so nothing to bias: the committed tokens are
+# the target's own whatever was drafted.
+
+
+@statically_frozen
+class Walk:
+    nodes: tuple[int, ...]
+    """Indices of the accepted nodes of the pass, root to leaf."""
+    tokens: tuple[int, ...]
+    """What to commit: one token an accepted node, and one more. Never empty."""
+
+
+class AcceptanceRule(Protocol):
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+        """``tokens[i]``/``parents[i]`` describe node i of the pass (-1 is the root);
+        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` after node i."""
+
+
+@statically_frozen
+class ExactRule:
+    """Commit the target's own tokens and nothing else."""
+
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+        nodes: list[int] = []
+        committed = [targets[0]]
+        at, wanted = -1, targets[0]
+        for node, parent in enumerate(parents):  # a child comes behind its parent
+            if parent == at and tokens[node] == wanted:
+                nodes.append(node)
+                at, wanted = node, targets[1 + node]
+                committed.append(wanted)
+        return Walk(tuple(nodes), tuple(committed))

@@ -1,0 +1,497 @@
+"""How fast one peer may send before it has to wait for its turn.
+
+Theory of operation. A message costs the verifier about 0.1 ms wherever it comes from, so a peer
+that sends in a loop takes time from everybody. Nothing is dropped and nothing is refused here: the
+machine only says how long the driver has to wait before it reads on, and the transport's flow
+control holds the sender meanwhile. All of it is made of token buckets: a bucket of ``burst`` tokens
+fills at ``rate`` a second; what is taken beyond its level is a debt, and waiting ``debt / rate``
+seconds pays it.
+
+    StreamBudget   messages and nodes of one stream. It also *earns* at each commit, because an
+                   honest device drafts as fast as the text moves: 16 messages and 2 a token, but
+                   never more than 1 message (4 nodes) for each millisecond since the last commit.
+    UplinkBudget   all streams together. Its debt is paid by the busy streams alone, those that send
+                   more than the base rate, earned or not; the quiet ones are read at once. So n
+                   streams are read at most max(2,000, 100 n) times a second in the long run.
+                   Where several payers send, each is held to its fair share (``fair_shares.py``),
+                   which commits add to; a quiet stream has a second burst as its grace.
+
+Worked numbers. A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a
+pass. Behind a commit of 7 tokens it earns min(16 + 2 * 7, 30) = 30 and the base rate adds 3, so it
+is never slowed. A stream that sends in a loop while its text moves a token every 3 ms earns
+min(18, 3) a commit: after its burst of 128 it is read at 1,100 messages a second, however fast it
+sends; ten such streams share 2,000 a second.
+
+Invariants: waits are finite and never negative; no bucket holds more than its burst.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import inf
+from typing import Final
+
+# Who may have how much of a rate that many want: max-min fair shares between payers.
+#
+# Theory of operation. A *payer* is whoever a cost is charged to: the credential of a key or, where
+# no keys are asked for, an address, however many streams it has. The costs of all payers together
+# may be ``rate`` a second. Those who want less than a fair share have what they want, and the
+# others share the rest equally; with u what the former spend, and k of the latter,
+#
+#     share = max((rate - sum of u) / k, least_rate)
+#
+# and who is alone has no limit (``free_alone``). Each payer has a bucket that fills at the share,
+# up to ``burst``; what is taken beyond its level is a debt. Whoever owes waits ``debt / share``
+# seconds, and that is all: within its share nobody waits, whatever the others do. What was spent is
+# looked at every ``SLOT_S`` seconds: who owes then wants more than its share, of the others the
+# want is what they spent. A payer that has spent nothing for ``idle_s`` and owes nothing is
+# forgotten.
+#
+# Worked example. ``rate`` 500, ``least_rate`` 100. Twenty devices send 10 messages a second each,
+# one key floods: it has 500 - 200 = 300 a second. With 64 devices it would have none, and has 100.
+#
+# ``grace`` lets the innocent of a guilty payer go on: who asks with a grace waits for the part of
+# the debt that exceeds it. A flood on few streams is held where the debt begins, and quiet streams
+# of the same payer, which have a grace, never meet it.
+#
+# Invariants: waits are never negative, and no longer than ``max_wait_s`` and the time in which two
+# bursts fill. A payer that is not alone and asks at m places, each time before it spends at most c
+# there, spends at most burst + m * c + t * share in t seconds, as long as m * c is less than the
+# share of ``max_wait_s``. At most ``max_payers`` payers are remembered.
+
+SLOT_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLimits:
+    """Rates are costs a second."""
+
+    rate: float
+    """Of all payers together."""
+    least_rate: float
+    """Of each, however many there are."""
+    burst: float = 256.0
+    first: float = 256.0
+    """The level of a payer that nobody remembers; at most ``burst``."""
+    free_alone: bool = True
+    """Nobody waits while there is no other payer."""
+    max_wait_s: float = 10.0
+    """Debts beyond this and a burst are forgotten: a device that hears nothing is soon gone."""
+    idle_s: float = 2.0
+    max_payers: int = 2_048
+
+
+@dataclass(slots=True)
+class _Account:
+    level: float
+    filled_at: float
+    spent_at: float
+    spent: float = 0.0
+    """In this slot."""
+
+
+class FairShares:
+    """Charge costs with ``spend``; ask ``wait_s`` before the next one."""
+
+    def __init__(self, limits: ShareLimits, now: float) -> None:
+        assert limits.rate > 0.0
+        assert limits.least_rate > 0.0
+        assert 0.0 <= limits.first <= limits.burst
+        self.limits = limits
+        self.share = limits.rate
+        """Costs a second that each payer may have now."""
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        """Who has spent least lately comes first."""
+        self._slot_began_at = now
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def spend(self, payer: str, cost: float, now: float, grace: float = 0.0) -> float:
+        """Charge ``cost`` to ``payer``, whether or not it has so much; then ``wait_s``."""
+        if now - self._slot_began_at >= SLOT_S:
+            self._turn(now)
+        account = self._accounts.get(payer) or self._account(payer, now)
+        self._fill(account, now)
+        account.level -= cost
+        account.spent += cost
+        account.spent_at = now
+        self._accounts.move_to_end(payer)
+        if account.level >= 0.0:  # as nearly always
+            return 0.0
+        if self._alone:  # and takes from nobody
+            account.level = 0.0
+            return 0.0
+        most_debt = self.limits.burst + self.limits.max_wait_s * self.share
+        account.level = max(account.level, -most_debt)
+        return max(0.0, -grace - account.level) / self.share
+
+    def earn(self, payer: str, amount: float, now: float) -> None:
+        """Give ``payer`` something besides its share; what is over the burst is lost."""
+        account = self._accounts.get(payer)
+        if account is not None:
+            self._fill(account, now)
+            account.level = min(self.limits.burst, account.level + amount)
+
+    def wait_s(self, payer: str, now: float, cost: float = 0.0, grace: float = 0.0) -> float:
+        """Seconds until ``payer`` can pay ``cost`` out of its share and ``grace``; 0 for at
+        once."""
+        self._turn(now)
+        account = self._accounts.get(payer)
+        if account is None:  # its share is not reckoned yet; it is no less than this
+            share = self.limits.rate / (len(self._accounts) + 1)
+            share = max(self.limits.least_rate, share)
+            return max(0.0, cost - grace - self.limits.first) / share
+        if account.level >= cost - grace or self._alone:
+            return 0.0
+        self._fill(account, now)
+        return max(0.0, cost - grace - account.level) / self.share
+
+    @property
+    def _alone(self) -> bool:
+        return self.limits.free_alone and len(self._accounts) == 1
+
+    def _fill(self, account: _Account, now: float) -> None:
+        if now > account.filled_at:
+            level, most = account.level + (now - account.filled_at) * self.share, self.limits.burst
+            account.level, account.filled_at = (level if level < most else most), now
+
+    def _account(self, payer: str, now: float) -> _Account:
+        account = self._accounts.get(payer)
+        if account is None:
+            if len(self._accounts) >= self.limits.max_payers:
+                self._accounts.popitem(last=False)
+            account = self._accounts[payer] = _Account(self.limits.first, now, now)
+        return account
+
+    def _turn(self, now: float) -> None:
+        """Reckon the share anew when a slot is over."""
+        took_s = now - self._slot_began_at
+        if took_s < SLOT_S:
+            return
+        self._slot_began_at = now
+        idle_since = now - self.limits.idle_s
+        for payer, account in tuple(self._accounts.items()):
+            self._fill(account, now)
+            if account.spent_at <= idle_since and account.level >= 0.0:
+                del self._accounts[payer]
+        self._reckon(took_s)
+
+    def _reckon(self, took_s: float) -> None:
+        wants = [inf if a.level < 0.0 else a.spent / took_s for a in self._accounts.values()]
+        self.share = max(self.limits.least_rate, fair_share(self.limits.rate, wants))
+        for account in self._accounts.values():
+            account.spent = 0.0
+
+
+def fair_share(rate: float, wants: Sequence[float]) -> float:
+    """The share at which all who want more than it, and the others with what they want, have
+    ``rate`` together (max-min fairness). Where they want less: what is left for the greediest."""
+    rest, share = rate, rate
+    for place, want in enumerate(sorted(wants)):
+        share = rest / (len(wants) - place)
+        if want > share:
+            break
+        rest -= want
+    return share
+
+
+@dataclass(frozen=True, slots=True)
+class UplinkLimits:
+    """The budget of what streams send. Rates are per second."""
+
+    message_rate: float = 100.0
+    message_burst: float = 128.0
+    """As many as the nodes a device may have outstanding, one to a message."""
+    node_rate: float = 2_000.0
+    node_burst: float = 1_024.0
+    messages_per_commit: float = 16.0
+    """An honest device replaces a dead tree after a miss: some 12 to 16 steps worth drafting."""
+    messages_per_token: float = 2.0
+    """It also drafts as much further as the text moved."""
+    earned_message_rate: float = 1_000.0
+    """No earnings beyond this: a draft step takes at least about 1 ms."""
+    earned_node_rate: float = 4_000.0
+    total_message_rate: float = 2_000.0
+    """All streams together: about a fifth of one core."""
+    total_burst: float = 2_000.0
+    max_total_debt_s: float = 0.25
+    """A busy stream waits no longer than this for the sake of the others."""
+    shares: ShareLimits = field(default_factory=lambda: ShareLimits(500.0, 100.0))
+    """Of keys, in messages: those of all together may take a twentieth of one core."""
+    address_rate: float = 1_000.0
+    """Where there are no keys, the least rate of an address: it may be a whole site."""
+    bytes_per_message: float = 1_024.0
+    """A message of so many bytes costs its payer as much again as an empty one."""
+    messages_per_open: float = 8.0
+    """What a new stream costs its payer."""
+    share_per_commit: float = 0.5
+    """Messages that a commit adds to the share of its payer: devices acknowledge every eighth
+    token."""
+    share_per_hit: float = 4.0
+    """Instead, where a draft was right: devices gather their drafts to two to four messages a
+    pass."""
+
+
+class TokenBucket:
+    """A level that fills at ``rate`` a second up to ``burst``, and may be overdrawn."""
+
+    __slots__ = ("_at", "_burst", "_level", "_rate")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        assert rate > 0.0
+        assert burst > 0.0
+        self._rate, self._burst, self._level, self._at = rate, burst, burst, now
+
+    def level(self, now: float) -> float:
+        """Tokens at hand; negative: a debt."""
+        if now > self._at:
+            self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+            self._at = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> float:
+        """Take ``amount`` tokens, also when there are fewer; the level that is left."""
+        level = self._level
+        if now > self._at:
+            level += (now - self._at) * self._rate
+            if level > self._burst:
+                level = self._burst
+            self._at = now
+        self._level = level = level - amount
+        return level
+
+    def add(self, amount: float, now: float) -> None:
+        """Put ``amount`` tokens in; what is over the burst is lost."""
+        level = self._level
+        if now > self._at:
+            level += (now - self._at) * self._rate
+            self._at = now
+        level += amount
+        self._level = level if level < self._burst else self._burst
+
+    def limit_debt(self, most: float) -> None:
+        """Forget the part of a debt that exceeds ``most`` tokens."""
+        self._level = max(self._level, -most)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the debt is paid; 0 without one."""
+        level = self._level if now <= self._at else self.level(now)
+        return 0.0 if level >= 0.0 else -level / self._rate
+
+
+def without_keys(limits: UplinkLimits) -> UplinkLimits:
+    """The limits of a verifier whose payers are addresses."""
+    least, shares = limits.address_rate, limits.shares
+    if least <= shares.least_rate:
+        return limits
+    return replace(limits, shares=replace(shares, rate=max(least, shares.rate), least_rate=least))
+
+
+class Wait(Enum):
+    """For whose sake a stream is not read for a while."""
+
+    STREAM = "stream"
+    """Its own: it sent more than one stream may."""
+    CREDENTIAL = "credential"
+    """Its key, or its address where there are no keys, has had its share."""
+    TOTAL = "total"
+    """All streams together send too much, and it is a busy one."""
+    LINE = "line"
+    """It is new, and too many are opened."""
+
+
+# Asked for at every message: in Python 3.11 a look into the class is a function call.
+STREAM, CREDENTIAL, TOTAL, LINE = Wait
+
+
+class UplinkBudget:
+    """What all streams of a verifier may send. Make one ``StreamBudget`` for each stream."""
+
+    def __init__(
+        self,
+        limits: UplinkLimits,
+        now: float,
+        waits: Callable[[Wait, float], None] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.shares = FairShares(limits.shares, now)
+        self.waits = waits or (lambda reason, wait_s: None)
+        """Hears of each wait for which reason and how long, in seconds."""
+        self._total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
+        self._most_debt = limits.max_total_debt_s * limits.total_message_rate
+
+    def open(self, now: float, payer: str = "") -> StreamBudget:
+        """The budget of a new stream, full; what it costs is charged to ``payer``."""
+        return StreamBudget(self, now, payer)
+
+    def turn(self, payer: str, now: float, most_s: float) -> float:
+        """Seconds to wait before a new stream of ``payer`` is served. It is charged unless that is
+        more than ``most_s``, when it is to be refused."""
+        wait_s = self.shares.wait_s(payer, now, grace=self.limits.shares.burst)
+        if wait_s <= most_s:
+            self.shares.spend(payer, self.limits.messages_per_open, now)
+        return wait_s
+
+    def take(self, now: float) -> None:
+        """Count one message of any stream."""
+        if self._total.take(1.0, now) < 0.0:
+            self._total.limit_debt(self._most_debt)
+
+    def wait_s(self, now: float) -> float:
+        """How long a busy stream has to wait for the others' sake."""
+        return self._total.wait_s(now)
+
+
+class StreamBudget:
+    """What one stream may send: ask ``spend`` after each message read, and tell each commit."""
+
+    __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_nodes", "_payer", "_shared")
+
+    def __init__(self, shared: UplinkBudget, now: float, payer: str) -> None:
+        limits = shared.limits
+        self._shared, self._limits, self._payer = shared, limits, payer
+        self._messages = TokenBucket(limits.message_rate, limits.message_burst, now)
+        self._nodes = TokenBucket(limits.node_rate, limits.node_burst, now)
+        # What the messages would be without the earnings: it tells the busy from the quiet.
+        self._base = TokenBucket(limits.message_rate, limits.message_burst, now)
+        self._earned_at = now
+
+    def spend(self, nodes: int, now: float, size: int = 0) -> float:
+        """A message of ``size`` bytes with ``nodes`` nodes was read: seconds to wait before reading
+        the next."""
+        limits, shared = self._limits, self._shared
+        reason, wait_s = STREAM, 0.0
+        messages, left_nodes = self._messages.take(1.0, now), self._nodes.take(nodes, now)
+        if messages < 0.0 or left_nodes < 0.0:
+            wait_s = max(self._messages.wait_s(now), self._nodes.wait_s(now))
+        shared.take(now)
+        base = self._base.take(1.0, now)
+        if base < 0.0:
+            self._base.limit_debt(0.0)
+        busy = base < limits.message_burst / 2
+        if busy and (total_s := shared.wait_s(now)) > wait_s:
+            reason, wait_s = TOTAL, total_s
+        grace = 0.0 if busy else limits.shares.burst
+        cost = 1.0 + size / limits.bytes_per_message
+        if (share_s := shared.shares.spend(self._payer, cost, now, grace)) > wait_s:
+            reason, wait_s = CREDENTIAL, share_s
+        if wait_s > 0.0:
+            shared.waits(reason, wait_s)
+        return wait_s
+
+    def earn(self, tokens: int, max_nodes: int, now: float, accepted: int = 0) -> None:
+        """A commit of ``tokens`` tokens was sent. ``max_nodes``: how many the device may have
+        outstanding, so how many it may send anew when all of its tree died. ``accepted``: how many
+        of the tokens it had drafted. A commit without tokens earns nothing."""
+        if tokens == 0:
+            return
+        limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
+        self._earned_at = now
+        messages = limits.messages_per_commit + limits.messages_per_token * tokens
+        most = limits.earned_message_rate * elapsed_s
+        self._messages.add(messages if messages < most else most, now)
+        most = limits.earned_node_rate * elapsed_s
+        self._nodes.add(max_nodes if max_nodes < most else most, now)
+        share = limits.share_per_hit if accepted else limits.share_per_commit
+        self._shared.shares.earn(self._payer, share, now)
+
+
+# How often one peer may call before it has to wait in line: new streams, questions for ``Info``.
+#
+# Theory of operation. One line for each peer and one for all, both token buckets. A call beyond the
+# rate waits for its turn; one that would wait too long is to be refused. Nobody waits for the
+# others' sake who is within its fair share of the total (``fair_shares.py``), so the line that a
+# flood makes is its own.
+#
+# Invariants: waits are finite and never negative; at most ``max_peers`` peers are remembered.
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """The budget of calls. Rates are per second."""
+
+    peer_rate: float
+    peer_burst: float
+    total_rate: float
+    total_burst: float
+    max_wait_s: float
+    """Who would wait longer than this is refused; so the line holds ``max_wait_s * rate`` calls."""
+    max_peers: int = 1_024
+
+
+# An open and its cancel cost some 3 ms of the verifier. 200 devices that start at once behind one
+# address are all let in after (200 - 128) / 20 = 3.6 s.
+OPEN_LIMITS = CallLimits(
+    peer_rate=20.0, peer_burst=128.0, total_rate=60.0, total_burst=256.0, max_wait_s=10.0
+)
+
+# A device asks twice before it chooses a verifier.
+INFO_LIMITS = CallLimits(
+    peer_rate=25.0, peer_burst=50.0, total_rate=50.0, total_burst=100.0, max_wait_s=1.0
+)
+
+# What a caller that has kept to its share may ask at once, however many others are in line.
+_CALLS_SAVED = 4.0
+
+_CALLER_IDLE_S = 10.0
+
+
+class CallBudget:
+    """The line in which calls wait for their turn, one for each peer and one for all."""
+
+    def __init__(self, limits: CallLimits, now: float) -> None:
+        self.limits = limits
+        self._total = TokenBucket(limits.total_rate, limits.total_burst, now)
+        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
+        # Who comes anew has nothing, so that a peer gains nothing by changing its address.
+        shares = ShareLimits(
+            limits.total_rate,
+            limits.total_rate / limits.max_peers,
+            burst=_CALLS_SAVED,
+            first=0.0,
+            free_alone=False,
+            idle_s=_CALLER_IDLE_S,
+            max_payers=limits.max_peers,
+        )
+        self._shares = FairShares(shares, now)
+
+    @property
+    def peer_count(self) -> int:
+        """Peers remembered."""
+        return len(self._peers)
+
+    def turn(self, peer: str, now: float, payer: str | None = None) -> float:
+        """Seconds until the call that ``peer`` makes now has its turn, 0 for at once. More than
+        ``limits.max_wait_s``: it has no place in the line and is to be refused with this advice.
+        ``payer`` is whose share it is, where that is not the peer's."""
+        bucket, payer = self._bucket(peer, now), peer if payer is None else payer
+        total_s = _wait_after(self._total, self.limits.total_rate, now)
+        if total_s > 0.0:  # else nobody looks at shares
+            total_s = min(total_s, self._shares.wait_s(payer, now, cost=1.0))
+        wait_s = max(total_s, _wait_after(bucket, self.limits.peer_rate, now))
+        if wait_s <= self.limits.max_wait_s:
+            bucket.take(1.0, now)
+            self._total.take(1.0, now)
+            self._shares.spend(payer, 1.0, now)
+        return wait_s
+
+    def _bucket(self, peer: str, now: float) -> TokenBucket:
+        """The peer's bucket. The peer that has called least lately is forgotten for a new one:
+        whoever changes its address all the time still meets the total."""
+        bucket = self._peers.get(peer)
+        if bucket is None:
+            if len(self._peers) >= self.limits.max_peers:
+                self._peers.popitem(last=False)
+            bucket = TokenBucket(self.limits.peer_rate, self.limits.peer_burst, now)
+            self._peers[peer] = bucket
+        self._peers.move_to_end(peer)
+        return bucket
+
+
+def _wait_after(bucket: TokenBucket, rate: float, now: float) -> float:
+    """How long one would wait who took one token now."""
+    return max(0.0, (1.0 - bucket.level(now)) / rate)
