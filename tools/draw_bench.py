@@ -1,13 +1,16 @@
 """Draw a bench as SVG: ``python -m tools.draw_bench RESULT.json --out FILE.svg``.
 
 Time per token over the link's round-trip time, a curve an arm. Every number of the picture, its
-caption's too, comes from what ``edgespec bench --json RESULT.json`` wrote.
+caption's too, comes from what ``edgespec bench --json RESULT.json`` wrote. ``--keep FILE`` writes
+the part of it that is committed beside the picture: a row an arm and round-trip time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from tools.svg import SANS, PictureError, command, picture, read, text
+from tools.svg import SANS, PictureError, picture, read, text, write
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414
 # Where 0 ms of round-trip time lies: right of the numbers, so that labels have room.
@@ -118,6 +121,32 @@ def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
         Curve(arm, tuple(sorted(some, key=lambda point: point.rtt_ms)))
         for arm, some in points.items()
     ]
+
+
+def kept(content: Mapping[str, Any]) -> str:
+    """A bench's result without its single repeats, as JSON with a row a line."""
+    rows = [{key: row[key] for key in ("arm", "rtt_ms", "tokens")} for row in content["results"]]
+    summary = [
+        {key: _rounded(value) for key, value in row.items() if key != "spread"}
+        for row in content["summary"]
+    ]
+    parts = [
+        f"{json.dumps(name)}: {json.dumps(content[name])}"
+        for name in content
+        if name not in ("results", "summary")
+    ]
+    for name, some in (("results", rows), ("summary", summary)):
+        lines = ",\n ".join(json.dumps(row) for row in some)
+        parts.append(f'"{name}": [\n {lines}\n]')
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def _finite(value: object) -> float:
@@ -299,11 +328,22 @@ def _step(highest: float) -> float:
     )
 
 
+def main() -> None:
+    """The command line of this maker."""
+    parser = argparse.ArgumentParser(description="Draw time per token over round-trip time as SVG.")
+    parser.add_argument("record", type=Path, help="what `edgespec bench --json RECORD` wrote")
+    parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
+    parser.add_argument("--keep", type=Path, help="write what is to be committed of it")
+    arguments = parser.parse_args()
+    path: Path = arguments.record
+    try:
+        drawn = draw(path)
+        if arguments.keep:
+            write(kept(json.loads(read(path))), arguments.keep)
+        write(drawn, arguments.out or path.with_suffix(".svg"))
+    except (PictureError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    command(
-        draw,
-        {
-            "description": "Draw time per token over round-trip time as SVG.",
-            "record": "what `edgespec bench --json RECORD` wrote",
-        },
-    )
+    main()

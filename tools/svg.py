@@ -6,9 +6,7 @@ the reader's system is light. Its colours follow ``prefers-color-scheme``.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
@@ -78,19 +76,8 @@ def read(path: Path) -> str:
     return content
 
 
-def command(draw: Callable[[Path], str], about: Mapping[str, str]) -> None:
-    """The command line of one maker: RECORD and ``--out``; ``about`` holds its description and
-    what a record is. Exits with 1 and the reason where there is no picture."""
-    parser = argparse.ArgumentParser(description=about["description"])
-    parser.add_argument("record", type=Path, help=about["record"])
-    parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
-    arguments = parser.parse_args()
-    record: Path = arguments.record
-    out: Path = arguments.out or record.with_suffix(".svg")
-    try:
-        drawn = draw(record)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(drawn, encoding="utf-8", newline="\n")
-    except (PictureError, OSError) as error:
-        sys.exit(f"error: {error}")
+def write(drawn: str, out: Path) -> None:
+    """Put a picture into its place, and tell its size. Raises ``OSError``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(drawn, encoding="utf-8", newline="\n")
     print(f"{out}: {len(drawn.encode()) / 1e3:.1f} kB")

@@ -21,19 +21,25 @@ from edgespec.bench.report import Subject, document
 from edgespec.bench.settings import BenchSettings
 from edgespec.bench.workload import Workload
 from tests.sources import ROOT
-from tools import draw_bench, draw_demo
-from tools.svg import PictureError, command, text
+from tools import draw_bench, draw_race
+from tools.svg import PictureError, text
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = ROOT / "docs" / "pictures"
 EVIL = "</text><script>&\"'"
-HEAD = 'Script started on 2026-11-22 15:00:35+00:00 [COMMAND="{}" <not executed on terminal>]\r\n'
-FOOT = '\r\nScript done on 2026-11-22 15:01:01+00:00 [COMMAND_EXIT_CODE="{}"]\r\n'
 
 
-def terminal(body: str, run: str = "edgespec demo", status: int = 0) -> str:
-    """What ``script`` would write of ``run``, which wrote ``body``."""
-    return HEAD.format(run) + body.replace("\n", "\r\n") + FOOT.format(status)
+def race(prompt: str = "def f", kind: str = "accepted") -> dict[str, Any]:
+    """A record of two texts of four tokens, the second twice as fast."""
+    plain = [(0.0, " one", "decoded"), (0.1, "\n two", "decoded"), (0.2, " three", "decoded")]
+    fast = [(0.0, " one", "decoded"), (0.1, "\n two", kind), (0.1, " three", "corrected")]
+    return {
+        "finished_at": "2026-11-22T15:00:35+00:00",
+        "machine": {"processor": f"Xeon {EVIL}", "cpu_count": 2, "load_average": 0.5},
+        "settings": {"rtt_ms": 50, "pass_ms": 25, "draft_ms": 8, "prompt_name": "python-1"},
+        "prompt": prompt,
+        "arms": {"plain streaming": plain, "edgespec": fast},
+    }
 
 
 def bench(milliseconds: dict[Arm, list[float]], rtts_ms: tuple[float, ...]) -> dict[str, Any]:
@@ -69,44 +75,42 @@ def drawn(svg: str) -> list[str]:
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"url\(|@import|href", svg)
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {
-        *("svg", "title", "desc", "style", "rect", "path", "circle", "text"),
+        *("svg", "title", "desc", "style", "rect", "path", "text", "animate"),
     }
     assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
     return [element.text or "" for element in root.iter(f"{SVG}text")]
 
 
-# --- a terminal -----------------------------------------------------------------------------
+# --- a race ---------------------------------------------------------------------------------
 
 
-def test_a_terminal_is_drawn_as_it_was(tmp_path: Path) -> None:
-    body = "\x1b[32mgood\x1b[0m \x1b[1;31mbad\x1b[0m  \x1b[2mold\x1b[0m\n" + "─" * 12
-    path = write(tmp_path / "demo.record", terminal(body))
-    svg = draw_demo.draw(path)
-    assert drawn(svg) == ["recorded 2026-11-22", "$ edgespec demo", "good", "bad", "old"]
-    assert svg == draw_demo.draw(path), "the same record, the same bytes"
-    assert '<text class="green" x="16.0"' in svg
-    assert re.search(r'<text class="red bold" x="58\.0" y="\d+" textLength="25\.2">bad', svg)
-    assert '<text class="dim" x="100.0"' in svg
-    assert "good bad  old" in (ElementTree.fromstring(svg).findtext(f"{SVG}desc") or "")
+def test_a_race_shows_each_token_when_it_came(tmp_path: Path) -> None:
+    path = write(tmp_path / "race.json", race())
+    svg = draw_race.draw(path)
+    texts = drawn(svg)
+    assert svg == draw_race.draw(path), "the same record, the same bytes"
+    assert texts[:4] == ["plain streaming", "100.0 ms a token, 0.2 s", "def f", "one"]
+    assert "50.0 ms a token, 0.1 s" in texts
+    assert "2.00 times as fast." in " ".join(texts)
+    words = {element.text: element for element in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+    assert words["one"].find(f"{SVG}animate") is None, "the first token is there from the start"
+    moving = words["two"].find(f"{SVG}animate")
+    assert moving is not None
+    # The last one drawn is of the fast pane: 0.1 s of 0.2 s and the pause.
+    assert moving.attrib["keyTimes"] == f"0;{0.1 / (0.2 + draw_race.PAUSE_S):.4f}"
+    assert words["two"].attrib["class"] == "t accepted"
+    assert words["three"].attrib["class"] == "t corrected"
 
 
-def test_a_long_line_goes_on_in_the_next_row(tmp_path: Path) -> None:
-    line = "".join(chr(ord("a") + index % 26) for index in range(2 * draw_demo.COLUMNS + 3))
-    texts = drawn(draw_demo.draw(write(tmp_path / "record", terminal(line))))[2:]
-    assert [len(part) for part in texts] == [draw_demo.COLUMNS, draw_demo.COLUMNS, 3]
-    assert "".join(texts) == line
+def test_a_long_line_of_a_race_goes_on_in_the_next_row(tmp_path: Path) -> None:
+    line = "".join(chr(ord("a") + index % 26) for index in range(2 * draw_race.COLUMNS + 3))
+    texts = drawn(draw_race.draw(write(tmp_path / "r.json", race(line))))
+    assert [len(one) for one in texts[2:5]] == [draw_race.COLUMNS, draw_race.COLUMNS, 3]
+    assert "".join(texts[2:5]) == line
 
 
-def test_a_wide_character_is_not_cut_in_two(tmp_path: Path) -> None:
-    line = "a" * (draw_demo.COLUMNS - 1) + "字b"
-    texts = drawn(draw_demo.draw(write(tmp_path / "record", terminal(line))))[2:]
-    assert texts == ["a" * (draw_demo.COLUMNS - 1), "字b"]
-
-
-def test_whatever_a_terminal_was_sent_is_only_text(tmp_path: Path) -> None:
-    body = f"{EVIL}\x07\x1b[2J\n10 %\r100 %"
-    texts = drawn(draw_demo.draw(write(tmp_path / "record", terminal(body, run=EVIL))))
-    assert texts[1:] == [f"$ {EVIL}", EVIL, "100 %"]
+def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
+    assert EVIL in drawn(draw_race.draw(write(tmp_path / "r.json", race(EVIL))))
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
 
 
@@ -114,17 +118,18 @@ def test_whatever_a_terminal_was_sent_is_only_text(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "is empty"),
-        ("\n \n", "is empty"),
-        ("hello\n", "by its first line"),
-        (terminal("hello").split("\r\nScript done")[0], "cut short"),
-        (terminal("hello", status=3), "exit code 3"),
-        (terminal(" \n"), "wrote nothing"),
+        ("{", "not a record"),
+        ("[]", "not a record"),
+        ("{}", "KeyError"),
+        (race(kind="magic"), "a kind that is none of"),
+        (race() | {"arms": {"a": [(0.0, "x", "decoded")], "b": []}}, "fewer than two tokens"),
+        (race() | {"arms": {}}, "not a record"),
     ],
 )
-def test_a_broken_recording_is_refused(tmp_path: Path, content: str, reason: str) -> None:
-    path = write(tmp_path / "demo.record", content)
+def test_a_broken_race_is_refused(tmp_path: Path, content: object, reason: str) -> None:
+    path = write(tmp_path / "race.json", content)
     with pytest.raises(PictureError, match=rf"{re.escape(str(path))}: .*{reason}"):
-        draw_demo.draw(path)
+        draw_race.draw(path)
 
 
 # --- a bench --------------------------------------------------------------------------------
@@ -210,39 +215,41 @@ def test_a_broken_result_is_refused(tmp_path: Path, content: object, reason: str
 # --- the command, and what is committed -----------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("maker", "content"), [(draw_bench, two_arms()), (draw_race, race())], ids=["bench", "race"]
+)
 def test_the_command_writes_a_picture_or_says_why_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    maker: Any, content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = write(tmp_path / "demo.record", terminal("hello"))
-    out = tmp_path / "new" / "demo.svg"
-    about = {"description": "draws", "record": "a record"}
+    record = write(tmp_path / "a.json", content)
+    out = tmp_path / "new" / "a.svg"
     monkeypatch.setattr(sys, "argv", ["draw", str(record), "--out", str(out)])
-    command(draw_demo.draw, about)
-    assert out.read_text(encoding="utf-8") == draw_demo.draw(record)
-    assert "demo.svg: " in capsys.readouterr().out
+    maker.main()
+    assert out.read_text(encoding="utf-8") == maker.draw(record)
     for wrong in (tmp_path / "missing", tmp_path):
         monkeypatch.setattr(sys, "argv", ["draw", str(wrong)])
         with pytest.raises(SystemExit, match=rf"error: {re.escape(str(wrong))}: cannot be read"):
-            command(draw_demo.draw, about)
-    write(record, b"\xff".decode("latin-1")).write_bytes(b"\xff")
-    with pytest.raises(PictureError, match="cannot be read"):
-        draw_demo.draw(record)
+            maker.main()
+
+
+def test_what_is_kept_of_a_bench_gives_the_same_picture(tmp_path: Path) -> None:
+    path, kept = write(tmp_path / "b.json", two_arms()), tmp_path / "kept.json"
+    write(kept, draw_bench.kept(json.loads(path.read_text(encoding="utf-8"))))
+    assert draw_bench.draw(kept) == draw_bench.draw(path)
+    assert kept.stat().st_size < path.stat().st_size
 
 
 @pytest.mark.parametrize(
-    ("draw", "record", "limit"),
-    [
-        (draw_demo.draw, PICTURES / "demo.record", 100_000),
-        (draw_bench.draw, PICTURES / "bench.json", 60_000),
-    ],
+    ("draw", "name", "limit"),
+    [(draw_race.draw, "race", 100_000), (draw_bench.draw, "bench", 60_000)],
 )
 def test_the_readme_shows_what_the_records_say(
-    draw: Callable[[Path], str], record: Path, limit: int
+    draw: Callable[[Path], str], name: str, limit: int
 ) -> None:
-    picture = record.with_suffix(".svg")
+    record, picture = PICTURES / f"{name}.json", PICTURES / f"{name}.svg"
     svg = draw(record)
-    assert picture.read_text(encoding="utf-8") == svg, f"run: the maker on {record.name}"
+    assert picture.read_text(encoding="utf-8") == svg, f"run: python -m tools.draw_{name}"
     assert len(svg.encode()) < limit
     assert drawn(svg)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"docs/pictures/{picture.name}" in readme
+    assert f"docs/pictures/{name}.svg" in readme

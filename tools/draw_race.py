@@ -1,0 +1,280 @@
+"""Draw one text with and without drafts as a moving SVG: ``python -m tools.draw_race RECORD``.
+
+``--record`` first makes the record: a verifier and, one after the other, two devices on this
+machine, all by the command line of a user, and the instant at which each token arrived. Nothing
+else goes into the picture. Where nothing moves (a printer, a reader who wants less motion) it shows
+the end of the race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from edgespec.bench.prompts import DEFAULT_PROMPTS
+from tools.svg import MONO, SANS, PictureError, picture, read, text, write
+
+RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 96
+# Of the bench's nine texts the one whose speed lies nearest to their mean.
+PROMPT: Final = "python-1"
+ARMS: Final = {"plain streaming": "none", "edgespec": "bundled"}
+COLUMNS, PAUSE_S = 53, 3.0
+_CELL, _ROW, _MARGIN, _PANE, _TOP = 7.2, 18, 16, 412, 96
+_KINDS: Final = ("accepted", "corrected", "decoded", "prompt")
+_COLORS: Final = (
+    ("accepted", "#1a7f37", "#57c76a"),
+    ("corrected", "#cf222e", "#ff7b72"),
+    ("bar", "#c24e00", "#ff9d5c"),
+)
+_STYLE: Final = f"""
+text {{ font: 13px {SANS}; fill: var(--ink); white-space: pre; }}
+.t {{ font: 12px {MONO}; }} .h {{ font-size: 15px; font-weight: 600; }}
+.accepted {{ fill: var(--accepted); }} .corrected {{ fill: var(--corrected); }}
+.prompt, .soft {{ fill: var(--soft); }} .big {{ font-size: 15px; font-weight: 600; }}
+@media (prefers-reduced-motion: reduce) {{ text {{ visibility: visible !important; }} }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """``at_s`` counts from the first token of its text."""
+
+    at_s: float
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Characters beside each other on one row that arrived together."""
+
+    row: int
+    column: int
+    characters: str
+    kind: str
+    at_s: float
+
+
+def record() -> str:
+    """Run the race, and say as JSON what happened. Raises ``PictureError``."""
+    prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
+    command = [sys.executable, "-m", "edgespec"]
+    served = ["verifier", "--port", "0", "--pass-ms", str(PASS_MS), "--no-server-drafts"]
+    verifier = subprocess.Popen([*command, *served], stdout=subprocess.PIPE, text=True)
+    try:
+        assert verifier.stdout is not None
+        ready = next((line for line in verifier.stdout if " ready on " in line), "")
+        if not ready:
+            raise PictureError(f"edgespec {' '.join(served)} ended before it was ready")
+        address = ready.split(" ready on ")[1].split(": ")[0]
+        asked = ["--rtt-ms", str(RTT_MS), "--draft-ms", str(DRAFT_MS), "-n", str(TOKENS)]
+        asked += ["--temperature", "0", "--verifier", address, "--json"]
+        arms = {
+            name: _tokens([*command, "generate", prompt, "--draft", draft, *asked])
+            for name, draft in ARMS.items()
+        }
+    finally:
+        verifier.terminate()
+        verifier.wait()
+    texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
+    if len(texts) != 1:
+        raise PictureError("drafts changed the text; that must never happen in canonical mode")
+    settings = {"rtt_ms": RTT_MS, "pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "prompt_name": PROMPT}
+    machine = {
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine}
+    content = {**about, "settings": settings, "prompt": prompt, "arms": arms}
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
+    device = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert device.stdout is not None
+    began_s: float | None = None
+    tokens = []
+    for line in device.stdout:
+        now_s = time.monotonic()
+        for piece in json.loads(line)["pieces"]:
+            began_s = now_s if began_s is None else began_s
+            tokens.append((round(now_s - began_s, 4), piece["text"], piece["kind"]))
+    if device.wait() != 0 or len(tokens) < 2:
+        raise PictureError(f"{' '.join(arguments)} failed, or wrote no text")
+    return tokens
+
+
+def draw(path: Path) -> str:
+    """The picture of the record at ``path``. Raises ``PictureError``."""
+    try:
+        content = json.loads(read(path))
+        arms = {name: [Token(*token) for token in some] for name, some in content["arms"].items()}
+        slow, fast = arms.values()
+        each_ms = [_each_ms(slow), _each_ms(fast)]
+        if any(token.kind not in _KINDS for token in (*slow, *fast)):
+            raise ValueError(f"a kind that is none of {', '.join(_KINDS)}")
+        caption = list(_caption(content, len(fast), each_ms))
+        return _picture(content["prompt"], arms, caption)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PictureError(f"{path}: not a record of a race: {error!r}") from None
+
+
+def _each_ms(tokens: Sequence[Token]) -> float:
+    if len(tokens) < 2:
+        raise ValueError("fewer than two tokens")
+    return tokens[-1].at_s / (len(tokens) - 1) * 1e3
+
+
+def _caption(content: Mapping[str, Any], tokens: int, each_ms: Sequence[float]) -> Iterator[str]:
+    settings, machine = content["settings"], content["machine"]
+    yield (
+        "green: guessed by the device, and right · red: the guess was wrong, this is the target's"
+        " token · plain: the target alone"
+    )
+    yield (
+        f"One text of {tokens} tokens ({settings['prompt_name']} of edgespec bench), in real time"
+        f" from its first token; round trip {settings['rtt_ms']:g} ms."
+        f" {each_ms[0] / each_ms[1]:.2f} times as fast."
+    )
+    yield (
+        f"Bundled pair; a pass is made to take {settings['pass_ms']:g} ms and a draft step"
+        f" {settings['draft_ms']:g} ms. {machine['processor']}, {machine['cpu_count']} CPUs, load"
+        f" {machine['load_average']:.1f}; {content['finished_at'][:10]}"
+    )
+
+
+def _picture(prompt: str, arms: Mapping[str, Sequence[Token]], caption: Sequence[str]) -> str:
+    length_s = max(tokens[-1].at_s for tokens in arms.values()) + PAUSE_S
+    panes = {name: list(_pieces(prompt, tokens)) for name, tokens in arms.items()}
+    rows = 1 + max(piece.row for pieces in panes.values() for piece in pieces)
+    bottom = _TOP + _ROW * rows + 8
+    slow_ms, fast_ms = map(_each_ms, arms.values())
+    body: list[str] = []
+    for number, (name, pieces) in enumerate(panes.items()):
+        left = _MARGIN + number * (_PANE + _MARGIN)
+        body += _pane(left, bottom, name, arms[name], length_s)
+        body += [_drawn(piece, left, length_s) for piece in pieces]
+    y = bottom + 30
+    for line in caption:
+        body.append(f'<text class="soft" x="{_MARGIN}" y="{y}">{text(line)}</text>')
+        y += _ROW
+    about = (
+        f"The same text twice: plain streaming takes {slow_ms:.1f} ms a token, edgespec"
+        f" {fast_ms:.1f}."
+    )
+    size = (3 * _MARGIN + 2 * _PANE, y)
+    return picture(size, "One text, with and without drafts", about, _STYLE, body, _COLORS)
+
+
+def _pane(
+    left: float, bottom: float, name: str, tokens: Sequence[Token], length_s: float
+) -> Iterator[str]:
+    """Name, a bar that grows with the text, and how long it took once that is known."""
+    last, wide = tokens[-1], _PANE - 2 * _MARGIN
+    yield (
+        f'<rect x="{left}" y="16" width="{_PANE}" height="{bottom - 16}" rx="6"'
+        ' fill="var(--panel)" stroke="var(--line)"/>'
+    )
+    x = left + _MARGIN
+    yield f'<text class="h" x="{x}" y="42">{text(name)}</text>'
+    done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
+    yield (
+        f'<text class="big" x="{left + _PANE - _MARGIN}" y="42" text-anchor="end">{done}'
+        f"{_appears(last.at_s, length_s)}</text>"
+    )
+    yield f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
+    steps: dict[float, float] = {}
+    for index, token in enumerate(tokens):
+        steps[token.at_s] = (index + 1) / len(tokens) * wide
+    times = ";".join(f"{min(at_s / length_s, 1):.4f}" for at_s in steps)
+    yield (
+        f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--bar)">'
+        f'<animate attributeName="width" values="{";".join(f"{w:.0f}" for w in steps.values())}"'
+        f' keyTimes="{times}" calcMode="discrete" dur="{length_s:.2f}s"'
+        ' repeatCount="indefinite"/></rect>'
+    )
+
+
+def _appears(at_s: float, length_s: float) -> str:
+    """What hides its parent until ``at_s`` of each round."""
+    if at_s <= 0:
+        return ""
+    return (
+        f'<animate attributeName="visibility" values="hidden;visible" keyTimes="0;'
+        f'{at_s / length_s:.4f}" calcMode="discrete" dur="{length_s:.2f}s"'
+        ' repeatCount="indefinite"/>'
+    )
+
+
+def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
+    """The prompt's last lines and the text, wrapped at ``COLUMNS``; what arrived together and looks
+    alike stays together."""
+    row = column = 0
+    held: list[str] = []
+    for token in (Token(0.0, prompt, "prompt"), *tokens):
+        start = column
+        for character in token.text:
+            if character == "\n" or column == COLUMNS:
+                if held:
+                    yield Piece(row, start, "".join(held), token.kind, token.at_s)
+                row, column, start, held = row + 1, 0, 0, []
+            if character != "\n":
+                held.append(character)
+                column += 1
+        if held:
+            yield Piece(row, start, "".join(held), token.kind, token.at_s)
+        held = []
+
+
+def _drawn(piece: Piece, left: float, length_s: float) -> str:
+    characters = piece.characters.strip(" ")
+    if not characters:
+        return ""
+    blank = len(piece.characters) - len(piece.characters.lstrip(" "))
+    x = left + _MARGIN + (piece.column + blank) * _CELL
+    kind = "" if piece.kind == "decoded" else f" {piece.kind}"
+    return (
+        f'<text class="t{kind}" x="{x:.1f}" y="{_TOP + _ROW * piece.row}"'
+        f' textLength="{len(characters) * _CELL:.1f}">{text(characters)}'
+        f"{_appears(piece.at_s, length_s)}</text>"
+    )
+
+
+def main() -> None:
+    """The command line of this maker."""
+    parser = argparse.ArgumentParser(description="Draw a race of two devices as a moving SVG.")
+    parser.add_argument("record", type=Path, help="what --record wrote")
+    parser.add_argument("--record", dest="run", action="store_true", help="run the race first")
+    parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
+    arguments = parser.parse_args()
+    path: Path = arguments.record
+    try:
+        if arguments.run:
+            path.write_text(record(), encoding="utf-8", newline="\n")
+        write(draw(path), arguments.out or path.with_suffix(".svg"))
+    except (PictureError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
