@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from edgespec.bench.prompts import DEFAULT_PROMPTS
@@ -69,23 +70,31 @@ def record() -> str:
     """Run the race, and say as JSON what happened. Raises ``PictureError``."""
     prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
     command = [sys.executable, "-m", "edgespec"]
-    served = ["verifier", "--port", "0", "--pass-ms", str(PASS_MS), "--no-server-drafts"]
-    verifier = subprocess.Popen([*command, *served], stdout=subprocess.PIPE, text=True)
-    try:
-        assert verifier.stdout is not None
-        ready = next((line for line in verifier.stdout if " ready on " in line), "")
-        if not ready:
-            raise PictureError(f"edgespec {' '.join(served)} ended before it was ready")
-        address = ready.split(" ready on ")[1].split(": ")[0]
-        asked = ["--rtt-ms", str(RTT_MS), "--draft-ms", str(DRAFT_MS), "-n", str(TOKENS)]
-        asked += ["--temperature", "0", "--verifier", address, "--json"]
-        arms = {
-            name: _tokens([*command, "generate", prompt, "--draft", draft, *asked])
-            for name, draft in ARMS.items()
-        }
-    finally:
-        verifier.terminate()
-        verifier.wait()
+    with TemporaryDirectory() as folder:
+        serving, asking = Path(folder) / "verifier.yaml", Path(folder) / "device.yaml"
+        # JSON is YAML.
+        serving.write_text(
+            json.dumps({"port": 0, "pacing": {"pass_ms": PASS_MS}, "server_drafts": False})
+        )
+        served = [*command, "verifier", "--config", str(serving)]
+        verifier = subprocess.Popen(served, stdout=subprocess.PIPE, text=True)
+        try:
+            assert verifier.stdout is not None
+            ready = next((line for line in verifier.stdout if " ready on " in line), "")
+            if not ready:
+                raise PictureError(f"{' '.join(served)} ended before it was ready")
+            device = {
+                "verifier": ready.split(" ready on ")[1].split(": ")[0],
+                "link": {"rtt_ms": RTT_MS},
+                "draft": {"draft_ms": DRAFT_MS},
+                "sampling": {"temperature": 0.0, "max_tokens": TOKENS},
+            }
+            asking.write_text(json.dumps(device))
+            asked = [*command, "generate", prompt, "--json", "--config", str(asking), "--draft"]
+            arms = {name: _tokens([*asked, draft]) for name, draft in ARMS.items()}
+        finally:
+            verifier.terminate()
+            verifier.wait()
     texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
     if len(texts) != 1:
         raise PictureError("drafts changed the text; that must never happen in canonical mode")
