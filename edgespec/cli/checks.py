@@ -189,7 +189,7 @@ async def verifier(address: str, config: AgentConfig) -> Check:
         advice = "" if refused else f"edgespec verifier --port {port}"
         # Nobody asked for the one that would be at the usual place.
         state = State.NOTE if not refused and address == DEFAULT_ADDRESS else State.BAD
-        return Check(name, state, str(error), advice)
+        return Check(name, state, str(error).removeprefix(f"{name}: "), advice)
     finally:
         await transport.close()
     model, limits = served.model, served.limits

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Final
 
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say, stoppable
@@ -23,6 +25,9 @@ from edgespec.device.build import connect, tokenizer_reference, vocabulary_of
 from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.device.many_verifiers import association, device_view, with_port
 from edgespec.wire.access import device_access
+
+_UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
+"""What gRPC says of a host name for which there is no address."""
 
 
 class NotThereError(SetupError):
@@ -129,7 +134,13 @@ def no_verifier(address: str, error: LinkError) -> str:
     """The message for a verifier that is not there, or that does not let us in."""
     if isinstance(error, UntrustedPeerError) or not error.retryable:
         return str(error)
-    port = with_port(address).rpartition(":")[2]
+    host, _, port = with_port(address).rpartition(":")
+    if _UNRESOLVED.search(str(error)):
+        return (
+            f"no machine is known by the name {host!r}\n"
+            "  say where the verifier is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n"
+            f"  ({error})"
+        )
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
     return (
         f"no verifier answers at {with_port(address)}\n"

@@ -103,7 +103,7 @@ def generate(
 
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
-    """``config``, its text held to what these files say. Raises ``ConfigError``, ``OSError``."""
+    """``config``, its text held to what these files say. Raises ``ConfigError``."""
     if (constraint := _constraint(json_schema, grammar)) is None:
         return config
     try:
@@ -113,19 +113,35 @@ def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -
 
 
 def _constraint(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
-    """What the options ask for; None: nothing. Raises ``ConfigError``, ``OSError``."""
+    """What the options ask for; None: nothing. Raises ``ConfigError``."""
     if json_schema is not None and grammar is not None:
         raise ConfigError("--json-schema and --grammar are both given, but a text is held to one")
     if json_schema is not None:
-        return _read_constraint(json_schema, ConstraintKind.JSON_SCHEMA)
-    return None if grammar is None else _read_constraint(grammar, ConstraintKind.GRAMMAR)
+        return _read_constraint("--json-schema", json_schema, ConstraintKind.JSON_SCHEMA)
+    if grammar is None:
+        return None
+    return _read_constraint("--grammar", grammar, ConstraintKind.GRAMMAR)
 
 
-def _read_constraint(path: Path, kind: ConstraintKind) -> Constraint:
+def _read_constraint(option: str, path: Path, kind: ConstraintKind) -> Constraint:
+    text = _read(option, path, MAX_CONSTRAINT_BYTES)
     try:
-        return Constraint(kind, read_text(path, MAX_CONSTRAINT_BYTES))
+        return Constraint(kind, text)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{option} {path}: {error}") from None
+
+
+def _read(option: str, path: Path, most: int) -> str:
+    """The text in the file that ``option`` names, of at most so many bytes. Raises
+    ``ConfigError``."""
+    try:
+        return read_text(path, most)
+    except TooLargeError as error:
+        raise ConfigError(f"{option} {path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path}: is not UTF-8: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
 
 
 def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
@@ -155,16 +171,11 @@ async def _generate(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from wherever it was given. Raises ``ConfigError``, ``OSError``."""
+    """The prompt from wherever it was given. Raises ``ConfigError``."""
     if (prompt is None) == (file is None):
         raise ConfigError("give a PROMPT, or - to read stdin, or --file F; one of them")
     if file is not None:
-        try:
-            text = read_text(file, MAX_PROMPT_BYTES)
-        except TooLargeError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file}: is not UTF-8: {error}") from None
+        text = _read("--file", file, MAX_PROMPT_BYTES)
     else:
         text = _stdin() if prompt == "-" else str(prompt)
     if not text:

@@ -82,10 +82,18 @@ def reported() -> Iterator[None]:
         fail(error, FAILED)
 
 
+def _in_words(error: Exception) -> str:
+    """What a system call says without its number: "notes.txt: No such file or directory"."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
 def fail(error: Exception | str, code: int) -> None:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
         logging.getLogger(__name__).debug("the error in full", exc_info=error)
+        error = _in_words(error)
     say(f"error: {error}")
     raise typer.Exit(code) from None
 

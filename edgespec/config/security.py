@@ -25,9 +25,12 @@ class ServerTlsSection:
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
             given, missing = ("cert", "key") if self.cert else ("key", "cert")
-            raise ValueError(f"{given} is given without {missing}")
+            both = "give both, --tls-cert and --tls-key"
+            raise ValueError(f"{given} is given without {missing}: {both}")
         if self.client_ca and not self.cert:
-            raise ValueError("client_ca is given without cert and key")
+            raise ValueError(
+                "client_ca is given without cert and key: give --tls-cert and --tls-key"
+            )
 
     @property
     def used(self) -> bool:

@@ -146,7 +146,8 @@ class VerifierWatch:
             return replace(status, presence=Presence.AWAY, why=f"no answer within {_ANSWER_S:g} s")
         except LinkError as error:
             presence = Presence.AWAY if error.retryable else Presence.REFUSES
-            return replace(status, presence=presence, why=one_line(str(error)))
+            why = str(error).removeprefix(f"verifier at {status.address}: ")
+            return replace(status, presence=presence, why=one_line(why))
         except Exception as error:
             why = one_line(f"{type(error).__name__}: {error}")
             return replace(status, presence=Presence.AWAY, why=why)

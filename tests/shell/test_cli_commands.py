@@ -115,7 +115,9 @@ def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
         (("a", "--config", "nowhere.yaml"), 2, "nowhere.yaml: No such file"),
         (("a", "--model", "other"), 1, "unknown model 'other'"),
         (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
-        (("--file", "nowhere.txt"), 1, "No such file or directory: 'nowhere.txt'"),
+        (("--file", "nowhere.txt"), 2, "error: --file nowhere.txt: No such file or directory"),
+        (("a", "--json-schema", "none.json"), 2, "--json-schema none.json: No such file or dir"),
+        (("a", "--grammar", "none.lark"), 2, "error: --grammar none.lark: No such file or dir"),
         (("a", "--verifier", "box:99999"), 2, "'box:99999', but its port must be in [1, 65535]"),
         (("a", "--verifier", "[::1]:"), 2, "'[::1]:', but its port must be in [1, 65535]"),
         (("a", "--verifier", "::1"), 2, "an IPv6 address must be like [::1]:7420"),
@@ -180,6 +182,17 @@ def test_no_verifier_there_says_how_to_start_one() -> None:
         result = generate(there, PROMPT)
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"edgespec verifier --port {port}" in result.stderr
+
+
+def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
+    told = generate("nosuch.invalid:7420", PROMPT).stderr
+    assert told.startswith("error: no machine is known by the name 'nosuch.invalid'\n")
+    assert "edgespec verifier" not in told
+
+
+def test_certificates_are_given_with_their_keys() -> None:
+    told = call("verifier", "--model", "toy", "--tls-cert", "x.pem").stderr
+    assert "tls.cert is given without key: give both, --tls-cert and --tls-key" in told
 
 
 def test_a_foreign_vocabulary_is_refused(address: str, tmp_path: Path) -> None:

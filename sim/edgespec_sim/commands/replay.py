@@ -34,6 +34,8 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.traces.generators import KINDS
+from edgespec_sim.traces.network_trace import TraceError
 from edgespec_sim.traces.readers import read_trace
 
 GENERATED = "generate:"
@@ -138,6 +140,8 @@ def _scenario(
 def _how_long(trace: str, seconds: float | None) -> tuple[float, str]:
     """How long to play, and a sentence about it for the reader."""
     if trace.startswith(GENERATED):
+        if (kind := trace.removeprefix(GENERATED)) not in KINDS:
+            raise TraceError(f"no generator {kind!r}; known are {', '.join(KINDS)}")
         played_s = GENERATED_S if seconds is None else seconds
         return played_s, f"Played: {figures.duration(played_s)} of a generated network."
     whole_s = read_trace(Path(trace)).duration_s
