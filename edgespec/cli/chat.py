@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from edgespec import __version__
-from edgespec.cli.device import greet, greet_if_there
+from edgespec.cli.device import check_prompt, greet, greet_if_there, stream
+from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.options import (
     DEVICE_FLAGS,
     LOG_FLAGS,
@@ -20,15 +28,31 @@ from edgespec.cli.options import (
     from_config,
 )
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
-from edgespec.cli.streaming import use_color
-from edgespec.cli.talk import record
-from edgespec.cli.talk.editor import is_drawable, make_editor
-from edgespec.cli.talk.loop import Conversation, described
+from edgespec.cli.streaming import Progress, TextView, View, legend, summary, use_color
+from edgespec.cli.talk import record as records
+from edgespec.cli.talk.editor import (
+    Command,
+    CommandError,
+    CtrlC,
+    Editor,
+    Name,
+    PlainEditor,
+    TerminalEditor,
+    command_help,
+    is_command,
+    is_drawable,
+    make_editor,
+    message_of,
+    parse,
+    silent_keyboard,
+)
+from edgespec.cli.talk.reply_view import FRAME_S, MarkdownView, status_line
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.setup_error import SetupError
 from edgespec.core.device.offline import Offline
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.checks import one_line, printable
+from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer
 from edgespec.device.build import (
     PromptTokenizer,
@@ -39,6 +63,296 @@ from edgespec.device.build import (
 from edgespec.device.many_verifiers import with_port
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.trace import Tracer
+
+_SHOWN = 60
+"""Characters of a message that are quoted."""
+
+_AGAIN = "an empty line sends your message again"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, and the loop that adds to them. ``kept`` None: they are not kept."""
+
+    agent: Agent
+    tokenizer: PromptTokenizer
+    config: AgentConfig
+    runner: asyncio.Runner
+    info: ModelInfo | None
+    """What is served; None: no verifier had answered when the chat began."""
+    status: StatusSource
+    record: records.Record
+    editor: Editor = field(default_factory=PlainEditor)
+    kept: records.KeptFile | None = None
+    name: str = ""
+    """Of the model that was asked for in the chat; empty: as the agent is configured."""
+    color: bool = False
+    markdown: bool = False
+    last: Progress | None = None
+    unanswered: str = ""
+    """The message that got no reply; an empty line sends it again."""
+    _name: str = field(default_factory=partial(secrets.token_hex, 8))
+    """Of a conversation that is not kept; one that is has its file's name."""
+    _ctrl_c: CtrlC = field(default_factory=CtrlC)
+    _legend_shown: bool = False
+    _warned: bool = field(default=False)
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        edited = isinstance(self.editor, TerminalEditor)
+        with self._ctrl_c.heeded(), silent_keyboard() if edited else contextlib.nullcontext():
+            while self._next():
+                pass
+
+    def _next(self) -> bool:
+        """One message or command; whether to go on."""
+        try:
+            self._ctrl_c.arm()
+            line = self.editor.ask().strip()
+            self._ctrl_c.disarm()
+        except EOFError:
+            self._ctrl_c.disarm()
+            say("")
+            return False
+        except KeyboardInterrupt:
+            say("\n(Ctrl-D or /quit leaves)")
+            return True
+        if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
+            say("error: your message is not UTF-8, which it must be; it was not kept")
+        elif is_command(line):
+            return self.command(line)
+        elif line or self.unanswered:
+            self.turn(message_of(line) if line else self.unanswered)
+        return True
+
+    # --- commands --------------------------------------------------------------------------
+
+    def command(self, line: str) -> bool:
+        """Whether to go on."""
+        try:
+            self._ctrl_c.arm()
+            command = parse(line)
+            if command.name is Name.QUIT:
+                return False
+            self._do(command)
+        except (CommandError, records.ConversationError) as error:
+            self._ctrl_c.disarm()
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("(stopped)")
+        return True
+
+    def _do(self, command: Command) -> None:
+        match command.name:
+            case Name.HELP:
+                say(command_help())
+            case Name.SYSTEM:
+                self._system(command.argument)
+            case Name.SAVE:
+                path = _file(command.argument)
+                records.write_new(path, self.record)
+                say(f"{len(self.record.messages)} messages written to {path}")
+            case Name.LOAD:
+                path = _file(command.argument)
+                self._begin_anew(records.read(path))
+                say(described(self.record))
+            case Name.MODEL:
+                say(self._talk_with(command.argument) if command.argument else self._model())
+            case Name.STATS:
+                say("nothing yet" if self.last is None else self._stats(self.last))
+            case Name.RESET:
+                self._begin_anew(records.Record(self.target, begun=records.now_text()))
+                say("the conversation is forgotten")
+
+    def _begin_anew(self, found: records.Record) -> None:
+        """Go on with ``found``; the conversation before stays in its own file."""
+        self.record, self._name = found, secrets.token_hex(8)
+        if self.kept is not None:
+            self.kept = records.KeptFile(records.new_path())
+
+    def _system(self, text: str) -> None:
+        if not text:
+            text = printable(self.record.system)
+            say(f"system: {text}" if text else "no system message")
+            return
+        self.record.system = "" if text == "-" else text
+        say("the system message counts from the next reply on")
+        self._keep()
+
+    def _talk_with(self, name: str) -> str:
+        """From the next reply on. Raises ``CommandError`` for a name that is not served, or where
+        nobody tells."""
+        try:
+            served = {one.name: one for one in self.runner.run(self.agent.models())}
+        except GenerationError as error:
+            raise CommandError(str(error)) from error
+        found = served.get(name)
+        if found is None:
+            raise CommandError(f"unknown model {name!r}; there are {', '.join(map(repr, served))}")
+        if self.info is not None and found.vocabulary != self.info.vocabulary:
+            raise CommandError(f"{name!r} has another vocabulary; begin a chat with --model {name}")
+        self.info, self.name = found, name
+        self.record.model = name
+        self._keep()
+        return f"talking with {name} from the next reply on"
+
+    def _model(self) -> str:
+        drafter = self.agent.drafter
+        lines = [
+            f"target  {_target(self.info)}",
+            f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
+            f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
+        ]
+        for one in self.status.snapshot().verifiers:
+            lines.append(f"served  by {one.address} ({one.state.value})")
+        return "\n".join(lines)
+
+    def _stats(self, last: Progress) -> str:
+        totals, drafting = self.status.snapshot().totals, self.status.snapshot().drafting
+        lines = [summary(last, self.agent.stats)]
+        acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
+        replies = "reply" if totals.generations == 1 else "replies"
+        lines.append(
+            f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
+            f" {totals.reconnects} reconnects"
+        )
+        verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
+        lines.append(f"{verdict[drafting.worth]}: {drafting.why}")
+        return "\n".join(lines)
+
+    # --- turns -----------------------------------------------------------------------------
+
+    def turn(self, line: str) -> None:
+        """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
+        the message for an empty line."""
+        message = {"role": "user", "content": line}
+        self.unanswered = line
+        reply = _Reply(self._view())
+        try:
+            self._ctrl_c.arm()
+            text = self.tokenizer.render_chat([*self.record.asked, message])
+            prompt = self.tokenizer.encode(text, add_special_tokens=False)
+            if self.info is not None:
+                check_prompt(prompt, self.info)
+            self.last = Progress()
+            self.runner.run(self._reply(prompt, reply, self.last))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say("(stopped)" if reply.parts else f"(stopped; {_AGAIN})")
+            if not reply.parts:
+                return
+        except (GenerationError, SetupError, ValueError) as error:
+            self._ctrl_c.disarm()
+            room = "" if isinstance(error, GenerationError) else "/reset makes room; "
+            say(f"error: {error}\n({room}{_AGAIN})")
+            return
+        self.unanswered = ""
+        if self.color and not self.markdown and not self._legend_shown:
+            self._legend_shown = True
+            Console(stderr=True).print(legend())
+        said = "".join(reply.parts)
+        self.record.messages += [message, {"role": "assistant", "content": said}]
+        self._keep()
+
+    @property
+    def target(self) -> str:
+        """The model's name; empty: not known."""
+        return "" if self.info is None else self.info.name
+
+    @property
+    def _goes_on_offline(self) -> bool:
+        return self.config.offline is Offline.DRAFT
+
+    def _view(self) -> View:
+        drawn = self.markdown and not self._goes_on_offline  # a drawn region is stdout's alone
+        return MarkdownView(self.line) if drawn else TextView(self.color)
+
+    def line(self, width: int) -> str:
+        """The numbers of the moment, in one line."""
+        last_s = None if self.last is None else self.last.per_token_s
+        status = self.status.snapshot(after=1 << 62)  # without events
+        if (stats := self.agent.stats) is not None:  # of this reply, as /stats says it
+            drafting = replace(status.drafting, acceptance=stats.counters.acceptance)
+            status = replace(status, drafting=drafting)
+        return status_line(status, width, 1.0 / last_s if last_s else None)
+
+    async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
+        self._ctrl_c.task = asyncio.current_task()
+        ticking = asyncio.create_task(_tick(view.view))
+        shown = OfflineView(view) if self._goes_on_offline else view
+        try:
+            await stream(
+                self.agent,
+                prompt,
+                self.config.sampling,
+                shown,
+                progress,
+                conversation=self.kept.path.stem if self.kept else self._name,
+                model=self.name,
+            )
+        finally:
+            ticking.cancel()
+
+    def _keep(self) -> None:
+        """Write the conversation down; a disk that is full costs no chat."""
+        if self.kept is None or not self.record.messages:
+            return
+        try:
+            if self.kept.write(self.record):
+                say(f"(another chat goes on with that file; this one is in {self.kept.path})")
+        except records.ConversationError as error:
+            if not self._warned:
+                say(f"this conversation is not kept: {error}")
+            self._warned = True
+
+
+async def _tick(view: View) -> None:
+    """The line of numbers goes on while no token comes."""
+    while isinstance(view, MarkdownView):
+        await asyncio.sleep(2 * FRAME_S)
+        view.tick()
+
+
+def described(found: records.Record) -> str:
+    """What a conversation is that is gone on with."""
+    count = len(found.messages)
+    about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
+    if found.begun:
+        about += f", begun {one_line(found.begun)}"
+    if found.messages:
+        last = one_line(found.messages[-1]["content"])
+        about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
+    return about
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A view that also remembers the text."""
+
+    view: View
+    parts: list[str] = field(default_factory=list)
+
+    def show(self, chunk: Any) -> None:
+        self.parts.append(chunk.text)
+        self.view.show(chunk)
+
+    def end(self) -> None:
+        self.view.end()
+
+
+def _file(argument: str) -> Path:
+    """Raises ``ConversationError`` for the home of a user that there is not."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:
+        why = f"{argument}: the system knows no such home folder"
+        raise records.ConversationError(why) from error
+
+
+def _target(info: ModelInfo | None) -> str:
+    if info is None:
+        return "not known: no verifier had answered when this chat began"
+    return f"{info.name}, context {info.context_length} tokens"
+
 
 _KEPT = "The conversation"
 
@@ -51,10 +365,12 @@ Markdown = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
 Continue = Annotated[
     bool,
     typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),
 ]
+
 History = Annotated[
     bool | None,
     typer.Option(
@@ -128,7 +444,7 @@ def _talk(
     text: PromptTokenizer,
     runner: asyncio.Runner,
     tracer: Tracer,
-    going_on: tuple[record.Record, record.KeptFile | None],
+    going_on: tuple[records.Record, records.KeptFile | None],
     shown: tuple[bool, bool],
 ) -> None:
     found, kept = going_on
@@ -159,19 +475,19 @@ def _talk(
 
 def _record(
     info: ModelInfo | None, *, resume: bool, history: bool
-) -> tuple[record.Record, record.KeptFile | None]:
+) -> tuple[records.Record, records.KeptFile | None]:
     """The conversation to go on with and where it is kept; a new one if there is none."""
-    fresh = record.Record("" if info is None else info.name, begun=record.now_text())
+    fresh = records.Record("" if info is None else info.name, begun=records.now_text())
     if not history:
         return fresh, None
-    record.forget_oldest()
-    path = record.newest() if resume else None
+    records.forget_oldest()
+    path = records.newest() if resume else None
     if path is not None:
-        kept = record.KeptFile(path)  # before it is read: what comes between is seen later
-        return record.read(path), kept
+        kept = records.KeptFile(path)  # before it is read: what comes between is seen later
+        return records.read(path), kept
     if resume:
         say("there is no earlier conversation; this is a new one")
-    return fresh, record.KeptFile(record.new_path())
+    return fresh, records.KeptFile(records.new_path())
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -1,20 +1,373 @@
-"""``edgespec serve``: OpenAI's HTTP API in front of this device."""
+"""``edgespec serve``: OpenAI's HTTP API in front of this device. It takes the port, looks for the
+verifier, loads the draft, says what was chosen and why, serves, and stops in good order.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from typing import Annotated
+import errno
+import json
+import os
+import signal
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from edgespec import __version__
+from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, LOG_FLAGS, SAMPLING_FLAGS, Flag, from_config
-from edgespec.cli.running import set_up_logging, trace_to
-from edgespec.cli.serve_install import FLAG, install_service
-from edgespec.cli.serve_life import serve_until_stopped
-from edgespec.config import AgentConfig
+from edgespec.cli.running import on_stopping_signals, say, set_up_logging, stoppable, trace_to
+from edgespec.config import AgentConfig, ConfigError, DraftSection
+from edgespec.config.security import is_loopback
+from edgespec.config.setup_error import SetupError, needs
+from edgespec.core.device.policy_names import DEFAULT_POLICY
+from edgespec.core.ports import LinkError
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.device.agent import Agent
+from edgespec.device.borrowed_tokenizer import borrows_tokenizer
+from edgespec.device.borrowing_agent import BorrowingAgent
+from edgespec.device.build import (
+    LOOKUP,
+    NONE,
+    PromptTokenizer,
+    build_agent,
+    connect,
+    load_tokenizer,
+    tokenizer_reference,
+)
+from edgespec.device.many_verifiers import with_port
+from edgespec.device.status import StatusSource
+from edgespec.telemetry.process_memory import machine_memory
+from edgespec.telemetry.trace import Tracer
+from edgespec.wire.access import device_access, endpoint_key
+
+if TYPE_CHECKING:
+    from edgespec.endpoint.prompt_log import PromptLog
+    from edgespec.endpoint.server import EndpointServer
+    from edgespec.endpoint.service import Endpoint
+    from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
+
+
+_MIB = 1 << 20
+
+_MOST_NAMED = 8
+
+_AGAIN_S = 2.0
+
+_LOOK_EVERY_S = 0.2
+
+
+async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
+    """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
+    with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
+        from edgespec.endpoint.server import listen
+    key = endpoint_key(config.endpoint)
+    host = config.endpoint.host
+    if not (key or config.endpoint.insecure or is_loopback(host)):
+        raise ConfigError(
+            f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
+            " --key-file), or --insecure if all of them may"
+        )
+    try:
+        listener = listen(host, config.endpoint.port)
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise SetupError(f"cannot listen on {host}:{config.endpoint.port}: {why}{hint}") from error
+    with listener:
+        fits = _Fits(config)
+        watch = await _look(fits)
+        try:
+            async with _agent(config, tracer) as agent:
+                text = await _tokenizer(agent, fits, watch)
+                await _serve(fits, key, agent, text, watch, listener)
+        finally:
+            await watch.close()
+
+
+def _agent(config: AgentConfig, tracer: Tracer) -> Agent:
+    if borrows_tokenizer(config):
+        return BorrowingAgent(config, tracer=tracer, say=say)
+    with stoppable():
+        return build_agent(config, tracer=tracer, say=say)
+
+
+async def _serve(
+    fits: _Fits,
+    key: str,
+    agent: Agent,
+    text: PromptTokenizer | None,
+    watch: VerifierWatch,
+    listener: Any,
+) -> None:
+    from edgespec.endpoint.app import build_app
+    from edgespec.endpoint.server import EndpointServer
+    from edgespec.endpoint.service import Endpoint
+
+    config = fits.config
+    endpoint = Endpoint(
+        agent,
+        text,
+        watch,
+        config.endpoint,
+        config.sampling,
+        key=key,
+        prompt_log=_prompt_log(config, key),
+    )
+    status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
+    server = EndpointServer(endpoint, build_app(endpoint, status), listener)
+    stop = _Stopping()
+    numbers = on_stopping_signals(stop.ask)
+    lending = asyncio.create_task(_lent_later(agent, fits, endpoint))
+    try:
+        await server.start()
+        watch.start()
+        url = _url(config.endpoint.host, server.port)
+        for line in _chosen(config, watch, bool(key)):
+            say(line)
+        typer.echo(f"edgespec endpoint ready on {url}/v1")
+        say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
+        say(_curl(url, text is not None and text.chat_template() is not None, bool(key)))
+        await _until_asked(stop, server, lending)
+        going_on = ""
+        if endpoint.active and not stop.hurried:
+            going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
+        say(f"stopping{going_on}")
+    finally:
+        lending.cancel()
+        try:
+            await server.stop(0.0 if stop.hurried else None)
+        finally:
+            for number in numbers:
+                asyncio.get_running_loop().remove_signal_handler(number)
+            await status.close()
+
+
+class _Stopping:
+    """The first signal is obeyed in order, the second at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = False
+        """Nobody waits: the terminal has gone."""
+
+    def ask(self, number: int) -> None:
+        if self.asked.is_set():
+            os._exit(128 + number)
+        self.hurried = number == signal.SIGHUP
+        self.asked.set()
+
+
+async def _until_asked(
+    stop: _Stopping, server: EndpointServer, lending: asyncio.Task[None]
+) -> None:
+    """Raises what ``lending`` raises."""
+    waits: list[asyncio.Task[Any]] = [lending]
+    waits += [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
+    try:
+        while not (stop.asked.is_set() or server.died.is_set()):
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if lending in waits and lending.done():
+                waits.remove(lending)
+                lending.result()
+    finally:
+        for one in waits:
+            one.cancel()
+    if server.died.is_set():
+        raise SetupError("the HTTP server ended by itself")
+
+
+@dataclass(slots=True)
+class _Fits:
+    """What a verifier has to fit: ``config`` knows its tokenizer once one was lent."""
+
+    config: AgentConfig
+    begun: bool = False
+    """The first look is over. It may fetch a tokenizer, which holds up the event loop."""
+
+    def misfit(self, info: VerifierInfo) -> str | None:
+        with nullcontext() if self.begun else stoppable():
+            return misfit(self.config, info, "the verifier")
+
+
+async def _look(fits: _Fits) -> VerifierWatch:
+    """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
+    from edgespec.endpoint.verifiers import VerifierWatch
+
+    config = fits.config
+    access = device_access(config)
+    addresses = [with_port(one) for one in config.verifiers]
+    watch = VerifierWatch({one: connect(one, access=access) for one in addresses}, fits.misfit)
+    try:
+        await watch.look()
+        fits.begun = True
+        _refuse_hopeless(watch)
+    except BaseException:
+        await watch.close()
+        raise
+    return watch
+
+
+def _refuse_hopeless(watch: VerifierWatch) -> None:
+    from edgespec.endpoint.verifiers import Presence
+
+    hopeless = (Presence.MISFIT, Presence.REFUSES)
+    if all(one.presence in hopeless for one in watch.statuses):
+        raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
+
+
+async def _tokenizer(agent: Agent, fits: _Fits, watch: VerifierWatch) -> PromptTokenizer | None:
+    """That of ``fits.config``, or the one of a verifier that is there; None: none is, and one will
+    lend it later. Raises ``SetupError`` where a verifier lends none."""
+    if isinstance(agent, BorrowingAgent):
+        if not watch.ready:
+            return None
+        try:
+            fits.config = await agent.borrow()
+        except LinkError:  # it has gone again
+            return None
+        await watch.look()  # who else fits is known only now
+    return await asyncio.to_thread(load_tokenizer, tokenizer_reference(fits.config))
+
+
+async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
+    """Until ``endpoint`` has a tokenizer. Raises ``SetupError`` where a verifier lends none."""
+    if endpoint.tokenizer is not None:
+        return
+    say(f"no verifier answers yet; {_waiting(fits.config)}. It has to lend its tokenizer, since")
+    say("neither --draft nor --tokenizer names one")
+    watch = endpoint.verifiers
+    while True:
+        while not watch.ready:
+            _refuse_hopeless(watch)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if (text := await _tokenizer(agent, fits, watch)) is not None:
+            endpoint.take_tokenizer(text)
+            say(
+                f"a verifier has come: {endpoint.models.name}, whose tokenizer is used from here on"
+            )
+            return
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _prompt_log(config: AgentConfig, key: str) -> PromptLog | None:
+    """Has begun, if there is one."""
+    from edgespec.endpoint.prompt_log import PromptLog
+
+    if not config.endpoint.log_prompts:
+        return None
+    found = PromptLog((key, device_access(config).key))
+    found.begin()
+    return found
+
+
+def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
+    """Five lines: what was chosen, and why."""
+    return [
+        f"  draft     {_draft(config)}",
+        *(f"  verifier  {_verifier(config, status)}" for status in watch.statuses),
+        f"  memory    {_memory(config)}",
+        f"  policy    {_policy(config)}",
+        f"  clients   {_clients(config, has_key)}",
+    ]
+
+
+def _draft(config: AgentConfig) -> str:
+    model = config.draft.model
+    if model == NONE:
+        return "none: the verifier's text is only streamed"
+    if model == LOOKUP:
+        return "lookup: guesses from the text itself, no model"
+    why = "as asked for"
+    if model == DraftSection().model:
+        why = "the small one that comes with edgespec; --draft takes others"
+    beside = ", and guesses from the text" if config.draft.lookup else ""
+    return f"{model}{beside} ({why}); its vocabulary has to be the verifier's"
+
+
+def _waiting(config: AgentConfig) -> str:
+    """What becomes of a request while no verifier is there."""
+    return f"a request waits {config.patience.give_up_first_s:g} s for one, then fails with 503"
+
+
+def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
+    from edgespec.endpoint.verifiers import Presence, context_of
+
+    if status.presence is Presence.READY and status.info is not None:
+        rtt_ms = (status.rtt_s or 0.0) * 1e3
+        return (
+            f"{status.address}: serves {_names(status.info)}, context"
+            f" {context_of(status.info)}, answered in {rtt_ms:.0f} ms"
+        )
+    if status.presence is Presence.AWAY:
+        first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
+        return f"{first}; {_waiting(config)}; {second.strip()}"
+    return f"{status.address}: of no use: {status.why}"
+
+
+def _names(info: VerifierInfo) -> str:
+    """The model, and its adapters as far as there is room."""
+    shown = [one.name for one in info.served[:_MOST_NAMED]]
+    more = len(info.served) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _memory(config: AgentConfig) -> str:
+    memory = machine_memory()
+    budget = config.draft.memory_budget
+    bound = f"a budget of {budget}" if budget else "no budget (--memory-budget sets one)"
+    return (
+        f"{bound}; this process holds {memory.resident // _MIB} MiB,"
+        f" {memory.available // _MIB} MiB are free"
+    )
+
+
+def _policy(config: AgentConfig) -> str:
+    policy = config.policy
+    usual = policy.name is DEFAULT_POLICY
+    why = "drafts what saves more than it costs" if usual else "as asked for"
+    ahead = "; the verifier decodes on by itself when no guess is there"
+    return f"{policy.name.value} ({why}){'' if policy.run_ahead.value == 'never' else ahead}"
+
+
+def _clients(config: AgentConfig, has_key: bool) -> str:
+    settings = config.endpoint
+    who = "this machine" if is_loopback(settings.host) else f"whoever reaches {settings.host}"
+    key = "with the key" if has_key else "no key"
+    pages = ", ".join(settings.allow_origins) or "none"
+    return (
+        f"{who}, {key}; web pages: {pages}; {settings.max_concurrent} texts at a time,"
+        f" {settings.max_queue} requests may wait"
+    )
+
+
+def _url(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _curl(url: str, chats: bool, has_key: bool) -> str:
+    """A line that works as it is."""
+    data: dict[str, Any] = {"model": "edgespec", "max_tokens": 64}
+    if chats:
+        path, data["messages"] = (
+            "chat/completions",
+            [{"role": "user", "content": "Hello!"}],
+        )
+    else:
+        path, data["prompt"] = "completions", "Once upon a time"
+    key = ' -H "Authorization: Bearer $EDGESPEC_ENDPOINT_KEY"' if has_key else ""
+    return (
+        f"  try: curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d"
+        f" '{json.dumps(data)}'"
+    )
+
 
 _SERVICE = "The endpoint"
+
 _ENDPOINT_FLAGS = (
     Flag("endpoint.host", panel=_SERVICE),
     Flag("endpoint.port", ("--port", "-p"), environment="EDGESPEC_ENDPOINT_PORT", panel=_SERVICE),
@@ -24,18 +377,10 @@ _ENDPOINT_FLAGS = (
     Flag("endpoint.default_max_tokens", ("--max-tokens", "-n"), panel=_SERVICE),
     Flag("endpoint.log_prompts", panel=_SERVICE),
 )
-Install = Annotated[
-    bool,
-    typer.Option(
-        FLAG,
-        help="Write a systemd unit of this user that runs this very command, and start nothing",
-        rich_help_panel=_SERVICE,
-    ),
-]
 
 
 @from_config(AgentConfig, *_ENDPOINT_FLAGS, *SAMPLING_FLAGS[1:3], *DEVICE_FLAGS, *LOG_FLAGS)
-def serve(settings: AgentConfig, install: Install = False) -> None:
+def serve(settings: AgentConfig) -> None:
     """Serve OpenAI's HTTP API on this device, until Ctrl-C or SIGTERM.
 
     Programs that speak it (openai's clients, chat interfaces, editors) get the target's text from
@@ -48,8 +393,5 @@ def serve(settings: AgentConfig, install: Install = False) -> None:
     [dim]edgespec serve --host 0.0.0.0 --key-file endpoint.key --allow-origin https://chat.example[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
-    if install:
-        install_service(settings, sys.argv[1:])
-        return
     with trace_to(settings.trace, settings.trace_tokens) as tracer:
         asyncio.run(serve_until_stopped(settings, tracer))

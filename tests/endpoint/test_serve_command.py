@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli.main import app
 from edgespec.cli.running import Interrupted
-from edgespec.cli.serve_life import serve_until_stopped
+from edgespec.cli.serve import serve_until_stopped
 from edgespec.config import AgentConfig, ConfigError, DraftSection, EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
@@ -136,7 +136,7 @@ def test_ctrl_c_is_heard_while_a_tokenizer_is_fetched(monkeypatch: pytest.Monkey
             pass
         went_on.append(True)
 
-    monkeypatch.setattr("edgespec.cli.serve_life.misfit", fetches)
+    monkeypatch.setattr("edgespec.cli.serve.misfit", fetches)
     with daemon() as (address, _):
         settings = AgentConfig(
             verifier=address,

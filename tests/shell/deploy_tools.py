@@ -15,6 +15,7 @@ from tests.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd/edgespec-verifier.service"
+USER_UNIT = DEPLOY / "systemd/edgespec-serve.service"
 COMPOSE = DEPLOY / "compose.yaml"
 KUBERNETES = DEPLOY / "kubernetes"
 

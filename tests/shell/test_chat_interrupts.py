@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.talk import loop
+from edgespec.cli import chat
 from edgespec.cli.talk.record import KeptFile, Record, read
 from edgespec.config import AgentConfig
 from edgespec.core.device.events import TokenKind
@@ -72,10 +72,10 @@ def runner() -> Iterator[asyncio.Runner]:
         yield found
 
 
-def talk(runner: asyncio.Runner, agent: Any, path: Path, *lines: str) -> loop.Conversation:
+def talk(runner: asyncio.Runner, agent: Any, path: Path, *lines: str) -> chat.Conversation:
     anything: Any = None
     text: Any = Text()
-    found = loop.Conversation(
+    found = chat.Conversation(
         agent, text, AgentConfig(), runner, None, anything, Record(), Lines(*lines), KeptFile(path)
     )
     found.run()
@@ -95,7 +95,7 @@ def test_whoever_presses_on_ends_one_reply_and_keeps_it(
         said.append(text)
         press()
 
-    monkeypatch.setattr(loop, "say", say)
+    monkeypatch.setattr(chat, "say", say)
     agent = SlowAgent(while_stopping=press)
     path = tmp_path / "talk.json"
     talk(runner, agent, path, "one", "two", "/help x")
@@ -137,7 +137,7 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
             raise errors.pop()
         shown.parts.append("word")
 
-    monkeypatch.setattr(loop, "stream", away_twice)
+    monkeypatch.setattr(chat, "stream", away_twice)
     path = tmp_path / "talk.json"
     talk(runner, SlowAgent(while_stopping=lambda: None), path, "", "a question", "", "", "", "two")
     assert contents(path) == ["a question", "word", "two", "word"]

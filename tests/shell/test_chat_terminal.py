@@ -61,7 +61,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         terminal.type("/stats\r")
         terminal.until("this chat: 30 tokens in 1 reply,")
         assert left(terminal) == 0
-        assert "\x1b[?2026h" in terminal.said
+        assert "\x1b[?25l" in terminal.said
     (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     said = json.loads(kept.read_text())
@@ -105,7 +105,7 @@ def test_without_color_a_reply_is_plain_and_without_history_nothing_is_kept(
         terminal.type("hello\r")
         terminal.until(expected("hello "))
         assert left(terminal) == 0
-        assert "\x1b[?2026h" not in terminal.said
+        assert "\x1b[2m" not in terminal.said
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.config import VerifierConfig, load_config
 from edgespec.verifier import daemon
-from tests.shell.deploy_tools import DEPLOY, UNIT, judged, tool
+from tests.shell.deploy_tools import DEPLOY, UNIT, USER_UNIT, judged, tool
 
 PROGRAM = "/opt/edgespec/bin/edgespec"
 # Of ten; above five systemd calls it "exposed". What is open is named in the unit.
@@ -42,6 +42,18 @@ def installed(tmp_path: Path) -> Path:
 def test_systemd_understands_every_line(installed: Path) -> None:
     analyze = tool("systemd-analyze", "apt-get install systemd")
     assert _about(installed, judged(analyze, "verify", "--man=no", installed)) == []
+
+
+def test_systemd_understands_a_devices_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # of a user who is logged in
+    analyze = tool("systemd-analyze", "apt-get install systemd")
+    something = shutil.which("true")
+    assert something is not None
+    unit = tmp_path / USER_UNIT.name
+    unit.write_text(USER_UNIT.read_text(encoding="utf-8").replace(PROGRAM, something))
+    assert _about(unit, judged(analyze, "--user", "verify", "--man=no", unit)) == []
 
 
 def test_a_mistake_would_be_found(installed: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory
 
-from edgespec.cli.talk import history
-from edgespec.cli.talk.history import TypedHistory, history_file
+from edgespec.cli.talk import editor
+from edgespec.cli.talk.editor import TypedHistory, history_file
 from edgespec.config.whole_file import replace_file
 
 
@@ -44,7 +44,7 @@ def test_what_was_typed_is_found_again_by_its_owner_alone(home: Path) -> None:
 
 
 def test_of_too_many_entries_the_newest_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_MOST_ENTRIES", 10)
+    monkeypatch.setattr(editor, "_MOST_ENTRIES", 10)
     path = _typed(15)
     history_file()
     assert _entries(path) == [f"message {number}\nof two lines" for number in range(10, 15)]
@@ -56,7 +56,7 @@ def test_of_too_large_a_file_the_newest_whole_entries_stay(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _typed(50)
-    monkeypatch.setattr(history, "_MOST_BYTES", path.stat().st_size // 2 + 3)
+    monkeypatch.setattr(editor, "_MOST_BYTES", path.stat().st_size // 2 + 3)
     history_file()
     found = _entries(path)
     assert 20 <= len(found) <= 25
