@@ -104,7 +104,7 @@ def generate(
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
     """``config``, its text held to what these files say. Raises ``ConfigError``."""
-    if (constraint := _constraint(json_schema, grammar)) is None:
+    if (constraint := constraint_of(json_schema, grammar)) is None:
         return config
     try:
         return replace(config, sampling=replace(config.sampling, constraint=constraint))
@@ -112,7 +112,7 @@ def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -
         raise ConfigError(str(error)) from None
 
 
-def _constraint(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
+def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
     """What the options ask for; None: nothing. Raises ``ConfigError``."""
     if json_schema is not None and grammar is not None:
         raise ConfigError("--json-schema and --grammar are both given, but a text is held to one")

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.cli.constraint_options import constraint_of
+from edgespec.cli.generate import constraint_of
 from edgespec.config import ConfigError
 from edgespec.core.protocol.constraint import (
     ConstrainedText,
