@@ -14,8 +14,8 @@ from rich.segment import SegmentLines
 from rich.text import Text
 
 from edgespec.core.device.memory_size import in_mib
-from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.checks import printable
+from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Chunk
 from edgespec.telemetry.agent_status import AgentStatus, VerifierState, VerifierStatus
 
