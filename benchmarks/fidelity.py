@@ -51,7 +51,7 @@ from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport
-from edgespec_sim.links.from_trace import link_pair
+from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -155,7 +155,7 @@ class Real:
 def links_of(set_up: SetUp, data: Path | None) -> tuple[LinkModel, LinkModel]:
     if set_up.trace:
         assert data is not None
-        return link_pair(read_trace(data / "traces" / set_up.trace))
+        return TraceLinks.of(read_trace(data / "traces" / set_up.trace)).pair()
     settings = LinkSettings(one_way_s=set_up.rtt_ms / 2e3)
     return LinkModel(settings), LinkModel(settings)
 

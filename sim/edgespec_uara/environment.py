@@ -1,4 +1,4 @@
-"""The slot game, and its two faces: gymnasium (one decider) and PettingZoo (an agent a server).
+"""The slot game as a PettingZoo environment, an agent a server.
 
 A step is a slot: actions become weights of bandwidth and compute (``policy.action_weights``), the
 two-phase matching associates devices under them, shares and cost follow, the world moves on.
@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -51,7 +50,7 @@ class Outcome:
 
 
 class SlotGame:
-    """World, cost model and the dice of the reference; shared by both environments."""
+    """World, cost model and the dice of the reference."""
 
     def __init__(
         self,
@@ -103,39 +102,6 @@ class SlotGame:
 def observation_space(rows: int) -> spaces.Space[Any]:
     shape = (rows, PAIR_COLUMNS + DEVICE_COLUMNS)
     return spaces.Box(-_LIMIT, _LIMIT, shape, np.float32)
-
-
-class CentralEnv(gymnasium.Env[Observation, Observation]):
-    """One decider for all servers. Observation (E (M + 1), columns), action (E, 2 M + 1)."""
-
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium's own declaration.
-
-    def __init__(self, settings: UaraSettings | None = None, cost: CostModel | None = None) -> None:
-        self._settings = settings or UaraSettings()
-        self._cost = cost or PaperCost()
-        servers, devices = self._settings.servers, self._settings.devices
-        self.observation_space: spaces.Space[Any] = observation_space(servers * (devices + 1))
-        self.action_space: spaces.Space[Any] = spaces.Box(
-            -1.0, 1.0, (servers, 2 * devices + 1), np.float32
-        )
-        self._game: SlotGame | None = None
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._game = SlotGame(self._settings, self._cost, int(self.np_random.integers(_SEEDS)))
-        return self._observe(self._game), {}
-
-    def step(self, action: Observation) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        if self._game is None:
-            raise RuntimeError("reset() comes before step()")
-        outcome = self._game.play(np.asarray(action, dtype=np.float64))
-        over = self._game.slot >= SLOTS
-        return self._observe(self._game), outcome.reward, False, over, {"cost": outcome.cost}
-
-    def _observe(self, game: SlotGame) -> Observation:
-        return game.observe().reshape(self.observation_space.shape or ())
 
 
 class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.

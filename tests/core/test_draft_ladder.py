@@ -22,8 +22,8 @@ from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import PolicyName, default_policy, named_policy
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
-from edgespec_sim.faults.options import WorldOptions
-from edgespec_sim.faults.worlds import run_world
+from tests.sim.faults.options import WorldOptions
+from tests.sim.faults.worlds import run_world
 
 READINGS = st.builds(
     MachineReading,

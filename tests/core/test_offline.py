@@ -44,7 +44,7 @@ from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.faults.checks import check_tree, target_stream
+from tests.sim.faults.checks import check_tree, target_stream
 
 PROMPT = (3, 1, 2)
 PATIENT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)

@@ -23,8 +23,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as verify_events
 from edgespec.core.verifier.session import VerifySession
-from edgespec_sim.faults.options import WorldOptions
-from edgespec_sim.faults.worlds import run_world
+from tests.sim.faults.options import WorldOptions
+from tests.sim.faults.worlds import run_world
 
 FOLDER = Path(__file__).parent / "transcripts"
 REWRITE = bool(os.environ.get("REWRITE_TRANSCRIPTS"))

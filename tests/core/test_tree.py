@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
-from edgespec_sim.faults.checks import check_tree
+from tests.sim.faults.checks import check_tree
 
 PROMPT = (7, 7)
 Text = tuple[int, ...]

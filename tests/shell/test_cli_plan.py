@@ -1,66 +1,152 @@
-"""``edgespec plan link``: what it prints; the figures are ``tests/sim/test_planner.py``'s."""
+"""``edgespec plan link``: what it prints, what it advises, and why."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from edgespec.bench.arms import Arm
 from edgespec.cli.main import app
+from edgespec.config.loading import ConfigError
+from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec_sim.commands import pool
+from edgespec_sim.commands.seeds import Ask, Point, play_seeds
+from edgespec_sim.commands.simulate import summary_of
+from edgespec_sim.planning.bounds import Costs
+from edgespec_sim.planning.link import FLAGS, LinkAdvice, advise, link_scenario
+from edgespec_sim.planning.replication import Total
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "default_processes", lambda: 1)
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", "link", "--tokens", "120", "--seed", "0", *arguments])
+    return CliRunner().invoke(app, ["plan", "link", "--seed", "1", *arguments])
 
 
-def test_a_table_a_recommendation_and_its_reason() -> None:
-    result = call()
+@cache
+def plan(*arguments: str) -> dict[str, Any]:
+    result = call("--json", *arguments)
     assert (result.exit_code, result.stderr) == (0, "")
-    lines = [line for line in result.stdout.splitlines() if line]
-    assert lines[0].split()[-6:] == ["ms/token", "speed", "passes", "wasted", "kbit/s", "bound"]
-    assert all(len(line) <= 80 for line in lines)
-    names = ("draft model alone *", "cloud streaming", "split, stop-and-wait", "split, PEARL")
-    for name in (*names, "split, windowed", "split + run-ahead, width 1", "* not the target's"):
-        assert any(line.startswith(name) for line in lines), name
-    (take,) = [line for line in lines if line.startswith("take: ")]
-    assert lines[lines.index(take) + 1].startswith(take.removeprefix("take: "))
-    assert "Stop-and-wait is as fast as cloud streaming at a round trip of" in result.stdout
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
 
 
-def test_json_says_the_same() -> None:
-    found = json.loads(call("--json", "--draft-ms", "60", "--rtt-ms", "120").stdout)
-    assert found["settings"]["rtt_ms"] == 120.0
-    assert found["take"] == "cloud streaming"
-    assert "a draft step (60 ms) takes no less than a pass" in found["reason"]
-    assert (found["drafting_can_pay"], found["drafting_pays_below_ms"]) == (False, None)
-    by_name = {mode["name"]: mode for mode in found["modes"]}
-    assert by_name["cloud streaming"]["tpot_ms"] == 25.0
-    assert by_name["draft model alone"]["bound_ms"] is None
-    assert by_name["draft model alone"]["exact"] is False
+def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
+    result = call("--rtt-ms", "5")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    (take,) = (line for line in lines if line.startswith("take: "))
+    arm = take.removeprefix("take: ")
+    assert lines[lines.index(take) + 1].startswith(f"{arm} is ")
+    assert any(line.startswith("flags: ") for line in lines)
+    assert "Stop-and-wait is as fast as plain streaming at a round trip of" in result.stdout
 
 
-def test_several_seeds_give_intervals() -> None:
-    result = call("--seeds", "2", "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert found["seeds"] == 2
-    for mode in found["modes"]:
-        interval = mode["speed_up_interval"]
-        if mode["name"] in ("cloud streaming", "draft model alone"):
-            assert interval is None
-        else:
-            assert interval[0] <= mode["speed_up"] <= interval[1]
+@pytest.mark.parametrize("arguments", [(), ("--rtt-ms", "2"), ("--loss", "0.02")])
+def test_every_arm_keeps_to_its_bound_and_streaming_to_a_pass_a_token(
+    arguments: tuple[str, ...],
+) -> None:
+    arms = plan(*arguments)["arms"]
+    assert set(arms) == {arm.value for arm in Arm}
+    for name, arm in arms.items():
+        # Ends of a text (``bounds``): a draft length of stop-and-wait, drafts before the start.
+        assert arm["tpot_ms"] >= 0.95 * arm["bound_ms"], name
+    assert arms["target-only"]["speed_up"] == 1.0
+    if "--loss" not in arguments:
+        assert arms["target-only"]["tpot_ms"] == pytest.approx(25.0)
+
+
+def test_run_ahead_wins_at_usual_round_trips() -> None:
+    found = plan()
+    assert (found["take"], found["flags"]) == ("edgespec", "")
+    assert found["arms"]["edgespec"]["speed_up"] > 1.25
+    assert found["arms"]["vanilla"]["speed_up"] < 1.0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "because"),
     [
-        (("--acceptance", "1.5"), "error: acceptance is 1.5, but must be in [0.01, 0.99]"),
-        (("--rtt-ms", "-3"), "error: rtt_ms is -3.0, but must be in [0.0, 10000.0]"),
-        (("--tokens", "3"), "error: tokens is 3, but must be in [100, 10000]"),
+        (("--draft-ms", "60"), "a draft step (60 ms) takes no less than a pass (25 ms)"),
+        (
+            ("--rtt-ms", "2000", "--acceptance", "0.3"),
+            "the round trip of 2000 ms is beyond the",
+        ),
+        (("--acceptance", "0.05", "--draft-ms", "24.5"), "it would not even without a round trip"),
     ],
 )
-def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
-    result = call(*arguments)
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", message + "\n")
+def test_where_drafting_does_not_pay_streaming_is_advised(
+    arguments: tuple[str, ...], because: str
+) -> None:
+    found = plan(*arguments)
+    assert (found["take"], found["flags"]) == ("target-only", "--draft none")
+    assert because in found["reason"]
+
+
+def test_the_link_counts() -> None:
+    base = plan()["arms"]["vanilla"]["tpot_ms"]
+    for arguments in (("--up-mbps", "0.02"), ("--jitter-ms", "30"), ("--loss", "0.1")):
+        assert plan(*arguments)["arms"]["vanilla"]["tpot_ms"] > 1.1 * base, arguments
+
+
+def test_equal_seeds_give_equal_plans() -> None:
+    assert json.loads(call("--json").stdout) == plan()
+
+
+def test_a_mistake_is_one_clear_line() -> None:
+    result = call("--acceptance", "1.5")
+    message = "error: acceptance is 1.5, but must be in [0.01, 0.99]\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
+
+
+# --- the advice ------------------------------------------------------------------------------
+
+
+@cache
+def _summary() -> RunSummary:
+    scenario = link_scenario(rtt_ms=5.0, draft_ms=8.0, pass_ms=25.0, acceptance=0.8)
+    point = Point("link", replace(scenario, duration_s=5.0), Path())
+    play_seeds([point], ask := Ask(1, 1), 1, quiet=True)
+    return summary_of(point, ask)
+
+
+def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
+    """``arms``: seconds a token of each world, and wasted nodes a token."""
+    base = {"target-only": ((0.025,) * 3, 0.0), **arms}
+    summaries: list[ArmSummary] = []
+    for name, (seconds, wasted) in base.items():
+        arm = _summary().arms[0]
+        value = sum(base["target-only"][0]) / sum(seconds)
+        whole = replace(arm.all, wasted_per_token=wasted)
+        summaries.append(replace(arm, arm=name, all=whole, speedup=value))
+    totals = {Arm(name): [Total(one, 1) for one in mine[0]] for name, mine in base.items()}
+    costs = Costs(0.005, 0.008, 0.025)
+    return advise(replace(_summary(), arms=tuple(summaries)), totals, costs, (0.1, 0.2))
+
+
+def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() -> None:
+    """What is quicker by chance alone is no reason to send more."""
+    noisy = advice(edgespec=((0.010, 0.013, 0.010), 3.0), pearl=((0.011, 0.012, 0.0105), 0.2))
+    assert noisy.take is Arm.PEARL
+    assert "edgespec (2.27) is not faster by more than chance, and sends 3.00" in noisy.reason
+    clear = advice(edgespec=((0.010, 0.0101, 0.010), 3.0), pearl=((0.012, 0.0121, 0.012), 0.2))
+    assert clear.take is Arm.EDGESPEC
+    assert "chance" not in clear.reason
+
+
+def test_an_arm_that_gains_next_to_nothing_is_not_advised() -> None:
+    assert advice(edgespec=((0.0248, 0.0248, 0.0248), 0.0)).take is Arm.TARGET_ONLY
+
+
+def test_flags_are_an_agents() -> None:
+    assert set(FLAGS) == set(Arm)
+    with pytest.raises((ValueError, ConfigError), match="rtt_ms is -1"):
+        link_scenario(rtt_ms=-1.0, draft_ms=8.0, pass_ms=25.0, acceptance=0.8)

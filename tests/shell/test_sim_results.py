@@ -198,9 +198,24 @@ def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:
     ):
         result = runner.invoke(app, ["report", *arguments])
         assert result.exit_code == 1
-        assert "holds the report of another run" in result.output
+        assert "holds another run (single-device, seed 2 and on: 1 played)" in result.output
         assert "--force" in result.output
     kept = json.loads((other / "summary.json").read_text(encoding="utf-8"))
     assert kept["seed"] == 2
     sim("report", str(run / "trace.jsonl"), "--out", str(other), "--force")
     sim("report", str(other))
+
+
+def test_a_run_does_not_overwrite_another_one(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    again = ("run", "single-device", "--out", str(out), *TWO_ARMS)
+    sim(*again, "--seed", "1")
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    replay = ("replay", "generate:lte", "--seconds", "1", "--seed", "1", "--out", str(out))
+    for arguments in ((*again, "--seed", "2"), replay):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 1
+        assert "holds another run (single-device, seed 1 and on: 1 played)" in result.output
+        assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    sim(*again, "--seed", "2", "--force")
+    assert read_summary(out / "summary.json").seed == 2

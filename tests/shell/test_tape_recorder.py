@@ -22,7 +22,7 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.cost_profile import read_profile
 from edgespec.telemetry.match_tape import MISS, ranks_along, read_tape
-from edgespec_sim.faults.checks import target_stream
+from tests.sim.faults.checks import target_stream
 
 MODEL = ToyModel(16, order=2, sharpness=3.0, seed=2)
 TOY = ("--model", "toy", "--draft", "toy")

@@ -30,9 +30,9 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
-from edgespec_sim.faults.governors import BUDGET
-from edgespec_sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
-from edgespec_sim.faults.worlds import run_world
+from tests.sim.faults.governors import BUDGET
+from tests.sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
+from tests.sim.faults.worlds import run_world
 
 # Mutants are held against the worlds before: how soon they are caught stays as it was.
 GOVERNED_FROM = 10_000

@@ -21,7 +21,6 @@ from edgespec.core.ports import Drafter, ModelInfo, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec_sim.actors.device_machine import DeviceMachine
-from edgespec_sim.actors.one_session import Played, Setting, play
 from edgespec_sim.planning.bounds import (
     ONE_PASS_A_TOKEN,
     PERFECT_DRAFTS,
@@ -44,6 +43,7 @@ from edgespec_sim.token_sources.scripted_models import (
     coded_prompt,
 )
 from edgespec_sim.token_sources.source import Request
+from tests.sim.one_session import Played, Setting, play
 
 INFO = ModelInfo("script", "script", 1000, 1 << 20)
 TOKENS, PASS_S = 240, 0.025

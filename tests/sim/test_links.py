@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.cross_traffic import LoadedQueue
-from edgespec_sim.links.from_trace import TraceLinks, link_pair
+from edgespec_sim.links.from_trace import TraceLinks
 from edgespec_sim.links.handover import Handover
 from edgespec_sim.links.path import ManyHops, OneHop, Path, PathCounts
 from edgespec_sim.traces.network_trace import NetworkTrace
@@ -43,7 +43,7 @@ TRACE = NetworkTrace(
 
 
 def test_a_link_does_what_its_trace_did_and_repeats() -> None:
-    up, down = link_pair(TRACE, up_share=0.75)
+    up, down = TraceLinks.of(TRACE, up_share=0.75).pair()
     for period_s in (0.0, 30.0, 300.0):
         assert up.arrival(period_s, 1000) == pytest.approx(period_s + 1 * MS + 15 * MS)
         assert up.arrival(period_s + 5.5, 1000) == pytest.approx(period_s + 6.016)
@@ -52,14 +52,14 @@ def test_a_link_does_what_its_trace_did_and_repeats() -> None:
 
 
 def test_an_offset_starts_within_the_trace() -> None:
-    up, _ = link_pair(TRACE, offset_s=9.0)
+    up, _ = TraceLinks.of(TRACE).pair(offset_s=9.0)
     assert up.arrival(0.0, 1000) == pytest.approx(1 * MS + 10 * MS)
     assert up.arrival(2.0, 1000) == pytest.approx(2.0 + 2 * MS + 50 * MS)
     assert up.arrival(26.5, 1000) == pytest.approx(27.0 + 1 * MS + 10 * MS)
 
 
 def test_the_loss_of_both_ways_is_that_of_the_trace() -> None:
-    up, down = link_pair(TRACE, offset_s=20.0, seed=4)
+    up, down = TraceLinks.of(TRACE).pair(offset_s=20.0, seed=4)
     lost = 0
     for n in range(4000):
         at_s = 30.0 * n
@@ -79,7 +79,7 @@ def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
 
 def test_what_a_trace_has_not_measured_is_no_limit() -> None:
     bare = NetworkTrace("bare", "test", (0.0, 1.0), (0.02, 0.04), 1.0)
-    up, _ = link_pair(bare)
+    up, _ = TraceLinks.of(bare).pair()
     assert up.arrival(0.5, 10**6) == 0.51
     assert up.arrival(7.5, 10**6) == 7.51
 

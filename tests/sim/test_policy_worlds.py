@@ -16,8 +16,6 @@ from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.telemetry.run_summary import ArmSummary
-from edgespec_sim.faults.options import WorldOptions
-from edgespec_sim.faults.worlds import run_world
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     DeviceSection,
@@ -27,6 +25,8 @@ from edgespec_sim.scenario.sections import (
     WorkloadSection,
 )
 from edgespec_sim.world.run import jobs_of, play, summarise
+from tests.sim.faults.options import WorldOptions
+from tests.sim.faults.worlds import run_world
 
 LEARNING = (PolicyName.GOODPUT, PolicyName.SPECDEC, PolicyName.BANDIT)
 

@@ -31,9 +31,9 @@ from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.faults.checks import target_stream
 from edgespec_sim.token_sources.scripted_models import ScriptedTarget
 from edgespec_sim.token_sources.tape import TapeSource
+from tests.sim.faults.checks import target_stream
 
 WIDTH, TEXTS = 3, 3
 BY_RANK = named_policy(PolicyName.WINDOWED)

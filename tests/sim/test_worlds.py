@@ -15,9 +15,9 @@ from edgespec.core.protocol.messages import FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.session import VerifySession
-from edgespec_sim.faults.checks import CheckFailure, target_stream
-from edgespec_sim.faults.options import WorldOptions, WorldResult
-from edgespec_sim.faults.worlds import run_world
+from tests.sim.faults.checks import CheckFailure, target_stream
+from tests.sim.faults.options import WorldOptions, WorldResult
+from tests.sim.faults.worlds import run_world
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, draw_options, exact_drafter, play
 
 WORLDS = 2400

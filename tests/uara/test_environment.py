@@ -1,4 +1,4 @@
-"""The two environments against their libraries' own checkers, and the reward's sign."""
+"""The environment against its library's own checker, and the reward's sign."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import warnings
 
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import parallel_api_test
 
-from edgespec_uara.environment import SLOTS, CentralEnv, ServersEnv, SlotGame
+from edgespec_uara.environment import SLOTS, ServersEnv, SlotGame
 from edgespec_uara.paper import PaperCost
 from edgespec_uara.world import UaraSettings
 
 SETTINGS = UaraSettings(devices=12, servers=3)
-
-
-def test_the_central_environment_is_gymnasiums() -> None:
-    check_env(CentralEnv(SETTINGS), skip_render_check=True)
 
 
 def test_the_servers_environment_is_pettingzoos() -> None:
@@ -26,27 +21,18 @@ def test_the_servers_environment_is_pettingzoos() -> None:
         parallel_api_test(ServersEnv(SETTINGS), num_cycles=3 * SLOTS)
 
 
-def test_an_episode_ends_by_its_length() -> None:
-    env = CentralEnv(SETTINGS)
-    env.reset(seed=1)
-    action = np.zeros((3, 25), dtype=np.float32)
-    ends = [env.step(action)[2:4] for _ in range(SLOTS)]
-    assert ends == [(False, False)] * (SLOTS - 1) + [(False, True)]
-
-
-def test_both_faces_play_the_same_game() -> None:
-    central, servers = CentralEnv(SETTINGS), ServersEnv(SETTINGS)
-    with pytest.raises(RuntimeError, match="reset"):
-        central.step(np.zeros((3, 25), dtype=np.float32))
+def test_an_episode_ends_by_its_length_and_all_agents_are_rewarded_alike() -> None:
+    servers = ServersEnv(SETTINGS)
     with pytest.raises(RuntimeError, match="reset"):
         servers.step({})
     seen, _ = servers.reset(seed=4)
     assert list(seen) == ["server_0", "server_1", "server_2"]
     actions = {agent: np.zeros(25, dtype=np.float32) for agent in seen}
-    _, rewards, _, _, infos = servers.step(actions)
-    # One reward for all, since all serve one objective.
-    assert len(set(rewards.values())) == 1
-    assert all(info["cost"] > 0 for info in infos.values())
+    for slot in range(SLOTS):
+        _, rewards, ended, over, infos = servers.step(actions)
+        assert len(set(rewards.values())) == 1
+        assert all(info["cost"] > 0 for info in infos.values())
+        assert (set(ended.values()), set(over.values())) == ({False}, {slot == SLOTS - 1})
 
 
 def test_a_higher_reward_is_a_lower_cost() -> None:

@@ -13,6 +13,8 @@ COMMANDS = {
     "sweep": "edgespec_sim.commands.sweep:sweep",
     "replay": "edgespec_sim.commands.replay:replay",
     "report": "edgespec_sim.commands.report:report",
+    "plan": "edgespec_sim.commands.plan:plan",
+    "profile": "edgespec.cli.profile:profile",
     "mean-field": "edgespec_sim.commands.mean_field:mean_field",
     "trace": "edgespec_sim.commands.trace:app",
 }

@@ -15,6 +15,7 @@ from edgespec_sim.commands.pool import default_processes
 from edgespec_sim.commands.seeds import (
     SECONDS,
     Ask,
+    ForceOption,
     SeedOption,
     SeedsOption,
     TimeOption,
@@ -23,7 +24,7 @@ from edgespec_sim.commands.seeds import (
 from edgespec_sim.commands.simulate import SUMMARY, TRACE, show, simulate
 from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.report import figures
-from edgespec_sim.report.write import write_report
+from edgespec_sim.report.write import refuse_to_replace, write_report
 from edgespec_sim.scenario.network_sections import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -73,6 +74,7 @@ def replay(
     within: WithinOption = 100 * WITHIN,
     max_seconds: TimeOption = SECONDS,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a report there")] = None,
+    force: ForceOption = False,
 ) -> None:
     """Replay a network trace with a match tape, on every arm.
 
@@ -99,6 +101,8 @@ def replay(
             prefer,
         )
         if out is not None:
+            if not force:
+                refuse_to_replace(out)
             out.mkdir(parents=True, exist_ok=True)
         target = None if out is None else out / TRACE
         ask = Ask.of(seed, seeds, within, max_seconds)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edgespec.cli.running import reported, say
+from edgespec_sim.commands.seeds import ForceOption
 from edgespec_sim.report.write import report_on
 
 Runs = Annotated[
@@ -23,12 +24,7 @@ Out = Annotated[
 ]
 
 
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace the report of another run that is in the way")
-]
-
-
-def report(runs: Runs, out: Out = None, force: Force = False) -> None:
+def report(runs: Runs, out: Out = None, force: ForceOption = False) -> None:
     """Write the report of a run: a page, tables, and a timeline for ui.perfetto.dev.
 
     A trace is what --trace wrote, of `edgespec generate`, `chat` or `verifier`. What a run left is

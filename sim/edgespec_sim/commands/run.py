@@ -13,6 +13,7 @@ from edgespec_sim.commands.pool import default_processes
 from edgespec_sim.commands.seeds import (
     SECONDS,
     Ask,
+    ForceOption,
     SeedOption,
     SeedsOption,
     TimeOption,
@@ -20,7 +21,7 @@ from edgespec_sim.commands.seeds import (
 )
 from edgespec_sim.commands.simulate import SUMMARY, TRACE, parse_settings, show, simulate
 from edgespec_sim.planning.replication import WITHIN
-from edgespec_sim.report.write import write_report
+from edgespec_sim.report.write import refuse_to_replace, write_report
 from edgespec_sim.scenario.loading import load_scenario, scenario_path
 
 
@@ -36,6 +37,7 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Write summary.json, trace.jsonl and report.html there"),
     ] = None,
+    force: ForceOption = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as links.wan.rtt_ms=80"),
@@ -73,6 +75,8 @@ def run(
         objectives = {"slo.ttft_p95_ms": slo_ttft, "slo.tpot_p95_ms": slo_tpot}
         loaded = load_scenario(scenario, {**parse_settings(settings or ()), **objectives})
         if out is not None:
+            if not force:
+                refuse_to_replace(out)
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         trace = None if out is None else out / TRACE

@@ -40,6 +40,9 @@ WithinOption = Annotated[
 TimeOption = Annotated[
     float, typer.Option(min=1.0, help="Play no further seed after so long a time")
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace another run that is in the folder")
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,13 +88,6 @@ class TraceLinks:
         return LinkModel(up, up_queue), LinkModel(down, down_queue)
 
 
-def link_pair(
-    trace: NetworkTrace, *, up_share: float = 0.5, offset_s: float = 0.0, seed: int = 0
-) -> tuple[LinkModel, LinkModel]:
-    """Up and down of one device; for many devices on one trace keep a ``TraceLinks``."""
-    return TraceLinks.of(trace, up_share=up_share).pair(offset_s=offset_s, seed=seed)
-
-
 def _steps(
     trace: NetworkTrace, column: tuple[float, ...], scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from edgespec.telemetry.run_summary import RunSummary, read_summary
+from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.report.csv_table import arms_csv, requests_csv
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.page import render
@@ -61,7 +61,7 @@ def write_report(folder: Path, out: Path | None = None, *, force: bool = False) 
     traces = [trace] if trace.is_file() else []
     run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
     if out is not None and out.resolve() != folder.resolve() and not force:
-        _refuse_to_replace(out)
+        refuse_to_replace(out)
     return _write(run, traces, out or folder)
 
 
@@ -84,7 +84,7 @@ def report_on(paths: Sequence[Path], out: Path | None = None, *, force: bool = F
         if (out / SUMMARY).is_file() and not force:
             out = out / f"{first.stem}-report"
     if not force:
-        _refuse_to_replace(out)
+        refuse_to_replace(out)
     name = first.stem if len(paths) == 1 else "run"
     return _write(_summed_up(paths, name), paths, out)
 
@@ -93,16 +93,23 @@ def _report_on_summary(file: Path, out: Path | None, force: bool) -> list[Path]:
     run, folder = read_summary(file), out or file.parent
     own = (folder / SUMMARY).resolve() == file.resolve()
     if not own and not force:
-        _refuse_to_replace(folder)
+        refuse_to_replace(folder)
     beside = file.parent / TRACE
     return _write(run, [beside] if beside.is_file() else [], folder)
 
 
-def _refuse_to_replace(out: Path) -> None:
-    if (out / SUMMARY).is_file():
-        raise ResultInTheWay(
-            f"{out}: holds the report of another run ({SUMMARY}); name another folder, or --force"
-        )
+def refuse_to_replace(out: Path) -> None:
+    """Raises ``ResultInTheWay`` where a run has left its summary."""
+    if not (out / SUMMARY).is_file():
+        return
+    try:
+        run = read_summary(out / SUMMARY)
+        what = f"{run.name}, seed {run.seed} and on: {run.seeds} played"
+    except SummaryError:
+        what = f"an unreadable {SUMMARY}"
+    raise ResultInTheWay(
+        f"{out}: holds another run ({what}); name another folder, or --force to replace it"
+    )
 
 
 def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:

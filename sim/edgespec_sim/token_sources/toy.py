@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.telemetry.match_tape import ranks_along
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.faults.checks import target_stream
 from edgespec_sim.token_sources.source import Request
 
 # Enough to say the acceptance rate to a few per cent, in a fraction of a second.
@@ -66,4 +67,22 @@ class ToySource:
     def expected(self, request: Request, count: int) -> Sequence[int]:
         length = min(count, request.sampling.max_tokens)
         mine = replace(request.sampling, max_tokens=length)
-        return target_stream(self._model, request.prompt, mine, DEFAULT_CONTEXT_LENGTH).tokens
+        return target_tokens(self._model, request.prompt, mine, DEFAULT_CONTEXT_LENGTH)[0]
+
+
+def target_tokens(
+    model: ToyModel, prompt: Sequence[int], sampling: SamplingParams, context_length: int
+) -> tuple[tuple[int, ...], FinishReason]:
+    """The target's own output, token by token from the law itself, and why it ends."""
+    eos = () if model.eos_token is None else (model.eos_token,)
+    ending = Ending.of(sampling, len(prompt), context_length, eos)
+    tokens: list[int] = []
+    while True:
+        text = (*prompt, *tokens)
+        token = choose(model.logits(text), sampling, len(text), prompt, tokens)
+        tokens.append(token)
+        if token in ending.stops:
+            return tuple(tokens), FinishReason.STOP
+        if len(text) + 1 >= ending.end:
+            full = len(tokens) >= sampling.max_tokens
+            return tuple(tokens), FinishReason.LENGTH if full else FinishReason.CONTEXT

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from edgespec.core.protocol.messages import Commit, Downlink
 from edgespec_sim.scenario.arrival_sections import AtDevice
 from edgespec_sim.world.audit import SLACK_S, broken, require
-from edgespec_sim.world.site import Site
+from edgespec_sim.world.site import REQUEST_MARK, Site
 
 
 @dataclass(slots=True)
@@ -70,6 +70,9 @@ class StreamWatch:
 
     def __init__(self, site: Site, key: str, up_s: float, down_s: float) -> None:
         self._site, self._key = site, key
+        self.device = key.partition(REQUEST_MARK)[0]
+        self.on_air_s: deque[float] = deque()
+        """Air time of each message that has not arrived: it may still wait to be sent."""
         self.up, self._down = Way(f"{key} up", up_s), Way(f"{key} down", down_s)
 
     def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
@@ -116,6 +119,7 @@ class Conservation:
             now_s,
             f"{name} drafted for {drafting_s:.3f} s",
         )
+        airtime_s -= sum(sum(one.on_air_s) for one in self._watches if one.device == name)
         require(airtime_s <= now_s + step_s, now_s, f"{name} sent for {airtime_s:.3f} s")
 
     def check_end(self, now_s: float) -> None:

@@ -66,6 +66,7 @@ class MeteredStream(Stream):
             self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
         if self._watch is not None:
             self._watch.up.sent(message, self._queue.now, size_bytes)
+            self._watch.on_air_s.append(airtime_s)
         self._up.send(size_bytes, lambda: self._arrive_up(message))
 
     def send_down(self, message: Downlink) -> None:
@@ -79,6 +80,7 @@ class MeteredStream(Stream):
     def _arrive_up(self, message: Uplink) -> None:
         if self._watch is not None:
             self._watch.up.arrived(message, self._queue.now)
+            self._watch.on_air_s.popleft()
         if self.open:
             self.to_verifier(message)
 

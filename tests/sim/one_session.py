@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from edgespec.core.device.events import Fail
 from edgespec.core.device.policy import DraftPolicy
@@ -19,7 +19,6 @@ from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import OneHop
-from edgespec_sim.links.tcp_connection import MESSAGE_BYTES, TcpConnection, TcpPath
 from edgespec_sim.token_sources.source import Request, TokenSource
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
@@ -59,20 +58,6 @@ class Played:
     """Those at which its first one was right."""
 
 
-def _ways(queue: EventQueue, setting: Setting) -> tuple[OneHop | TcpPath, OneHop | TcpPath]:
-    """There and back: over a TCP connection where packets are lost."""
-    if not setting.up.loss and not setting.down.loss:
-        up_link = LinkModel(setting.up, SharedQueue(setting.up_bits_per_s))
-        return OneHop(queue, up_link), OneHop(queue, LinkModel(setting.down))
-    up, down = (
-        replace(way, overhead_bytes=max(0, way.overhead_bytes - MESSAGE_BYTES))
-        for way in (setting.up, setting.down)
-    )
-    up_link = LinkModel(up, SharedQueue(setting.up_bits_per_s))
-    connection = TcpConnection(queue, [up_link], [LinkModel(down)])
-    return connection.up, connection.down
-
-
 def play(
     source: TokenSource,
     request: Request,
@@ -101,7 +86,8 @@ def play(
     session = DraftSession(
         opened, policy or default_policy(), ReconnectPolicy(), drafter.info.context_length
     )
-    up, down = _ways(queue, setting)
+    up = OneHop(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
+    down = OneHop(queue, LinkModel(setting.down))
 
     def connect() -> tuple[Stream, float]:
         stream = Stream(queue, up, down)

@@ -16,7 +16,7 @@ from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
 from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.actors.windowed_drafter import WindowedDrafter
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.faults.options import WorldOptions
+from tests.sim.faults.options import WorldOptions
 
 BUDGET: Final = 1 << 20
 _ROW_BYTES, _MARGIN = 1024, 1 << 14

@@ -15,7 +15,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec_sim.faults.checks import Expected
+from tests.sim.faults.checks import Expected
 
 DrafterFactory = Callable[[ToyModel], Drafter]
 

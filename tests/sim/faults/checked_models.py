@@ -20,7 +20,7 @@ from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRe
 from edgespec.core.verifier.drafts import ExactRule, RunAheadPolicy, RunAheadView, Walk
 from edgespec.device.drafters.tree_rows import RowTable
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.faults.checks import CheckFailure, PassCheck, require
+from tests.sim.faults.checks import CheckFailure, PassCheck, require
 
 
 class CheckedDrafter:

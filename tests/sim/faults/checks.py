@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Draft, FinishReason, Limits
-from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.protocol.tree import ROOT, Ending, SpeculationTree
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import ROOT, SpeculationTree
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import VerifyState
+from edgespec_sim.token_sources.toy import target_tokens
 
 # A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
 _NODES_BEFORE_OPENED = 16
@@ -51,19 +52,8 @@ def target_stream(
     model: ToyModel, prompt: Sequence[int], sampling: SamplingParams, context_length: int
 ) -> Expected:
     """The target's own output, token by token from the law itself."""
-    eos = () if model.eos_token is None else (model.eos_token,)
-    ending = Ending.of(sampling, len(prompt), context_length, eos)
-    tokens: list[int] = []
-    while True:
-        text = (*prompt, *tokens)
-        token = choose(model.logits(text), sampling, len(text), prompt, tokens)
-        tokens.append(token)
-        if token in ending.stops:
-            return Expected(tuple(prompt), tuple(tokens), FinishReason.STOP)
-        if len(text) + 1 >= ending.end:
-            full = len(tokens) >= sampling.max_tokens
-            reason = FinishReason.LENGTH if full else FinishReason.CONTEXT
-            return Expected(tuple(prompt), tuple(tokens), reason)
+    tokens, reason = target_tokens(model, prompt, sampling, context_length)
+    return Expected(tuple(prompt), tokens, reason)
 
 
 def check_tree(tree: SpeculationTree, whose: str) -> None:

@@ -26,14 +26,14 @@ from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
 from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.faults.checked_models import (
+from tests.sim.faults.checked_models import (
     CheckedDrafter,
     CheckedTarget,
     FragileRule,
     FragileRunAhead,
     InjectedFailure,
 )
-from edgespec_sim.faults.checks import (
+from tests.sim.faults.checks import (
     CheckFailure,
     DeviceCheck,
     Expected,
@@ -46,8 +46,8 @@ from edgespec_sim.faults.checks import (
     require,
     target_stream,
 )
-from edgespec_sim.faults.governors import guarded, with_ladder
-from edgespec_sim.faults.options import DeviceResult, WorldOptions, WorldResult
+from tests.sim.faults.governors import guarded, with_ladder
+from tests.sim.faults.options import DeviceResult, WorldOptions, WorldResult
 
 # Worlds end well or not at all: their devices never give up.
 _RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
