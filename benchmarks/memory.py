@@ -31,8 +31,7 @@ from memory_device import ROOT, ControlGroup, NoControlGroup
 from numpy.typing import NDArray
 
 from edgespec.bench.report import machine, versions
-from edgespec.core.device.kv_type import KvType
-from edgespec.core.device.memory_size import MIB
+from edgespec.core.device.memory import MIB, KvType
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
@@ -201,7 +200,7 @@ async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[
     if not (folder / "edgespec.json").exists():
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-            " from memory import make_draft; from edgespec.core.device.kv_type import KvType;"
+            " from memory import make_draft; from edgespec.core.device.memory import KvType;"
             " make_draft(Path(sys.argv[2]), sys.argv[3], bits=int(sys.argv[4]),"
             " context_length=int(sys.argv[5]), kv_type=KvType(sys.argv[6]))"
         )

@@ -24,8 +24,7 @@ import onnxruntime  # noqa: F401 # counted with the runtime
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
-from edgespec.core.device.memory_model import DraftSettings, memory_terms
-from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.device.memory import DraftSettings, memory_terms, parse_budget
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
@@ -38,7 +37,7 @@ from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import build_policy, connect
-from edgespec.device.draft_memory import exported_variant, planned_drafter, without_tokenizer
+from edgespec.device.draft_memory import exported_variant, planned_drafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import read_config
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
@@ -197,7 +196,7 @@ class _NoText:
 
 def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
     folder = Path(job["folder"])
-    (variant,) = without_tokenizer((exported_variant(folder, read_config(folder)),))
+    variant = exported_variant(folder, read_config(folder))
     settings = DraftSettings(
         job.get("window") or variant.context_length,
         job["width"],

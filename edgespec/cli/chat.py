@@ -410,8 +410,9 @@ def _chat(
     if resume and history is False:
         raise ConfigError("--continue needs the history that --no-history turns off")
     keeps = (resume or sys.stdin.isatty()) if history is None else history
+    text = None
     if not borrows_tokenizer(settings):
-        _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
+        text = _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)
     colored = use_color(color)
     drawn = markdown and colored and is_drawable()

@@ -21,7 +21,7 @@ from rich.progress import (
 from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.config import ConfigError
 from edgespec.config.setup_error import needs
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.device.drafters.manifest import MAX_CONTEXT_LENGTH
 from edgespec.device.export.export_cache import WORK_PREFIX
 from edgespec.device.export.kinds import KINDS, OWN

@@ -158,7 +158,8 @@ async def _generate(
         view = OfflineView(view)
     else:
         config, info = await greet(config)
-    tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
+    text = load_tokenizer(tokenizer_reference(config))
+    tokens = text.encode(prompt)
     if info is not None:
         check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:

@@ -62,6 +62,7 @@ _LOOK_EVERY_S = 0.2
 async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
     with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
+        import edgespec.endpoint.app  # what a memory budget is planned beside  # noqa: F401
         from edgespec.endpoint.server import listen
     key = endpoint_key(config.endpoint)
     host = config.endpoint.host

@@ -19,8 +19,7 @@ from edgespec.config.endpoint import EndpointSection
 from edgespec.config.security import DeviceTlsSection
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
-from edgespec.core.device.kv_type import KvType
-from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName

@@ -16,7 +16,7 @@ from edgespec.config.common import (
     one_of,
 )
 from edgespec.config.security import ServerTlsSection, is_loopback
-from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.verifier.block_ledger import SharePrefixes
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
 from edgespec.config.setup_error import needs
@@ -54,6 +55,7 @@ _TOY_DRAFT_NOISE = 0.25
 _MAX_CONTEXT_LENGTH = 1 << 20
 
 Say = Callable[[str], None]
+_tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
 
 
 class PromptTokenizer(ChatTokenizer, Protocol):
@@ -84,13 +86,18 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
 
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
-    """The tokenizer of a model reference. Raises ``ValueError`` naming the file."""
+    """The tokenizer of a model reference: the same object for as long as somebody uses it, since a
+    large one takes tens of MiB. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return ToyTokenizer()
     from edgespec.models.tokenizer import TextTokenizer
 
     # The bundled one is read from the draft's folder: a device may hold no other.
-    return TextTokenizer(resolve_texts(reference))
+    folder = resolve_texts(reference)
+    key = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
+    if (found := _tokenizers.get(key)) is None:
+        found = _tokenizers[key] = TextTokenizer(folder)
+    return found
 
 
 def tokenizer_reference(config: AgentConfig) -> str:

@@ -1,38 +1,42 @@
 """A draft within a memory budget, from folders and measurements to a guarded drafter.
 
-The plan is the core's (``core/device/memory_plan.py``); here is what it needs to know and what
+The plan is the core's (``core/device/memory.py``); here is what it needs to know and what
 becomes of it: which variants there are, what the process holds already, the export of the one that
 was chosen, and a guard that measures while it drafts.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from edgespec.config import DraftSection
 from edgespec.config.setup_error import SetupError, needs
-from edgespec.core.device.kv_type import KvType
-from edgespec.core.device.memory_guard import MemoryGuard, Restriction
-from edgespec.core.device.memory_model import DraftVariant
-from edgespec.core.device.memory_plan import (
+from edgespec.core.device.memory import (
+    DraftVariant,
+    KvType,
+    MemoryGuard,
     MemoryPlan,
     MemoryQuestion,
+    Restriction,
+    in_mib,
+    parse_budget,
     plan_memory,
     traded,
     unbounded,
 )
-from edgespec.core.device.memory_size import in_mib, parse_budget
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.export_cache import exported
 from edgespec.device.thread_choice import kept_threads
 from edgespec.models.folders import DRAFT_MANIFEST, Role, read_config, resolve_model
-from edgespec.telemetry.process_memory import machine_memory, resident_bytes
+from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
 Say = Callable[[str], None]
 
@@ -41,41 +45,8 @@ _INT8_FROM: Final = (1, 31)
 _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 """Bytes, with the blocks' scales."""
 _LONGEST_EXPORTED: Final = 16_384
-_SMALLEST_KNOWN: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
-    (
-        "SmolLM2-135M",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "max_position_embeddings": 8192,
-        },
-    ),
-    (
-        "Qwen3-0.6B",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-        },
-    ),
-)
-"""The smallest drafts of families that share a vocabulary of that size, by their config.json."""
-
-
-def known_drafts() -> tuple[DraftVariant, ...]:
-    """What to name where a draft does not fit: a smaller one of the same vocabulary, 4 bits."""
-    return tuple(
-        source_variant(name, config, 4, KvType.FLOAT32) for name, config in _SMALLEST_KNOWN
-    )
+_ENDPOINT_BYTES: Final = 8 << 20
+"""What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
 
 
 def variants_of(draft: DraftSection, reference: str = "") -> tuple[DraftVariant, ...]:
@@ -85,12 +56,8 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[DraftVariant,
     config = read_config(folder)
     if (folder / DRAFT_MANIFEST).is_file():
         return (exported_variant(folder, config),)
-    tokenizer = _size(folder / "tokenizer.json")
     types = (draft.kv_type,) if draft.kv_type else _exportable_types()
-    return tuple(
-        replace(source_variant(folder.name, config, draft.bits, kv_type), tokenizer_bytes=tokenizer)
-        for kv_type in types
-    )
+    return tuple(source_variant(folder.name, config, draft.bits, kv_type) for kv_type in types)
 
 
 def exported_variant(folder: Path, config: dict[str, Any]) -> DraftVariant:
@@ -114,7 +81,6 @@ def exported_variant(folder: Path, config: dict[str, Any]) -> DraftVariant:
         feed_forward=whole["feed_forward"],
         vocabulary_size=manifest.model.vocabulary_size,
         context_length=manifest.window or manifest.model.context_length,
-        tokenizer_bytes=_size(folder / "tokenizer.json"),
     )
 
 
@@ -153,12 +119,20 @@ def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType
 
 
 def question_of(draft: DraftSection, most_width: int) -> MemoryQuestion:
-    """What the plan has to go by, measured now: load the libraries first. Raises ``ValueError``
+    """What the plan has to go by, measured now: load the tokenizer first. Raises ``ValueError``
     for a budget that cannot be read."""
-    budget = parse_budget(draft.memory_budget or "auto").resolve(machine_memory())
+    with needs("onnxruntime", "edgespec[cpu]"):
+        import edgespec.device.drafters.onnx_drafter  # what it loads counts
+    with needs("grpc", "edgespec"):
+        import edgespec.wire.grpc_client  # noqa: F401
+    gc.collect()
+    trim_heap()
+    runtime = resident_bytes()
+    # So a budget that one command takes is enough for every other one.
+    runtime += 0 if "edgespec.endpoint.app" in sys.modules else _ENDPOINT_BYTES
     return MemoryQuestion(
-        budget_bytes=budget,
-        runtime_bytes=resident_bytes(),
+        budget_bytes=parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
+        runtime_bytes=runtime,
         most_width=most_width,
         most_window=draft.window or draft.context_length,
         threads=draft.threads,
@@ -175,17 +149,17 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.guarded import CacheGroup, GuardedDrafter
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-    variants = without_tokenizer(variants_of(draft))
+    variants = variants_of(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
     question = question_of(draft, most_width)
     if not draft.threads and (kept := kept_threads(folder / MODEL_FILE)) is not None:
         question = replace(question, threads=kept)
-    plan = plan_memory(variants, question, known_drafts())
+    plan = plan_memory(variants, question)
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = exported(folder, draft.bits, say, plan.variant.kv_type)
-        (real,) = without_tokenizer((exported_variant(folder, read_config(folder)),))
-        plan = plan_memory((real,), question, known_drafts())
+        real = exported_variant(folder, read_config(folder))
+        plan = plan_memory((real,), question)
     say(summary(plan, unbounded(variants, question)))
     settings = plan.settings
     try:
@@ -194,6 +168,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
         )
     except MemoryError as error:
         raise SetupError(f"{folder}: {error}") from error
+    trim_heap()
     full = Restriction(settings.window, settings.width)
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
@@ -213,11 +188,6 @@ def summary(plan: MemoryPlan, best: MemoryPlan) -> str:
     )
     found = traded(plan, best)
     return f"{line} ({'; '.join(found)})" if found else line
-
-
-def without_tokenizer(variants: Sequence[DraftVariant]) -> tuple[DraftVariant, ...]:
-    """Of a process that has its tokenizer already: it is counted with the runtime."""
-    return tuple(replace(variant, tokenizer_bytes=0) for variant in variants)
 
 
 def _exportable_types() -> tuple[KvType, ...]:
@@ -240,7 +210,3 @@ def _shape(config: dict[str, Any]) -> dict[str, int]:
         }
     except KeyError as error:
         raise ValueError(f"config.json of the draft lacks the field {error}") from None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

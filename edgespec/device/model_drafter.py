@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.config.setup_error import SetupError, needs
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE
 from edgespec.device.provider_choice import PlacedDrafter, load_where_asked, load_where_quickest

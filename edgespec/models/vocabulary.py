@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ class VocabularyError(ValueError):
 
 
 def vocabulary_fingerprint(path: Path) -> str:
-    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``. Raises ``VocabularyError``."""
+    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``. Raises ``VocabularyError``.
+
+    A file is read once: that takes ten times its size of memory, and ``serve`` asks every while."""
+    try:
+        found = path.stat()
+    except OSError:
+        return _fingerprint(path, ())  # which says what is wrong
+    return _fingerprint(path, (found.st_mtime_ns, found.st_size, found.st_ino))
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
     tokens = read_vocabulary(path)
     digest = hashlib.sha256()
     for token_id in sorted(tokens):

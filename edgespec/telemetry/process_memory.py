@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.device.memory import MachineMemory
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
@@ -20,6 +22,13 @@ def resident_bytes() -> int:
     """Resident memory of this process."""
     resident: int = psutil.Process().memory_info().rss
     return resident
+
+
+def trim_heap() -> None:
+    """Give the system back what the C library's heap holds free, such as what reading a tokenizer
+    took for a moment; nothing where the library is not glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes() -> int | None:

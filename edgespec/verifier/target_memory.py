@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgespec.config.verifier import LimitsSection
-from edgespec.core.device.memory_size import parse_budget
+from edgespec.core.device.memory import parse_budget
 from edgespec.telemetry.process_memory import machine_memory
 
 if TYPE_CHECKING:

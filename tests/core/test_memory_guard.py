@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.memory_guard import (
+from edgespec.core.device.memory import (
     RECOVERY_S,
     SMALLEST_WINDOW,
     MemoryGuard,

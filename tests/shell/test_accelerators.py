@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.config import AgentConfig, DraftSection, PolicySection
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter, TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
 from edgespec.config.setup_error import SetupError
-from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.device.memory import MachineMemory
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import model_drafter
 from edgespec.device.build import load_drafter

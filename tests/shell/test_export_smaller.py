@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import kv_buffers, onnx_drafter

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.device.tree_cache import TreeCache
 from edgespec.core.ports import Candidate, StepCancelledError, TreeRows
 from edgespec.core.protocol.sampling import SamplingParams

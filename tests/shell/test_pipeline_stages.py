@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import PipelineSection, TensorParallelSection
-from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import pipeline_stage

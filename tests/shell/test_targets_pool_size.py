@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import torch
 
 from edgespec.config.verifier import LimitsSection
-from edgespec.core.device.memory_size import MachineMemory, parse_budget
+from edgespec.core.device.memory import MachineMemory, parse_budget
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.target_memory import pool_budget

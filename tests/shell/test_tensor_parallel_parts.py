@@ -24,7 +24,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.memory_size import MachineMemory
+from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest, TargetLostError
 from edgespec.verifier.targets import tensor_parallel_group
 from edgespec.verifier.targets.pool_size import PoolBudget

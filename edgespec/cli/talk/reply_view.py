@@ -13,7 +13,7 @@ from rich.markdown import Markdown
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from edgespec.core.device.memory_size import in_mib
+from edgespec.core.device.memory import in_mib
 from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Chunk

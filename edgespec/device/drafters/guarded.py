@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.device.memory_guard import MemoryGovernor, Observation, Restriction
+from edgespec.core.device.memory import MemoryGovernor, Observation, Restriction
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.twins import twin_of

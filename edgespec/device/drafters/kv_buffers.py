@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _DROP: Final = getattr(mmap, "MADV_DONTNEED", None)

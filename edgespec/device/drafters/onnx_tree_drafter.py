@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.device.tree_cache import MAX_TREE_NODES
 from edgespec.core.ports import (
     Cancelled,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import ModelInfo
 from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
 from edgespec.device.export.checkpoint import (

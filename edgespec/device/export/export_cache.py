@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.device.export.work_folder import work_folder
 from edgespec.models.folders import (
     DRAFT_MANIFEST,

@@ -21,7 +21,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec.core.device.kv_type import KvType
+from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 

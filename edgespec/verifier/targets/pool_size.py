@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from edgespec.core.device.memory_size import AUTO_SHARE, MachineMemory, MemoryBudget
+from edgespec.core.device.memory import AUTO_SHARE, MachineMemory, MemoryBudget
 from edgespec.core.ports import PassRequest
 from edgespec.verifier.targets.families import UnsupportedModelError
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE

@@ -12,19 +12,19 @@ from rich.table import Table
 
 from edgespec.cli.running import reported
 from edgespec.config import ConfigError, DraftSection
-from edgespec.config.setup_error import needs
-from edgespec.core.device.kv_type import KvType
-from edgespec.core.device.memory_size import AUTO, MIB
+from edgespec.core.device.memory import AUTO, MIB, KvType
 from edgespec.core.device.policy import DEFAULT_WIDTH
-from edgespec.device.build import BUNDLED
+from edgespec.device.build import BUNDLED, load_tokenizer
 
 if TYPE_CHECKING:
-    from edgespec.core.device.memory_model import DraftVariant
-    from edgespec.core.device.memory_plan import MemoryPlan, MemoryQuestion
+    from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryQuestion
 
 Drafts = Annotated[
     list[str] | None,
-    typer.Argument(metavar="DRAFT...", help="bundled, folders, Hub ids: of several, one is taken"),
+    typer.Argument(
+        metavar="DRAFT...",
+        help="bundled, folders, Hub ids: of several, the first that fits is taken",
+    ),
 ]
 Budget = Annotated[
     str,
@@ -36,6 +36,8 @@ Budget = Annotated[
     ),
 ]
 MAX_WIDTH, MAX_TEXT = 16, 1 << 20
+_SPREAD_BYTES = 6 << 20
+"""What a start holds more than this command at most, so a budget that it takes is enough."""
 
 
 def memory(
@@ -49,15 +51,6 @@ def memory(
     ] = 0,
     threads: Annotated[
         int, typer.Option("--threads", min=0, max=64, help="0: the plan chooses")
-    ] = 0,
-    text: Annotated[
-        int,
-        typer.Option(
-            "--text",
-            min=0,
-            max=MAX_TEXT,
-            help="Tokens of a usual text; 0: 1024, or the draft's context",
-        ),
     ] = 0,
     bits: Annotated[int, typer.Option("--bits", help="Of what would be exported")] = 4,
     kv_type: Annotated[
@@ -88,40 +81,39 @@ def memory(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         variants, question = _measured(section, references, width)
-        question = replace(question, text_length=text)
         _answer(variants, question, as_json)
 
 
 def _measured(
     section: DraftSection, references: list[str], width: int
 ) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
-    """What there is to choose from, and the question; a device's libraries are loaded first."""
+    """What there is to choose from, and the question. All drafts of a target have its tokenizer,
+    so the first one's is loaded, with what the commands that draft load."""
+    import edgespec.cli.chat
+    import edgespec.cli.serve  # noqa: F401
     from edgespec.device.draft_memory import question_of, variants_of
 
-    with needs("onnxruntime", "edgespec[cpu]"):
-        import edgespec.device.drafters.onnx_drafter
-    with needs("grpc", "edgespec"):
-        import edgespec.wire.grpc_client  # noqa: F401 # the same
+    tokenizer = load_tokenizer(references[0])
     variants = tuple(
         variant for reference in references for variant in variants_of(section, reference)
     )
-    return variants, question_of(section, width)
+    question = question_of(section, width)
+    del tokenizer
+    return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
 
 
 def _answer(variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool) -> None:
-    from edgespec.core.device.memory_plan import next_step, plan_memory, traded, unbounded
-    from edgespec.device.draft_memory import known_drafts
+    from edgespec.core.device.memory import plan_memory, traded, unbounded
 
-    plan = plan_memory(variants, question, known_drafts())
+    plan = plan_memory(variants, question)
     changes = traded(plan, unbounded(variants, question))
-    more = next_step(variants, question, plan)
     if as_json:
-        typer.echo(json.dumps(_plain(plan, changes, more), indent=2))
+        typer.echo(json.dumps(_plain(plan, changes), indent=2))
     else:
-        _show(plan, changes, more)
+        _show(plan, changes)
 
 
-def _show(plan: MemoryPlan, changes: tuple[str, ...], more: str) -> None:
+def _show(plan: MemoryPlan, changes: tuple[str, ...]) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("what", no_wrap=True)
@@ -140,10 +132,9 @@ def _show(plan: MemoryPlan, changes: tuple[str, ...], more: str) -> None:
         f" {settings.chunk}, {settings.threads} thread{'s' if settings.threads > 1 else ''}"
     )
     console.print("traded: " + ("; ".join(changes) if changes else "nothing"))
-    console.print(f"100 MiB more would buy {more}")
 
 
-def _plain(plan: MemoryPlan, changes: tuple[str, ...], more: str) -> dict[str, Any]:
+def _plain(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any]:
     return {
         "draft": plan.variant.name,
         "bits": plan.variant.bits,
@@ -154,5 +145,4 @@ def _plain(plan: MemoryPlan, changes: tuple[str, ...], more: str) -> dict[str, A
         "margin_bytes": plan.margin_bytes,
         "budget_bytes": plan.budget_bytes,
         "traded": list(changes),
-        "next_100_mib": more,
     }

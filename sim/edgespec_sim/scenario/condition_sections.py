@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from edgespec.core.device.memory_guard import SMALLEST_WINDOW
+from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.protocol.checks import bounded
 
 MOST_ROWS = 100_000

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, MachineReading, Rung
-from edgespec.core.device.memory_guard import MemoryGuard, Restriction
-from edgespec.core.device.memory_plan import margin_bytes
+from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.guarded import GuardedDrafter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy
-from edgespec.core.device.memory_guard import SMALLEST_WINDOW, MemoryGuard, Restriction
+from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restriction
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter

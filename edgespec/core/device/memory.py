@@ -1,0 +1,573 @@
+"""The memory of a device's process: what a user grants, what a draft takes, a plan, and a guard.
+
+Theory of operation. The peak of a process is the sum of its terms: what is there before the draft
+(measured, since it differs by system), what the draft adds at rest (its weights), and what grows
+with a text (keys and values, guesses, workspace). A process peaks while it loads the draft or with
+full windows, so the last term is what loading needs beyond the others. Constants were measured with
+onnxruntime 1.31 on an x86-64 CPU, in fresh processes of drafts of 1 to 600 million parameters
+(``benchmarks/memory.py``). Modelling speculative decoding's memory term by term, to fit it to a
+device, is SpecMemo's idea (arXiv 2506.01986).
+
+``plan_memory`` takes the first combination that leaves a margin of the budget free. What is worth
+least is given up first: the prefill chunk, the precision of keys and values, the window (the last
+tokens of a text that the draft sees), the second guess a step. What is left over goes into further
+caches, for texts beside the first. ``MemoryGuard`` keeps the running process there. No text depends
+on any of it: drafts are hints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import groupby
+from typing import Final, Protocol
+
+MIB: Final = 1 << 20
+
+# --- what a user grants -----------------------------------------------------------------------
+
+AUTO = "auto"
+_UNITS = {
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+|%)")
+_FORM = "must be a size such as 600MiB, 0.5GiB or 600 MB, a share such as 25%, or auto"
+# More than any device has: a slip of a unit is more likely.
+_MOST_BYTES = 1 << 44
+AUTO_SHARE = 0.9
+"""Of what is free beside this process, how much ``auto`` takes: other programs grow too."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """What a machine and its limits leave to this process, in bytes."""
+
+    total: int
+    """Of the machine, or what the control group may hold, whichever is less."""
+    available: int
+    """What this process may take beside what it has: free memory, the rest of the control group's
+    and of the process's own limits, whichever is least."""
+    resident: int
+    """What this process has."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """``text`` as the user wrote it; exactly one of the others says what it means."""
+
+    text: str
+    bytes: int | None = None
+    share: float | None = None
+    """Of the machine's memory."""
+    automatic: bool = False
+
+    def resolve(self, machine: MachineMemory) -> int:
+        """The budget of the whole process, in bytes.
+
+        Formula of auto: resident + 0.9 * available. A process of 80 MiB with 1000 MiB free gets
+        980 MiB."""
+        if self.bytes is not None:
+            return self.bytes
+        if self.share is not None:
+            return int(self.share * machine.total)
+        return machine.resident + int(AUTO_SHARE * machine.available)
+
+
+def parse_budget(text: str) -> MemoryBudget:
+    """``600MiB``, ``600 MB``, ``25%`` or ``auto``. Raises ``ValueError`` naming the text and what
+    it must be."""
+    if text == AUTO:
+        return MemoryBudget(text, automatic=True)
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        hint = ": it lacks a unit" if re.fullmatch(r"[0-9.]+", text.strip()) else ""
+        raise ValueError(f"memory budget is {text!r}{hint}, but {_FORM}")
+    number, unit = float(found[1]), found[2]
+    if unit == "%":
+        if not 0.0 < number <= 100.0:
+            raise ValueError(f"memory budget is {text!r}, but a share must be in (0%, 100%]")
+        return MemoryBudget(text, share=number / 100.0)
+    factor = _UNITS.get(unit.lower())
+    if factor is None:
+        raise ValueError(
+            f"memory budget is {text!r}: unknown unit {unit!r}; known are B, KB, MB, GB (powers of"
+            " 1000), KiB, MiB, GiB (powers of 1024) and %"
+        )
+    if not 1 <= number * factor <= _MOST_BYTES:
+        raise ValueError(f"memory budget is {text!r}, but must be in [1B, {_MOST_BYTES >> 30}GiB]")
+    return MemoryBudget(text, bytes=int(number * factor))
+
+
+def in_mib(size_bytes: float) -> str:
+    """A size as a user reads it: 614.4 MiB."""
+    return f"{size_bytes / MIB:.1f} MiB"
+
+
+# --- what a draft takes ------------------------------------------------------------------------
+
+
+class KvType(Enum):
+    """The type of one number of a cached key or value."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    INT8 = "int8"
+    """With a scale for each layer, head and channel, fixed when the draft was exported."""
+
+    @property
+    def bytes(self) -> int:
+        """Of one number."""
+        return _NUMBER_BYTES[self]
+
+
+_NUMBER_BYTES = {KvType.FLOAT32: 4, KvType.FLOAT16: 2, KvType.INT8: 1}
+
+# The runtime's code and tables that a first session touches.
+_SESSION_BYTES = 11 * MIB
+# (weights kept for the kernels, the table's second copy), over what is stored.
+_KEPT = {4: (1.67, 0.0), 8: (1.255, 0.94), 32: (1.0, 1.0)}
+# What a graph that holds its own weights keeps of them besides.
+_INLINE = 0.55
+_TABLE_INTEGERS = {4: 0.8, 8: 0.89, 32: 0.0}
+_LINK_BYTES = 5 * MIB
+_THREAD_BYTES = 256 * 1024
+_NODE_BYTES = 1024
+_MOST_NODES = 256
+_SAMPLING_ROWS = 11
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVariant:
+    """One exported draft as far as memory and speed depend on it."""
+
+    name: str
+    bits: int
+    kv_type: KvType
+    stored_bytes: int
+    """Of the graph and its weights, on disk."""
+    table_bytes: int
+    """Of them, the embedding."""
+    inline: bool
+    """The weights lie inside the graph's file."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    feed_forward: int
+    vocabulary_size: int
+    context_length: int
+    """Tokens that it looks at, at most: its positions, or as many as it was trained on."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 * layers * kv_heads * head_dim numbers: 28 layers of 8 heads of 128 take 229,376 bytes
+        as float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_type.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """What may be traded for memory."""
+
+    window: int
+    """Tokens whose keys and values are held; a longer text slides through."""
+    width: int
+    """Guesses a step."""
+    chunk: int
+    """Prompt tokens fed at a time."""
+    threads: int
+    caches: int = 1
+    """Generations whose keys and values are held at once, a window of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerm:
+    name: str
+    bytes: int
+    why: str
+    """The formula with its numbers."""
+
+
+def memory_terms(
+    variant: DraftVariant, settings: DraftSettings, runtime_bytes: int
+) -> tuple[MemoryTerm, ...]:
+    """The terms whose sum is the predicted peak of the process, in bytes."""
+    at_rest = weights_bytes(variant)
+    terms = (
+        MemoryTerm("runtime and libraries", runtime_bytes, "measured, with the tokenizer"),
+        MemoryTerm("draft session", _SESSION_BYTES, "code and tables of the runtime"),
+        MemoryTerm(
+            "weights", at_rest, f"{variant.bits} bits, {variant.stored_bytes / MIB:.1f} MiB stored"
+        ),
+        MemoryTerm(
+            "keys and values",
+            settings.caches * kv_bytes(variant, settings.window),
+            f"{settings.window} tokens of {variant.kv_bytes_per_token} bytes"
+            f" ({variant.kv_type.value})"
+            + (f" in each of {settings.caches} caches" if settings.caches > 1 else ""),
+        ),
+        MemoryTerm(
+            "candidate nodes",
+            candidate_bytes(settings),
+            f"width {settings.width}, at most {_MOST_NODES} steps",
+        ),
+        MemoryTerm(
+            "logits and sampling",
+            sampling_bytes(variant),
+            f"{_SAMPLING_ROWS} rows of {variant.vocabulary_size} ids",
+        ),
+        MemoryTerm(
+            "workspace",
+            workspace_bytes(variant, settings),
+            f"{settings.chunk} tokens at a time, threads: {settings.threads}",
+        ),
+        MemoryTerm("link", _LINK_BYTES, "gRPC, event loop, messages"),
+    )
+    grown = sum(term.bytes for term in terms[3:])
+    surplus = max(0, load_surplus_bytes(variant) - grown)
+    loading = MemoryTerm("loading", surplus, "what the loading of weights needs for a moment")
+    return (*terms, loading)
+
+
+def weights_bytes(variant: DraftVariant) -> int:
+    """What the weights keep resident: the kernels' repacked copy, and of 8 and 32 bits the table
+    again as it is stored, for looking up embeddings.
+
+    Formula: a * stored + b * table, (a, b) by bits: 4: (1.67, 0), 8: (1.255, 0.94), 32: (1, 1); and
+    0.55 * stored where the graph's file holds the weights itself. 100 MiB of 4 bits keep 167 MiB.
+    """
+    kept, table = _KEPT[variant.bits]
+    inline = _INLINE if variant.inline else 0.0
+    return int((kept + inline) * variant.stored_bytes + table * variant.table_bytes)
+
+
+def load_surplus_bytes(variant: DraftVariant) -> int:
+    """What loading needs for a moment beyond what stays: the integers of the largest matrix, the
+    table, before they are repacked.
+
+    Formula: c * table, c by bits: 4: 0.8, 8: 0.89, 32: 0. A table of 93 MiB in 4 bits: 74 MiB.
+    """
+    return int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes)
+
+
+def kv_bytes(variant: DraftVariant, window: int) -> int:
+    """Keys and values of a full window, in whole pages for each head of each buffer.
+
+    Formula: 2 * layers * kv_heads * ceil(window * head_dim * bytes / 4096) * 4096. 28 layers of 8
+    heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB.
+    """
+    head_bytes = window * variant.head_dim * variant.kv_type.bytes
+    pages = -(-head_bytes // PAGE_BYTES)
+    return 2 * variant.layers * variant.kv_heads * pages * PAGE_BYTES
+
+
+def candidate_bytes(settings: DraftSettings) -> int:
+    """The speculation tree: its nodes, their guesses and messages.
+
+    Formula: 256 steps * width * 1 KiB. Width 2: 0.5 MiB."""
+    return _MOST_NODES * settings.width * _NODE_BYTES
+
+
+def sampling_bytes(variant: DraftVariant) -> int:
+    """The row of logits, and the scratch arrays of whoever chooses from it.
+
+    Formula: 11 * vocabulary * 4. 151,936 ids: 6.4 MiB."""
+    return _SAMPLING_ROWS * variant.vocabulary_size * 4
+
+
+def workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
+    """Activations of a chunk, the attention's scratch, the threads' stacks.
+
+    Formula: chunk * 4 * (3 * feed_forward + 2 * (heads + 2 * kv_heads) * head_dim + 4 * hidden)
+    + threads * 256 KiB; float16 keys and values are widened again for each product: heads * chunk *
+    window * 6 more. A chunk of 64 with 3072, (16 + 16) * 128, 1024 and one thread: 5.5 MiB.
+    """
+    heads = (variant.heads + 2 * variant.kv_heads) * variant.head_dim
+    row = 4 * (3 * variant.feed_forward + 2 * heads + 4 * variant.hidden)
+    scratch = 0
+    if variant.kv_type is KvType.FLOAT16:
+        scratch = 6 * variant.heads * settings.chunk * settings.window
+    return settings.chunk * row + scratch + settings.threads * _THREAD_BYTES
+
+
+# --- the plan ---------------------------------------------------------------------------------
+
+SHORTEST_PLANNED = 128
+USUAL_TEXT = 1024
+"""Tokens: a longer window is planned only where the user asks for it."""
+CHUNKS = (64, 32, 16)
+MARGIN_SHARE, LEAST_MARGIN_BYTES = 0.05, 8 * MIB
+# Smaller weights are read by one thread as fast as by two.
+_TWO_THREADS_FROM_BYTES = 6_000_000
+
+
+class MemoryPlanError(ValueError):
+    """No combination fits; ``smallest_bytes`` is the budget that the leanest one needs."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryQuestion:
+    """What a plan has to go by."""
+
+    budget_bytes: int
+    """Of the whole process, at its peak."""
+    runtime_bytes: int
+    """What the process holds before it loads a draft, its tokenizer included."""
+    most_width: int
+    """Guesses a step that the user would have at most."""
+    most_window: int = 0
+    """Tokens whose keys and values the user would have at most; 0: 1024, or the draft's context."""
+    threads: int = 0
+    """Of the draft; 0: two for a large one where there are so many cores, else one."""
+    cores: int = 1
+    most_caches: int = 1
+    """Generations whose keys and values the user would have held at once at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    variant: DraftVariant
+    settings: DraftSettings
+    terms: tuple[MemoryTerm, ...]
+    budget_bytes: int
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The sum of the terms: the peak of the process."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def margin_bytes(self) -> int:
+        return margin_bytes(self.budget_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the margin is left free."""
+        return self.predicted_bytes + self.margin_bytes <= self.budget_bytes
+
+
+def margin_bytes(budget_bytes: int) -> int:
+    """What a plan leaves free: for the errors of its arithmetic, and for the guard to act in.
+
+    Formula: max(8 MiB, 0.05 * budget). A budget of 600 MiB keeps 30 MiB free."""
+    return max(LEAST_MARGIN_BYTES, int(MARGIN_SHARE * budget_bytes))
+
+
+def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
+    """The best plan within the budget: of several drafts, the first that fits.
+
+    Raises ``MemoryPlanError`` naming the smallest budget that would do.
+    """
+    assert variants
+    plan = next((one for one in _plans(variants, question) if one.fits), None)
+    if plan is None:
+        raise _refusal(variants, question)
+    return _with_caches(plan, question)
+
+
+def unbounded(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
+    """The plan that would be taken if memory did not matter."""
+    return plan_memory(variants, replace(question, budget_bytes=1 << 62))
+
+
+def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) -> int:
+    """The least budget that any of ``variants`` fits into.
+
+    Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
+    leanest = min(plan.predicted_bytes for plan in _plans(variants, question))
+    return max(leanest + LEAST_MARGIN_BYTES, int(leanest / (1.0 - MARGIN_SHARE)) + 1)
+
+
+def traded(plan: MemoryPlan, best: MemoryPlan) -> tuple[str, ...]:
+    """What ``plan`` does with less of than ``best``, in words."""
+    ours, theirs = plan.settings, best.settings
+    pairs = [
+        ("draft", plan.variant.name, best.variant.name),
+        ("keys and values", plan.variant.kv_type.value, best.variant.kv_type.value),
+        ("window", ours.window, theirs.window),
+        ("width", ours.width, theirs.width),
+        ("prefill chunk", ours.chunk, theirs.chunk),
+        ("caches", ours.caches, theirs.caches),
+    ]
+    return tuple(f"{name} {one} instead of {other}" for name, one, other in pairs if one != other)
+
+
+def _with_caches(plan: MemoryPlan, question: MemoryQuestion) -> MemoryPlan:
+    """``plan`` with as many caches as the question would have and the budget holds."""
+    for caches in range(question.most_caches, 1, -1):
+        settings = replace(plan.settings, caches=caches)
+        richer = _plan(plan.variant, settings, question)
+        if richer.fits:
+            return richer
+    return plan
+
+
+def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterator[MemoryPlan]:
+    """All combinations, the best first."""
+    for _, same in groupby(variants, key=lambda one: (one.name, one.bits)):
+        kinds = tuple(same)
+        large = question.cores > 1 and kinds[0].stored_bytes >= _TWO_THREADS_FROM_BYTES
+        threads = question.threads or (2 if large else 1)
+        for width in range(question.most_width, 0, -1):
+            for window in windows(question.most_window or min(USUAL_TEXT, kinds[0].context_length)):
+                for variant in kinds:
+                    for chunk in CHUNKS:
+                        settings = DraftSettings(window, width, chunk, threads)
+                        yield _plan(variant, settings, question)
+
+
+def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryQuestion) -> MemoryPlan:
+    terms = memory_terms(variant, settings, question.runtime_bytes)
+    return MemoryPlan(variant, settings, terms, question.budget_bytes)
+
+
+def windows(most: int) -> tuple[int, ...]:
+    """The windows that are tried: ``most``, and below it 384, 256, 192, 128 and so on upwards."""
+    found, size = [], SHORTEST_PLANNED
+    while size < most:
+        found += [size, size * 3 // 2]
+        size *= 2
+    return (most, *(one for one in reversed(found) if one < most))
+
+
+def _refusal(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlanError:
+    smallest = smallest_budget(variants, question)
+    least = min(_plans(variants, question), key=lambda plan: plan.predicted_bytes)
+    largest = sorted(least.terms, key=lambda term: -term.bytes)[:2]
+    parts = ", ".join(f"{term.name} {in_mib(term.bytes)}" for term in largest)
+    message = (
+        f"memory budget is {in_mib(question.budget_bytes)}, but the draft"
+        f" {least.variant.name!r} needs at least {in_mib(smallest)} ({parts}); without a draft"
+        " (--draft none) the text comes all the same"
+    )
+    return MemoryPlanError(message, smallest)
+
+
+# --- the guard --------------------------------------------------------------------------------
+
+SMALLEST_WINDOW = 64
+RECOVERY_S = 30.0
+"""How long the process has to stay below before the draft gets more again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What a draft may use: ``window`` 0 is to rest."""
+
+    window: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the driver measured."""
+
+    resident_bytes: int
+    """Of the process."""
+    growth_bytes: int
+    """What the next draft step may add."""
+    held_tokens: int
+    """Rows that are resident now."""
+
+
+class MemoryGovernor(Protocol):
+    """Decides what a draft may use of memory."""
+
+    def observe(self, seen: Observation, now: float) -> Restriction | None:
+        """The restriction that holds from now on; None: as before."""
+
+
+class MemoryGuard:
+    """Keeps ``resident + growth`` below ``budget - margin``.
+
+    It is told before draft steps what the process holds and what the step may add. Where that does
+    not leave the margin free, it restricts the draft, in this order and no further than needed:
+
+        whole window -> a shorter one, down to 64 tokens -> one guess a step -> rest: nothing held
+
+    Rows given back count at once. When the process has stayed well below for a while, the guard
+    goes back one rung. Whatever it does, the stream goes on: a draft that rests has no guesses.
+    ``full`` is what was planned; ``bytes_per_token`` is what a row of the cache takes.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        margin_bytes: int,
+        full: Restriction,
+        bytes_per_token: int,
+        recovery_s: float = RECOVERY_S,
+    ) -> None:
+        self.current = full
+        self.tightened = 0
+        """How often a rung was left downwards."""
+        self._most = budget_bytes - margin_bytes
+        self._slack = margin_bytes
+        self._full = full
+        self._row_bytes = max(1, bytes_per_token)
+        self._recovery_s = recovery_s
+        self._calm_since: float | None = None
+
+    def observe(self, seen: Observation, now: float) -> Restriction | None:
+        excess = seen.resident_bytes + seen.growth_bytes - self._most
+        if excess > 0:
+            self._calm_since = None
+            return self._tighten(seen, excess)
+        if self.current == self._full:
+            return None
+        richer = self._richer()
+        added = max(0, richer.window - seen.held_tokens) * self._row_bytes
+        if seen.resident_bytes + added + self._slack > self._most:
+            self._calm_since = None
+            return None
+        if self._calm_since is None:
+            self._calm_since = now
+        if now - self._calm_since < self._recovery_s:
+            return None
+        self._calm_since = now
+        return self._changed(richer)
+
+    def _tighten(self, seen: Observation, excess: int) -> Restriction | None:
+        """The longest window that gives ``excess`` bytes back or does not take them.
+
+        Formula: held + growth / row - ceil(excess / row) tokens. 1000 rows of 1 KiB held, 24 more
+        to come and 100 KiB too much leave a window of 924."""
+        current = self.current
+        if not current.window:
+            return None  # it has nothing to give
+        reached = seen.held_tokens + seen.growth_bytes // self._row_bytes
+        window = min(current.window, reached) + -excess // self._row_bytes
+        if window >= SMALLEST_WINDOW:
+            return self._changed(Restriction(window, current.width))
+        if current.window > SMALLEST_WINDOW:
+            return self._changed(Restriction(SMALLEST_WINDOW, current.width))
+        if current.width > 1:
+            return self._changed(Restriction(current.window, 1))
+        return self._changed(Restriction(0, 0))
+
+    def _richer(self) -> Restriction:
+        current, full = self.current, self._full
+        if not current.window:
+            return Restriction(min(SMALLEST_WINDOW, full.window), 1)
+        if current.width < full.width:
+            return Restriction(current.window, full.width)
+        return Restriction(min(full.window, 2 * current.window), full.width)
+
+    def _changed(self, to: Restriction) -> Restriction:
+        self.tightened += to.window < self.current.window or to.width < self.current.width
+        self.current = to
+        return to
