@@ -35,6 +35,13 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
     Arm.WINDOWED: ("windowed chain", "down", "#b0508c", "#e6a0c8"),
     Arm.EDGESPEC: ("edgespec", "circle", "#c24e00", "#ff9d5c"),
 }
+# Of a row, what the picture and the table of docs/measurements.md show.
+_KEPT: Final = (
+    *("arm", "rtt_ms", "tokens", "mismatches", "tpot_ms_mean", "speedup", "interval"),
+    *("tpot_ms_p95", "ttft_ms_p50", "tokens_per_pass", "acceptance", "wasted_nodes_per_token"),
+    *("up_bytes_per_token", "up_bytes_per_committed_token", "down_bytes_per_token"),
+    "framing_bytes_per_committed_token",
+)
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {
     "square": "M-4 -4h8v8h-8z",
@@ -127,18 +134,21 @@ def kept(content: Mapping[str, Any]) -> str:
     """A bench's result without its single repeats, as JSON with a row a line."""
     rows = [{key: row[key] for key in ("arm", "rtt_ms", "tokens")} for row in content["results"]]
     summary = [
-        {key: _rounded(value) for key, value in row.items() if key != "spread"}
-        for row in content["summary"]
+        {key: _rounded(row[key]) for key in _KEPT if key in row} for row in content["summary"]
     ]
     parts = [
-        f"{json.dumps(name)}: {json.dumps(content[name])}"
+        f"{json.dumps(name)}: {_compact(content[name])}"
         for name in content
         if name not in ("results", "summary")
     ]
     for name, some in (("results", rows), ("summary", summary)):
-        lines = ",\n ".join(json.dumps(row) for row in some)
+        lines = ",\n ".join(_compact(row) for row in some)
         parts.append(f'"{name}": [\n {lines}\n]')
     return "{" + ",\n".join(parts) + "}\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _rounded(value: object) -> object:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -29,9 +30,10 @@ RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 96
 # Of the bench's nine texts the one whose speed lies nearest to their mean.
 PROMPT: Final = "python-1"
 ARMS: Final = {"plain streaming": "none", "edgespec": "bundled"}
-COLUMNS, PAUSE_S = 53, 3.0
-_CELL, _ROW, _MARGIN, _PANE, _TOP = 7.2, 18, 16, 412, 96
-_KINDS: Final = ("accepted", "corrected", "decoded", "prompt")
+COLUMNS, PAUSE_S = 57, 3.0
+_CELL, _ROW, _MARGIN, _PANE, _TOP = 6.65, 18, 16, 412, 96
+# What a token was, and the class of its letters.
+_KINDS: Final = {"accepted": "a", "corrected": "c", "decoded": "", "prompt": "p"}
 _COLORS: Final = (
     ("accepted", "#1a7f37", "#57c76a"),
     ("corrected", "#cf222e", "#ff7b72"),
@@ -39,10 +41,10 @@ _COLORS: Final = (
 )
 _STYLE: Final = f"""
 text {{ font: 13px {SANS}; fill: var(--ink); white-space: pre; }}
-.t {{ font: 12px {MONO}; }} .h {{ font-size: 15px; font-weight: 600; }}
-.accepted {{ fill: var(--accepted); }} .corrected {{ fill: var(--corrected); }}
-.prompt, .soft {{ fill: var(--soft); }} .big {{ font-size: 15px; font-weight: 600; }}
-@media (prefers-reduced-motion: reduce) {{ text {{ visibility: visible !important; }} }}
+.t {{ font: 11px {MONO}; }} .h {{ font-size: 15px; font-weight: 600; }}
+.a {{ fill: var(--accepted); }} .c {{ fill: var(--corrected); }}
+.p, .soft {{ fill: var(--soft); }} .big {{ font-size: 15px; font-weight: 600; }}
+@media (prefers-reduced-motion: reduce) {{ text, tspan {{ visibility: visible !important; }} }}
 """
 
 
@@ -178,11 +180,16 @@ def _picture(prompt: str, arms: Mapping[str, Sequence[Token]], caption: Sequence
     rows = 1 + max(piece.row for pieces in panes.values() for piece in pieces)
     bottom = _TOP + _ROW * rows + 8
     slow_ms, fast_ms = map(_each_ms, arms.values())
-    body: list[str] = []
+    # Begins anew for ever; what has not come yet is hidden from each of its beginnings.
+    clock = (
+        '<rect width="0" height="0"><animate id="clock" attributeName="x" begin="0s;clock.end"'
+        f' dur="{length_s:.2f}s"/></rect>'
+    )
+    body = [clock]
     for number, (name, pieces) in enumerate(panes.items()):
         left = _MARGIN + number * (_PANE + _MARGIN)
         body += _pane(left, bottom, name, arms[name], length_s)
-        body += [_drawn(piece, left, length_s) for piece in pieces]
+        body += _rows(pieces, left)
     y = bottom + 30
     for line in caption:
         body.append(f'<text class="soft" x="{_MARGIN}" y="{y}">{text(line)}</text>')
@@ -209,13 +216,13 @@ def _pane(
     done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
     yield (
         f'<text class="big" x="{left + _PANE - _MARGIN}" y="42" text-anchor="end">{done}'
-        f"{_appears(last.at_s, length_s)}</text>"
+        f"{_appears(last.at_s)}</text>"
     )
     yield f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
     steps: dict[float, float] = {}
     for index, token in enumerate(tokens):
         steps[token.at_s] = (index + 1) / len(tokens) * wide
-    times = ";".join(f"{min(at_s / length_s, 1):.4f}" for at_s in steps)
+    times = ";".join(f"{at_s / length_s:.3f}" for at_s in steps)
     yield (
         f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--bar)">'
         f'<animate attributeName="width" values="{";".join(f"{w:.0f}" for w in steps.values())}"'
@@ -224,15 +231,11 @@ def _pane(
     )
 
 
-def _appears(at_s: float, length_s: float) -> str:
+def _appears(at_s: float) -> str:
     """What hides its parent until ``at_s`` of each round."""
     if at_s <= 0:
         return ""
-    return (
-        f'<animate attributeName="visibility" values="hidden;visible" keyTimes="0;'
-        f'{at_s / length_s:.4f}" calcMode="discrete" dur="{length_s:.2f}s"'
-        ' repeatCount="indefinite"/>'
-    )
+    return f'<set attributeName="visibility" to="hidden" begin="clock.begin" dur="{at_s:.3f}s"/>'
 
 
 def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
@@ -255,18 +258,19 @@ def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
         held = []
 
 
-def _drawn(piece: Piece, left: float, length_s: float) -> str:
-    characters = piece.characters.strip(" ")
-    if not characters:
-        return ""
-    blank = len(piece.characters) - len(piece.characters.lstrip(" "))
-    x = left + _MARGIN + (piece.column + blank) * _CELL
-    kind = "" if piece.kind == "decoded" else f" {piece.kind}"
-    return (
-        f'<text class="t{kind}" x="{x:.1f}" y="{_TOP + _ROW * piece.row}"'
-        f' textLength="{len(characters) * _CELL:.1f}">{text(characters)}'
-        f"{_appears(piece.at_s, length_s)}</text>"
-    )
+def _rows(pieces: Sequence[Piece], left: float) -> Iterator[str]:
+    """One text a row, stretched as a whole to its place, and a part of it for each piece."""
+    for row, some in groupby(pieces, key=lambda piece: piece.row):
+        line = list(some)
+        wide = sum(len(piece.characters) for piece in line) * _CELL
+        parts = []
+        for piece in line:
+            kind = _KINDS[piece.kind]
+            named = f' class="{kind}"' if kind else ""
+            inside = f"{text(piece.characters)}{_appears(piece.at_s)}"
+            parts.append(f"<tspan{named}>{inside}</tspan>")
+        x, y = left + _MARGIN, _TOP + _ROW * row
+        yield f'<text class="t" x="{x}" y="{y}" textLength="{wide:.1f}">{"".join(parts)}</text>'
 
 
 def main() -> None:

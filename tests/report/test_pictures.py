@@ -75,10 +75,10 @@ def drawn(svg: str) -> list[str]:
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"url\(|@import|href", svg)
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {
-        *("svg", "title", "desc", "style", "rect", "path", "text", "animate"),
+        *("svg", "title", "desc", "style", "rect", "path", "text", "tspan", "animate", "set"),
     }
     assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
-    return [element.text or "" for element in root.iter(f"{SVG}text")]
+    return ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
 
 
 # --- a race ---------------------------------------------------------------------------------
@@ -89,28 +89,28 @@ def test_a_race_shows_each_token_when_it_came(tmp_path: Path) -> None:
     svg = draw_race.draw(path)
     texts = drawn(svg)
     assert svg == draw_race.draw(path), "the same record, the same bytes"
-    assert texts[:4] == ["plain streaming", "100.0 ms a token, 0.2 s", "def f", "one"]
+    assert texts[:4] == ["plain streaming", "100.0 ms a token, 0.2 s", "def f one", " two three"]
     assert "50.0 ms a token, 0.1 s" in texts
     assert "2.00 times as fast." in " ".join(texts)
-    words = {element.text: element for element in ElementTree.fromstring(svg).iter(f"{SVG}text")}
-    assert words["one"].find(f"{SVG}animate") is None, "the first token is there from the start"
-    moving = words["two"].find(f"{SVG}animate")
-    assert moving is not None
-    # The last one drawn is of the fast pane: 0.1 s of 0.2 s and the pause.
-    assert moving.attrib["keyTimes"] == f"0;{0.1 / (0.2 + draw_race.PAUSE_S):.4f}"
-    assert words["two"].attrib["class"] == "t accepted"
-    assert words["three"].attrib["class"] == "t corrected"
+    root = ElementTree.fromstring(svg)
+    parts = [(e.text, e.get("class", ""), e.find(f"{SVG}set")) for e in root.iter(f"{SVG}tspan")]
+    shown = [(word, kind, "0s" if s is None else s.attrib["dur"]) for word, kind, s in parts]
+    assert shown == [
+        *(("def f", "p", "0s"), (" one", "", "0s"), (" two", "", "0.100s")),
+        *((" three", "", "0.200s"), ("def f", "p", "0s"), (" one", "", "0s")),
+        *((" two", "a", "0.100s"), (" three", "c", "0.100s")),
+    ]
 
 
 def test_a_long_line_of_a_race_goes_on_in_the_next_row(tmp_path: Path) -> None:
     line = "".join(chr(ord("a") + index % 26) for index in range(2 * draw_race.COLUMNS + 3))
     texts = drawn(draw_race.draw(write(tmp_path / "r.json", race(line))))
-    assert [len(one) for one in texts[2:5]] == [draw_race.COLUMNS, draw_race.COLUMNS, 3]
-    assert "".join(texts[2:5]) == line
+    assert [len(one) for one in texts[2:5]] == [draw_race.COLUMNS, draw_race.COLUMNS, 7]
+    assert "".join(texts[2:5]) == line + " one"
 
 
 def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
-    assert EVIL in drawn(draw_race.draw(write(tmp_path / "r.json", race(EVIL))))
+    assert EVIL + " one" in drawn(draw_race.draw(write(tmp_path / "r.json", race(EVIL))))
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
 
 
