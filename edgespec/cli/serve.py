@@ -44,10 +44,10 @@ from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access, endpoint_key
 
 if TYPE_CHECKING:
-    from edgespec.endpoint.prompt_log import PromptLog
+    from edgespec.endpoint.counts import PromptLog
+    from edgespec.endpoint.models import VerifierStatus, VerifierWatch
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
-    from edgespec.endpoint.verifiers import VerifierStatus, VerifierWatch
 
 
 _MIB = 1 << 20
@@ -195,7 +195,7 @@ class _Fits:
 
 async def _look(fits: _Fits) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
-    from edgespec.endpoint.verifiers import VerifierWatch
+    from edgespec.endpoint.models import VerifierWatch
 
     config = fits.config
     access = device_access(config)
@@ -212,7 +212,7 @@ async def _look(fits: _Fits) -> VerifierWatch:
 
 
 def _refuse_hopeless(watch: VerifierWatch) -> None:
-    from edgespec.endpoint.verifiers import Presence
+    from edgespec.endpoint.models import Presence
 
     hopeless = (Presence.MISFIT, Presence.REFUSES)
     if all(one.presence in hopeless for one in watch.statuses):
@@ -255,7 +255,7 @@ async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
 
 def _prompt_log(config: AgentConfig, key: str) -> PromptLog | None:
     """Has begun, if there is one."""
-    from edgespec.endpoint.prompt_log import PromptLog
+    from edgespec.endpoint.counts import PromptLog
 
     if not config.endpoint.log_prompts:
         return None
@@ -294,7 +294,7 @@ def _waiting(config: AgentConfig) -> str:
 
 
 def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
-    from edgespec.endpoint.verifiers import Presence, context_of
+    from edgespec.endpoint.models import Presence, context_of
 
     if status.presence is Presence.READY and status.info is not None:
         rtt_ms = (status.rtt_s or 0.0) * 1e3

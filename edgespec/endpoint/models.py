@@ -1,21 +1,175 @@
-"""Which models an endpoint answers with, by the names that its verifiers tell, and which of them a
-request takes.
+"""Whether the verifiers are there, asked now and then, and which models they serve, by name.
 
-A name is one model's: that of a verifier, or of an adapter beside it. Verifiers may serve different
-ones; the agent takes a request to one that serves what it names.
+Generations do not wait for this: the agent dials by itself. A name is one model's: that of a
+verifier, or of an adapter beside it. Verifiers may serve different ones; the agent takes a request
+to one that serves what it names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
 
-from edgespec.core.ports import ModelInfo
+from edgespec.core.ports import LinkError, ModelInfo, Transport
+from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device.request_checks import fits_on_wire
-from edgespec.endpoint.errors import no_such_model
-from edgespec.endpoint.verifiers import VerifierWatch, context_of
+from edgespec.endpoint.request_json import no_such_model
+
+_ANSWER_S: Final = 3.0
+
+_NEW_S: Final = 1.0
+
+"""What was told is new for so long."""
+
+_status_log = logging.getLogger(__name__)
+
+
+class Presence(Enum):
+    UNKNOWN = "unknown"
+    READY = "ready"
+    AWAY = "away"
+    REFUSES = "refuses"
+    """It is there and lets us not in, or it is not who it should be."""
+    MISFIT = "misfit"
+    """It serves a model that this device cannot use."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """What is known of one verifier. ``info`` is what it said last."""
+
+    address: str
+    presence: Presence = Presence.UNKNOWN
+    info: VerifierInfo | None = None
+    why: str = ""
+    """Why it cannot be used; empty: it can."""
+    rtt_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``/health``."""
+        found: dict[str, Any] = {"address": self.address, "state": self.presence.value}
+        if self.info is not None:
+            found["model"] = self.info.model.name
+            if self.info.adapters:
+                found["adapters"] = [one.name for one in self.info.adapters]
+            found["context_length"] = context_of(self.info)
+            found["sessions"] = self.info.sessions
+            found["max_sessions"] = self.info.max_sessions
+        if self.why:
+            found["why"] = self.why
+        return found
+
+
+class VerifierWatch:
+    """Asks all verifiers every ``every_s``, or every ``away_every_s`` while none is ready.
+    ``misfit`` says why what one serves is of no use here. Close it in the end."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        misfit: Callable[[VerifierInfo], str | None] = lambda info: None,
+        *,
+        every_s: float = 15.0,
+        away_every_s: float = 2.0,
+    ) -> None:
+        self._transports, self._misfit = dict(transports), misfit
+        self._every_s, self._away_every_s = every_s, away_every_s
+        self.statuses = tuple(VerifierStatus(address) for address in transports)
+        """One each, in the order given."""
+        self._task: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        self._looked_at = -math.inf
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def ready(self) -> bool:
+        return any(one.presence is Presence.READY for one in self.statuses)
+
+    @property
+    def known(self) -> VerifierInfo | None:
+        """What a verifier that fits said: one that is there, else the last that was."""
+        return next(iter(self.told), None)
+
+    @property
+    def told(self) -> tuple[VerifierInfo, ...]:
+        """What the verifiers that fit said: those that are there, then those that were."""
+        order = sorted(self.statuses, key=lambda one: one.presence is not Presence.READY)
+        fits = [one for one in order if one.presence is not Presence.MISFIT]
+        return tuple(one.info for one in fits if one.info is not None)
+
+    async def look(self) -> None:
+        """Ask all of them, now."""
+        asked = [self._ask(status) for status in self.statuses]
+        self.statuses = tuple(await asyncio.gather(*asked))
+        self._looked_at = time.monotonic()
+
+    async def look_anew(self) -> None:
+        """What is known may be old, and somebody waits: ask, unless that was done just now."""
+        async with self._one_at_a_time:
+            if time.monotonic() - self._looked_at >= _NEW_S:
+                await self.look()
+
+    def start(self) -> None:
+        """Look again and again, from now on."""
+        self._task = asyncio.create_task(self._forever())
+
+    def hurry(self) -> None:
+        """What is known may be old: look soon."""
+        self._hurry.set()
+
+    async def close(self) -> None:
+        """Stop asking, and let go of the connections."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        links = [one.close() for one in self._transports.values()]
+        await asyncio.gather(*links, return_exceptions=True)
+
+    async def _forever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s if self.ready else self._away_every_s):
+                    await self._hurry.wait()
+            self._hurry.clear()
+            try:
+                await self.look()
+            except Exception:  # a look that fails must not be the last one
+                _status_log.exception("asking the verifiers failed")
+
+    async def _ask(self, status: VerifierStatus) -> VerifierStatus:
+        asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                info = await self._transports[status.address].info()
+        except TimeoutError:
+            return replace(status, presence=Presence.AWAY, why=f"no answer within {_ANSWER_S:g} s")
+        except LinkError as error:
+            presence = Presence.AWAY if error.retryable else Presence.REFUSES
+            why = str(error).removeprefix(f"verifier at {status.address}: ")
+            return replace(status, presence=presence, why=one_line(why))
+        except Exception as error:
+            why = one_line(f"{type(error).__name__}: {error}")
+            return replace(status, presence=Presence.AWAY, why=why)
+        rtt_s, why = time.monotonic() - asked_s, self._misfit(info) or ""
+        presence = Presence.MISFIT if why else Presence.READY
+        return VerifierStatus(status.address, presence, info, why, rtt_s)
+
+
+def context_of(info: VerifierInfo, model: ModelInfo | None = None) -> int:
+    """Prompt plus output of ``model`` (None: its own), in tokens, as far as the verifier tells."""
+    return info.limits.context_length or (model or info.model).context_length
+
 
 ALIAS: Final = "edgespec"
+
 """A model name that always means whatever the verifier serves."""
 
 

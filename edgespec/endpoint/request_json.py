@@ -1,4 +1,5 @@
-"""The JSON of a request, read in a time that does not let others wait.
+"""Reads a request's JSON: every mistake is an ``ApiError`` that names the field and what it must
+be, in the shape and with the status codes of OpenAI's API.
 
 Python's reader holds the interpreter until it is done, and many small values take it a hundred
 times as long as one large text: so lists, objects and texts are counted before it begins.
@@ -7,12 +8,150 @@ times as long as one large text: so lists, objects and texts are counted before 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from edgespec.endpoint.errors import ApiError
+from edgespec.core.protocol.messages import FaultCode
+from edgespec.device.agent import GenerationError
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+# What a refusal of the verifier is for the client of a device: status and code.
+_FAULTS: Final = {
+    FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
+    FaultCode.INVALID: (400, "invalid_request"),
+    FaultCode.UNKNOWN_MODEL: (404, "model_not_found"),
+    FaultCode.OVERLOADED: (503, "verifier_unavailable"),
+    FaultCode.SHUTTING_DOWN: (503, "verifier_unavailable"),
+    FaultCode.RESYNC: (503, "verifier_unavailable"),
+    FaultCode.INTERNAL: (503, "verifier_failed"),
+    FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
+    FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
+}
+
+_MOST_NAMED: Final = 16
+
+VERIFIER_BACK_S: Final = 5
+
+"""What a client is told to wait when the verifier is away."""
+
+
+class ApiError(Exception):
+    """Becomes the answer to a request. ``param`` names the parameter that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """The ``type`` in the body."""
+        return _TYPES.get(self.status) or (
+            "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": _encodable(self.message),
+            "type": self.kind,
+            "param": None if self.param is None else _encodable(self.param),
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        found = {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
+        return found
+
+
+def _encodable(text: str) -> str:
+    """``text``, with half of a surrogate pair, which a request may hold, written out."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """A request that cannot be: 400, and whose fault it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def stopping() -> ApiError:
+    """The endpoint is about to end."""
+    return ApiError(
+        503,
+        "this endpoint is stopping",
+        code="shutting_down",
+        retry_after_s=VERIFIER_BACK_S,
+    )
+
+
+def no_such_model(name: str, known: Sequence[str]) -> ApiError:
+    """Nothing of this name is served; ``known`` is."""
+    shown = ", ".join(map(repr, known[:_MOST_NAMED]))
+    if more := known[_MOST_NAMED:]:
+        shown += f" and {len(more)} more"
+    there = f"this is {shown}" if len(known) == 1 else f"there are {shown}"
+    return ApiError(
+        404,
+        f"the model {name[:200]!r} does not exist here; {there}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def too_many_connections() -> ApiError:
+    """All places are taken by requests that are being answered."""
+    return ApiError(
+        503,
+        "too many connections are open, and requests are being answered on all of them",
+        code="too_many_connections",
+        retry_after_s=1,
+    )
+
+
+def no_tokenizer() -> ApiError:
+    """Nobody was there in time who lends this device a tokenizer."""
+    return ApiError(
+        503,
+        "no verifier answers, and this device takes its tokenizer from one",
+        code="verifier_unavailable",
+        retry_after_s=VERIFIER_BACK_S,
+    )
+
+
+def from_generation(error: GenerationError) -> ApiError:
+    """What a generation that failed is over HTTP."""
+    status, code = (503, "verifier_unavailable")
+    if error.code is not None:
+        status, code = _FAULTS[error.code]
+    retry_after_s = VERIFIER_BACK_S if status == 503 else None
+    param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None
+    return ApiError(status, str(error), param=param, code=code, retry_after_s=retry_after_s)
+
 
 MAX_VALUES: Final = 1 << 17
+
 """Lists, objects and texts, names among them, together. A chat of 4,096 messages has 20,482."""
 
 
@@ -55,3 +194,125 @@ def _values(body: bytes) -> int:
 
 def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
+
+
+_SHOWN = 80
+
+_shortened = reprlib.Repr()
+
+_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = 6, _SHOWN, _SHOWN
+
+_shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object of a request. ``place`` is where it stands, such as ``messages[0].``; a field
+    that is null counts as absent."""
+
+    data: Mapping[str, Any]
+    place: str = ""
+
+    def name(self, field: str) -> str:
+        return self.place + field
+
+    def raw(self, field: str) -> Any:
+        return self.data.get(field)
+
+    def text(self, field: str) -> str | None:
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.wrong(field, value, "text")
+        return encodable(self.name(field), value)
+
+    def flag(self, field: str) -> bool:
+        """Absent: false."""
+        value = self.data.get(field)
+        if not isinstance(value, bool | None):
+            raise self.wrong(field, value, "true or false")
+        return bool(value)
+
+    def number(self, field: str, low: float, high: float) -> float | None:
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(field, value, "a number")
+        if not low <= value <= high:
+            raise self.wrong(field, value, f"in [{low:g}, {high:g}]")
+        return float(value)
+
+    def whole(self, field: str, low: int, high: int) -> int | None:
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(field, value, "a whole number")
+        if not low <= value <= high:
+            raise self.wrong(field, value, f"in [{low}, {high}]")
+        return value
+
+    def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...] | None:
+        """A list of objects, at most ``most``."""
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.wrong(field, value, "a list of objects")
+        if most is not None and len(value) > most:
+            name = self.name(field)
+            raise invalid(name, f"{name} holds {len(value)} objects, but at most {most}")
+        return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
+
+    def section(self, field: str) -> Fields | None:
+        value = self.data.get(field)
+        return None if value is None else self._section(field, value)
+
+    def one_of(self, field: str, known: Collection[str]) -> str | None:
+        value = self.text(field)
+        if value is not None and value not in known:
+            raise self.wrong(field, value, f"one of {', '.join(known)}")
+        return value
+
+    def wrong(self, field: str, value: object, wanted: str) -> ApiError:
+        """The error for a value that is not ``wanted``."""
+        name = self.name(field)
+        return invalid(name, f"{name} is {shown(value)}, but must be {wanted}")
+
+    def _section(self, field: str, value: object) -> Fields:
+        if not isinstance(value, dict):
+            raise self.wrong(field, value, "an object")
+        return Fields(value, f"{self.place}{field}.")
+
+
+def encodable(name: str, text: str) -> str:
+    """``text``, if UTF-8 can hold it. Raises ``ApiError`` for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(name, f"{name} holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+def texts(fields: Fields, field: str, most: int) -> Sequence[str]:
+    """A text, or a list of them; absent: none."""
+    value = fields.raw(field)
+    if value is None:
+        return ()
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, list) and len(given) > most:
+        name = fields.name(field)
+        raise invalid(name, f"{name} holds {len(given)} texts, but at most {most}")
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise fields.wrong(field, value, "text, or a list of texts")
+    return tuple(encodable(fields.name(field), one) for one in given)
+
+
+def shown(value: object) -> str:
+    """A value in an error, in part if it is long: no more of it is written out than is shown."""
+    text = _shortened.repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

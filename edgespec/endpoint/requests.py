@@ -1,13 +1,21 @@
-"""From the JSON of a request to what is to be generated."""
+"""From the JSON of a request to what is to be generated: its parameters, messages and tools.
+
+Templates know texts and objects, so a list of text parts becomes one text, ``developer`` becomes
+``system``, and the arguments of earlier tool calls, which travel as JSON in a text, become objects.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from edgespec.core.association.conversation import conversation_named
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,
     MAX_STOP_IDS,
@@ -16,17 +24,273 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.sampling import SamplingParams as SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
-from edgespec.endpoint.chat_messages import messages_of, tools_of
-from edgespec.endpoint.conversations import chat_conversation, named_conversation
-from edgespec.endpoint.errors import invalid
-from edgespec.endpoint.fields import Fields, shown, texts
-from edgespec.endpoint.parameters import CHAT, COMPLETION, check_names
-from edgespec.endpoint.structured import constraint_of
+from edgespec.endpoint.request_json import Fields, encodable, invalid, shown, texts
+from edgespec.models.chat_template import MAX_MESSAGES
+
+COMMON: Final = frozenset(
+    "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
+    " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
+    # Not OpenAI's: those of the servers that people have at home.
+    " top_k min_p repetition_penalty stop_token_ids ignore_eos".split()
+)
+
+CHAT: Final = COMMON | frozenset(
+    "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
+    " chat_template_kwargs".split()
+)
+
+COMPLETION: Final = COMMON | {"prompt"}
+
+IGNORED: Final = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_retention"
+    " prediction cache_prompt request_id priority".split()
+)
+
+"""They say who asks, where to file it or how to be quick; the text is the same."""
+
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "prompt_logprobs": (0,),
+    "reasoning_effort": ("none",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tfs_z": (1,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+"""Not supported, with the values that ask for nothing; so does null."""
+
+
+def check_names(data: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises ``ApiError`` naming the first parameter that would matter and is not supported."""
+    for name, value in data.items():
+        if name in known or name in IGNORED or value is None:
+            continue
+        if name not in NEUTRAL:
+            raise invalid(name, f"unknown parameter {shown(name)}", "unknown_parameter")
+        # 1 == True in Python, but not in JSON.
+        if not any(value == one and type(value) in (type(one), float) for one in NEUTRAL[name]):
+            raise invalid(
+                name,
+                f"{name} is {shown(value)}, but {name} is not supported",
+                "unsupported_parameter",
+            )
+
+
+MAX_TOOLS: Final = 128
+
+_ROLES: Final = {"developer": "system", "function": "tool"}
+
+_KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
+_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+def messages_of(fields: Fields) -> list[dict[str, Any]]:
+    """Raises ``ApiError`` naming the message and what is wrong with it."""
+    given = fields.sections("messages", MAX_MESSAGES)
+    if not given:
+        raise invalid("messages", "messages must hold at least one message")
+    return [_message(one) for one in given]
+
+
+def tools_of(fields: Fields) -> list[dict[str, Any]]:
+    """The functions that the model may call, as templates read them; none: an empty list. Raises
+    ``ApiError``."""
+    given = fields.sections("tools", MAX_TOOLS) or ()
+    forced = fields.raw("tool_choice") not in (None, "auto", "none")
+    return [_tool(one, forced=forced) for one in given]
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    role = fields.one_of("role", _KNOWN_ROLES)
+    if role is None:
+        raise invalid(fields.name("role"), f"{fields.name('role')} is missing")
+    calls = fields.sections("tool_calls")
+    if calls and role != "assistant":
+        name = fields.name("tool_calls")
+        raise invalid(name, f"{name} stands in a message of {role}, but only assistants call tools")
+    content = _content(fields)
+    if content is None:
+        if role != "assistant":
+            raise invalid(fields.name("content"), f"{fields.name('content')} is missing")
+        content = fields.text("refusal") or ""
+    message: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if (text := fields.text(key)) is not None:
+            message[key] = text
+    if calls:
+        message["tool_calls"] = [_earlier_call(one) for one in calls]
+    for key in ("function_call", "audio"):
+        if fields.raw(key) is not None:
+            raise invalid(fields.name(key), f"{fields.name(key)} is not supported")
+    return message
+
+
+def _content(fields: Fields) -> str | None:
+    value = fields.raw("content")
+    if not isinstance(value, list):
+        return fields.text("content")
+    parts = []
+    for part in fields.sections("content") or ():
+        kind = part.text("type")
+        if kind not in ("text", "refusal"):
+            name = part.name("type")
+            raise invalid(name, f"{name} is {shown(kind)}, but this model reads text only")
+        text = part.text(kind)
+        if text is None:
+            raise invalid(part.name(kind), f"{part.name(kind)} is missing")
+        parts.append(text)
+    return "".join(parts)
+
+
+def _earlier_call(fields: Fields) -> dict[str, Any]:
+    function = fields.section("function")
+    name = None if function is None else function.text("name")
+    if function is None or not name:
+        raise invalid(fields.name("function"), f"{fields.name('function')} has no name")
+    arguments: Any = function.raw("arguments")
+    if isinstance(arguments, str):
+        arguments = _object_or_text(encodable(function.name("arguments"), arguments))
+    call: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": name, "arguments": {} if arguments is None else arguments},
+    }
+    if (identity := fields.text("id")) is not None:
+        call["id"] = identity
+    return call
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
+    kind = fields.text("type")
+    if kind != "function":
+        name = fields.name("type")
+        raise invalid(name, f"{name} is {shown(kind)}, but only tools of type 'function' are known")
+    function = fields.section("function")
+    called = None if function is None else function.text("name")
+    if function is None or called is None or not _TOOL_NAME.fullmatch(called):
+        name = fields.name("function.name")
+        raise invalid(
+            name,
+            f"{name} is {shown(called)}, but must be 1 to 128 letters, digits, dots, dashes or"
+            " underscores",
+        )
+    function.section("parameters")  # an object, if it is there
+    if function.flag("strict") and not forced:
+        name = function.name("strict")
+        why = f"{name} is true, but only a call that tool_choice forces is held to a schema"
+        raise invalid(name, why)
+    told = {key: value for key, value in function.data.items() if key != "strict"}
+    return {"type": "function", "function": told}
+
+
+def named_conversation(fields: Fields) -> str:
+    """The hash of the one that the request names; empty: it names none. Raises ``ApiError``."""
+    name = fields.text("prompt_cache_key")
+    return conversation_named(json.dumps(["key", name])) if name else ""
+
+
+def chat_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The hash of a chat that begins so: with all up to the first message of a user."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") + 1 if "user" in roles else len(messages)
+    begins = [[message["role"], message["content"]] for message in messages[:first]]
+    return conversation_named(json.dumps(["chat", begins]))
+
+
+_FORMATS: Final = ("text", "json_object", "json_schema")
+
+_ANY_OBJECT: Final = '{"type": "object"}'
+
+
+def constraint_of(fields: Fields) -> Constraint | None:
+    """Raises ``ApiError``, also where a request asks for two of them."""
+    given = {
+        "response_format": _response_format(fields),
+        "grammar": _text_constraint(fields, "grammar", ConstraintKind.GRAMMAR),
+        "regex": _text_constraint(fields, "regex", ConstraintKind.REGEX),
+    }
+    found = {name: one for name, one in given.items() if one is not None}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
+    return next(iter(found.values()), None)
+
+
+def _response_format(fields: Fields) -> Constraint | None:
+    asked = fields.section("response_format")
+    if asked is None:
+        return None
+    kind = asked.raw("type")
+    if kind not in _FORMATS:
+        known = ", ".join(map(repr, _FORMATS))
+        why = f"response_format is of type {shown(kind)}, but must be of one of {known}"
+        raise invalid("response_format", why)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return held_to("response_format", ConstraintKind.JSON_SCHEMA, _ANY_OBJECT)
+    described = asked.section("json_schema")
+    schema = None if described is None else described.raw("schema")
+    if not isinstance(schema, dict):
+        name = "response_format.json_schema.schema"
+        raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
+    written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return held_to("response_format", ConstraintKind.JSON_SCHEMA, written)
+
+
+def _text_constraint(fields: Fields, name: str, kind: ConstraintKind) -> Constraint | None:
+    text = fields.text(name)
+    return held_to(name, kind, text) if text else None
+
+
+def held_to(name: str, kind: ConstraintKind, text: str) -> Constraint:
+    try:
+        return Constraint(kind, text)
+    except ValueError as error:
+        raise invalid(name, str(error)) from None
+
 
 Prompt = str | tuple[int, ...]
+
 MAX_TOKEN_ID: Final = (1 << 31) - 1
+
 # A drawn seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
+
 _SAMPLED: Final = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

@@ -1,30 +1,300 @@
-"""Serves an endpoint over HTTP, from a socket that is taken at once to a stop in good order."""
+"""The HTTP server: who may connect and ask, for how long, and how it stops in good order.
+
+A connection is closed on which nothing moves: a request that is not sent, an answer that is not
+read. Of too many connections the one that has asked nothing for longest is closed. A client that
+still sends when it has been answered can read its answer: the rest of its request is read and
+dropped for a while, since closing a connection with unread bytes resets it.
+
+Before anything of a request is read but its head, three things are checked. On loopback ``Host``
+must name this machine: a web page whose own name stands for 127.0.0.1 (DNS rebinding) has another.
+An ``Origin`` must be this endpoint's or one that was let in. A key, where there is one, must be
+shown for everything but ``/health`` and the page; the time of comparing it tells nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import resource
 import socket
-from collections.abc import Generator
-from typing import Final
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgespec.endpoint.connections import ConnectionLimits, connections_with
+from edgespec.config.endpoint import ANY_ORIGIN
+from edgespec.config.security import host_of, is_loopback
+from edgespec.endpoint.request_json import ApiError, too_many_connections
 from edgespec.endpoint.service import Endpoint
 
+HEALTH: Final = "/health"
+
+_OPEN: Final = (HEALTH, "/")
+
+"""What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer that an error is."""
+    every = {**error.headers, **(headers or {})}
+    return JSONResponse(error.body, status_code=error.status, headers=every)
+
+
+def shows_key(headers: Headers, key: str) -> bool:
+    """Whether ``Authorization: Bearer KEY`` is there and right."""
+    scheme, _, shown = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(_digest(shown.strip()), _digest(key))
+
+
+class Guard:
+    """ASGI middleware. ``key`` empty: none is asked for."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        key: str,
+        on_loopback: bool,
+        allow_hosts: tuple[str, ...],
+        allow_origins: tuple[str, ...],
+        max_body_bytes: int,
+    ) -> None:
+        self._app, self._key = app, key
+        self._on_loopback, self._allow_hosts = on_loopback, frozenset(allow_hosts)
+        self._allow_origins = frozenset(allow_origins)
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets; a server without lifespan events asks for nothing else
+        try:
+            self._check(scope, Headers(scope=scope))
+        except ApiError as error:
+            # The body was not read, so the connection cannot be used any further.
+            response = error_response(error, {"Connection": "close"})
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = host_of(host)
+        if self._on_loopback and not (name and is_loopback(name)) and name not in self._allow_hosts:
+            raise ApiError(
+                403,
+                f"this endpoint is for this machine only, and is not called {name[:200]!r}; see"
+                " endpoint.allow_hosts",
+                code="foreign_host",
+            )
+        self._check_origin(headers.get("origin"), host)
+        public = scope["path"] in _OPEN or scope["method"] == "OPTIONS"
+        if self._key and not public and not shows_key(headers, self._key):
+            shown = (
+                "the key shown is not the right one"
+                if "authorization" in headers
+                else ("no key was shown: send it as 'Authorization: Bearer KEY'")
+            )
+            raise ApiError(401, shown, code="invalid_api_key")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # What a proxy took for the end of this request may be the middle of another's.
+            raise ApiError(
+                400,
+                "the request has both Content-Length and Transfer-Encoding",
+                code="two_lengths",
+            )
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._max_body_bytes:
+            raise too_large(self._max_body_bytes, length)
+
+    def _check_origin(self, origin: str | None, host: str) -> None:
+        if origin is None or {origin, ANY_ORIGIN} & self._allow_origins:
+            return
+        if host and origin.partition("://")[2] == host:
+            return
+        raise ApiError(
+            403,
+            f"web pages of {origin[:200]!r} may not ask here; see --allow-origin",
+            code="foreign_origin",
+        )
+
+
+def too_large(limit: int, size: object) -> ApiError:
+    """For a body beyond ``limit``."""
+    return ApiError(
+        413, f"the request has {size} bytes, but at most {limit} are read", code="too_large"
+    )
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
+
+
+_LOOKS: Final = 4
+
+_LONGEST_LOOK_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """``most`` connections; a request's head has to arrive within ``head_within_s``, and of what
+    waits to be read some has to leave within ``write_within_s``."""
+
+    most: int
+    head_within_s: float
+    write_within_s: float
+
+    @property
+    def look_s(self) -> float:
+        """How often each connection is looked at."""
+        shortest = min(self.head_within_s, self.write_within_s)
+        return min(shortest / _LOOKS, _LONGEST_LOOK_S)
+
+
+class WatchedConnection(H11Protocol):
+    """One of them, as ``connections_with`` makes its class."""
+
+    limits: ClassVar[ConnectionLimits]
+    _since = 0.0
+    """When it began to wait for what it waits for, or answered last."""
+    _waited: int | None = None
+    """What ``_waits`` was at the last look."""
+    _timer: asyncio.TimerHandle | None = None
+    _lingers = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._whole = transport
+        super().connection_made(_ClosesInOrder(transport, self))  # type: ignore[arg-type]
+        self._since = self.loop.time()
+        self._timer = self.loop.call_later(self.limits.look_s, self._look)
+        if not self._has_room():
+            self.app = _refuse
+
+    def data_received(self, data: bytes) -> None:
+        if not self._lingers:
+            super().data_received(data)
+
+    def lingers(self) -> bool:
+        """Whether a connection that is to be closed has to be read on for a while, because its
+        client has not sent all of its request. The next look at it closes it for good."""
+        if self._lingers or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        self._lingers, self._since = True, self.loop.time()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked or answered here."""
+        answered = getattr(self.cycle, "response_complete", True)  # no cycle: nothing was asked
+        unread = self.transport.get_write_buffer_size()
+        return (answered or self.transport.is_closing()) and not unread
+
+    @property
+    def _waits(self) -> int | None:
+        """For how many bytes to be read, or 0: for a request; None: the client waits for us."""
+        unread = self.transport.get_write_buffer_size()
+        return unread or (0 if self.idle else None)
+
+    def _look(self) -> None:
+        now, waits = self.loop.time(), self._waits
+        if waits is None or waits != self._waited:
+            self._since = now if waits != 0 else self._since
+            self._waited = waits
+        within_s = self.limits.write_within_s if waits else self.limits.head_within_s
+        if waits is not None and now - self._since >= within_s:
+            self.transport.abort()
+            return
+        self._timer = self.loop.call_later(self.limits.look_s, self._look)
+
+    def _has_room(self) -> bool:
+        """Whether this connection is within the limit, if need be because another one is let go:
+        the one that has asked nothing for longest. Those that are going already leave room."""
+        every = (one for one in self.connections if isinstance(one, WatchedConnection))
+        stay = [one for one in every if not one._going]
+        if len(stay) <= self.limits.most:
+            return True
+        others = [one for one in stay if one is not self and one.idle]
+        if not others:
+            return False
+        min(others, key=lambda one: one._since).transport.abort()
+        return True
+
+    @property
+    def _going(self) -> bool:
+        """Whether its descriptor is about to be closed."""
+        return self._whole.is_closing() and not self._whole.get_write_buffer_size()
+
+
+class _ClosesInOrder:
+    """A connection's transport, whose ``close`` ends our half alone while the client still sends a
+    request that was answered already."""
+
+    def __init__(self, transport: asyncio.Transport, connection: WatchedConnection) -> None:
+        self._transport, self._connection = transport, connection
+        self._half_closed = False
+
+    def close(self) -> None:
+        if self._transport.is_closing() or not self._connection.lingers():
+            self._transport.close()
+            return
+        self._half_closed = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._half_closed or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def connections_with(limits: ConnectionLimits) -> type[WatchedConnection]:
+    """The class of connections that have these limits."""
+    return type("Connection", (WatchedConnection,), {"limits": limits})
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection too many."""
+    response = error_response(too_many_connections(), {"Connection": "close"})
+    await response(scope, receive, send)
+
+
 MOST_CONNECTIONS: Final = 512
+
 _BACKLOG: Final = 512
+
 """Connections that the system keeps for us until they are accepted."""
+
 _ACCEPTED_AT_ONCE: Final = 8
+
 """Before the event loop goes on: it takes three turns until one that has to go is closed, so that
 at most a few times as many descriptors are open beyond the most connections."""
+
 _OTHER_DESCRIPTORS: Final = 96
+
 """Of what a process may have open, kept for files, verifiers and the event loop."""
+
 # After a stream was told that it ends: for the words to leave.
 _LAST_WORDS_S: Final = 2.0
+
 _STARTED_EVERY_S: Final = 0.005
 
 

@@ -1,40 +1,441 @@
-"""One endpoint: an agent, its tokenizer, and all that requests share. From the words of a request
-to an answer, without HTTP.
+"""One endpoint without HTTP: an agent, its tokenizer, and all that requests share; from the words
+of a request to its generations, which run beside each other as one stream of events.
+
+So many texts run at a time, so many requests wait in the order of arrival, the rest is refused. A
+text is tokenized in a thread. The memory that this takes is some hundred times the text, so a long
+text is first counted piece by piece, as far as the context reaches: 4 MB for a context of 512
+tokens are refused after one piece of 64 KiB.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
 
 from edgespec.config.endpoint import EndpointSection
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent
-from edgespec.endpoint.admission import Admission
-from edgespec.endpoint.answer import Choice
-from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges
-from edgespec.endpoint.errors import ApiError, no_tokenizer, stopping
-from edgespec.endpoint.events import ChatShape, CompletionShape, Envelope, Shape, usage_of
-from edgespec.endpoint.models import Chosen, ServedModels
-from edgespec.endpoint.prompt_log import PromptLog
-from edgespec.endpoint.prompting import (
-    chat_tokens,
-    choices_of,
-    prompt_tokens,
-    sampling_of,
-    with_forced_call,
+from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
+from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
+from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.reply import ReplyEvent
+from edgespec.endpoint.answer import (
+    ChatShape,
+    Choice,
+    CompletionShape,
+    Envelope,
+    Job,
+    Shape,
+    ToolUse,
+    usage_of,
 )
-from edgespec.endpoint.requests import Asked, ChatRequest, chat_request, completion_request
-from edgespec.endpoint.run import Run
-from edgespec.endpoint.verifiers import VerifierWatch
-from edgespec.models.chat_template import ChatTokenizer
+from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges, PromptLog
+from edgespec.endpoint.models import Chosen, ServedModels, VerifierWatch
+from edgespec.endpoint.request_json import (
+    ApiError,
+    from_generation,
+    invalid,
+    no_tokenizer,
+    stopping,
+)
+from edgespec.endpoint.requests import (
+    Asked,
+    ChatRequest,
+    Prompt,
+    chat_request,
+    completion_request,
+    seed_of,
+)
+from edgespec.endpoint.tool_calls import (
+    MARKS,
+    MarkedText,
+    forced_call,
+    no_format,
+    tool_format,
+    tool_reader,
+)
+from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 from edgespec.telemetry.request_id import request_id
+
+RETRY_AFTER_S = 1
+
+
+class Admission:
+    """``capacity`` texts run, ``max_waiting`` requests wait."""
+
+    def __init__(self, capacity: int, max_waiting: int) -> None:
+        self.capacity, self._max_waiting = capacity, max_waiting
+        self.running = 0
+        """Texts that have their turn."""
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._closed: ApiError | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def turn(self, texts: int) -> AsyncIterator[None]:
+        """Room for so many texts, at most ``capacity``, while this is open. Raises ``ApiError``:
+        429 where the queue is full, and what ``close`` was given."""
+        await self._enter(texts)
+        try:
+            yield
+        finally:
+            self.running -= texts
+            self._let_in()
+
+    def check(self, texts: int = 1) -> None:
+        """Raises ``ApiError`` 429 where so many texts would have to wait and the queue is full. Ask
+        before the work that a request is: it is for nothing where this holds."""
+        has_room = not self._waiting and self.running + texts <= self.capacity
+        if not has_room and len(self._waiting) >= self._max_waiting:
+            raise ApiError(
+                429,
+                f"{self.running} texts run and {len(self._waiting)} requests wait, of at most"
+                f" {self.capacity} and {self._max_waiting}: try again",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def close(self, why: ApiError) -> None:
+        """From now on nobody gets a turn, those who wait included; who has one keeps it."""
+        self._closed = why
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(why)
+
+    async def _enter(self, texts: int) -> None:
+        assert 0 < texts <= self.capacity
+        if self._closed is not None:
+            raise self._closed
+        self.check(texts)
+        if not self._waiting and self.running + texts <= self.capacity:
+            self.running += texts
+            return
+        entry = (texts, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        except BaseException:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif entry[1].done() and not entry[1].cancelled() and entry[1].exception() is None:
+                self.running -= texts  # the turn came in the very moment of the cancellation
+            self._let_in()
+            raise
+
+    def _let_in(self) -> None:
+        while self._waiting and self.running + self._waiting[0][0] <= self.capacity:
+            texts, future = self._waiting.popleft()
+            if not future.done():
+                self.running += texts
+                future.set_result(None)
+
+
+# Events that nobody has read yet; beyond them the generations wait.
+_MOST_UNREAD: Final = 256
+
+_PARAMS: Final = {
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.REGEX: "regex",
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    error: ApiError | None = None
+
+
+class Run:
+    """Use as an async context manager; then call ``next`` until it says that all is over."""
+
+    def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self._agent = agent
+        self._unread: asyncio.Queue[tuple[int, ReplyEvent] | _Ended] = asyncio.Queue(_MOST_UNREAD)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(self.jobs)
+        self._failed: ApiError | None = None
+        self._wake = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._generate(job)) for job in self.jobs]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def over(self) -> bool:
+        """Whether every text is complete and read."""
+        return self._running == 0 and self._failed is None
+
+    async def next(self, timeout_s: float | None = None) -> list[tuple[int, ReplyEvent]]:
+        """Events with the index of their job, all that are there; none when ``timeout_s`` is over,
+        or ``over``. Raises ``ApiError`` for the first generation that fails."""
+        if found := self._take():
+            return found
+        while not self.over:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+            self._wake.clear()
+            if found := self._take():
+                return found
+        return []
+
+    def fail(self, error: ApiError) -> None:
+        """Whoever calls ``next`` hears this instead of any further event."""
+        self._failed = self._failed or error
+        self._wake.set()
+
+    def _take(self) -> list[tuple[int, ReplyEvent]]:
+        found: list[tuple[int, ReplyEvent]] = []
+        while self._failed is None and not self._unread.empty():
+            one = self._unread.get_nowait()
+            if isinstance(one, _Ended):
+                self._running -= 1
+                self._failed = one.error
+            else:
+                found.append(one)
+        if self._failed is not None and not found:
+            raise self._failed
+        return found
+
+    async def _generate(self, job: Job) -> None:
+        begun, error = False, None
+        try:
+            generation = self._agent.follow(
+                job.prompt,
+                job.sampling,
+                logprobs=job.logprobs,
+                conversation=job.conversation,
+                model=job.model,
+                started=partial(setattr, job, "stats"),
+            )
+            async with aclosing(generation) as events:
+                async for event in events:
+                    begun = True
+                    await self._put((job.index, event))
+        except GenerationError as failure:
+            error = from_generation(failure)
+        except ConstraintError as failure:
+            error = invalid(_param(job), str(failure))
+        except Exception as failure:
+            if not begun and isinstance(failure, ValueError | TypeError):
+                error = invalid("prompt", str(failure))
+            else:
+                _log.exception("a generation failed")
+                error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
+        await self._put(_Ended(error))
+
+    async def _put(self, one: tuple[int, ReplyEvent] | _Ended) -> None:
+        await self._unread.put(one)
+        self._wake.set()
+
+
+def _param(job: Job) -> str:
+    """The parameter that a constraint came with."""
+    constraint = job.sampling.constraint
+    if job.must_call or constraint is None:
+        return "tools"
+    return _PARAMS[constraint.kind]
+
+
+_PIECE: Final = 1 << 16
+
+"""Characters that are counted at once."""
+
+_SLACK: Final = 2
+
+"""A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
+makes half of them by it."""
+
+
+async def chat_tokens(
+    tokenizer: ChatTokenizer,
+    request: ChatRequest,
+    context_length: int | None,
+    one_long: asyncio.Lock,
+) -> list[int]:
+    """The prompt of a conversation. Templates and long texts take a while, so this runs in a
+    thread; ``one_long`` as in ``_encode``. Raises ``ApiError``."""
+    template = tokenizer.chat_template(tools=bool(request.tools))
+    if template is None:
+        raise invalid(
+            "messages",
+            "this model has no chat template; use /v1/completions",
+            "no_chat_template",
+        )
+    try:
+        if request.tools and not template.knows_tools:
+            raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
+        text = await asyncio.to_thread(
+            tokenizer.render_chat,
+            request.messages,
+            tools=request.tools or None,
+            variables=request.variables,
+        )
+        return await _encode(
+            tokenizer, text, context_length, "messages", one_long, add_special_tokens=False
+        )
+    except TokenizerError as error:
+        raise invalid("messages", str(error)) from None
+
+
+async def prompt_tokens(
+    tokenizer: ChatTokenizer, prompt: Prompt, context_length: int | None, one_long: asyncio.Lock
+) -> Sequence[int]:
+    """The ids of a text, as ``edgespec generate`` makes them, or those given. Raises
+    ``ApiError``."""
+    if not isinstance(prompt, str):
+        return prompt
+    return await _encode(tokenizer, prompt, context_length, "prompt", one_long)
+
+
+async def _encode(
+    tokenizer: ChatTokenizer,
+    text: str,
+    context_length: int | None,
+    param: str,
+    one_long: asyncio.Lock,
+    *,
+    add_special_tokens: bool = True,
+) -> list[int]:
+    """In a thread; a long text while it holds ``one_long``, which bounds the memory that all of
+    them take. Raises ``ApiError``."""
+    long = len(text) > _PIECE
+    async with one_long if long else contextlib.nullcontext():
+        if long:
+            await asyncio.to_thread(_check_length, tokenizer, text, context_length, param)
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+
+def _check_length(
+    tokenizer: ChatTokenizer, text: str, context_length: int | None, param: str
+) -> None:
+    """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is still
+    to be counted. ``context_length`` None: the longest that a verifier can have."""
+    longest, counted = context_length or MAX_TOKENS, 0
+    for start in range(0, len(text), _PIECE):
+        piece = text[start : start + _PIECE]
+        counted += len(tokenizer.encode(piece, add_special_tokens=False))
+        if counted > _SLACK * longest:
+            read = start + len(piece)
+            raise _too_long(
+                f"the first {read} of the prompt's {len(text)} characters are some {counted}"
+                " tokens",
+                longest,
+                param,
+            )
+
+
+def _too_long(why: str, context_length: int, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{why}, which leaves no room for output in the context of {context_length} tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def with_forced_call(tokenizer: ChatTokenizer, request: ChatRequest) -> ChatRequest:
+    """The same request, held to a call where there must be one. Raises ``ApiError``."""
+    if not request.must_call:
+        return request
+    template = tokenizer.chat_template(tools=True)
+    form = None if template is None else tool_format(template.source)
+    if template is None or form is None:
+        raise no_format()
+    constraint = forced_call(
+        form, template.source, request.tools, tokenizer.special_id, one=request.one_call
+    )
+    sampling = replace(request.asked.sampling, constraint=constraint)
+    return replace(request, asked=replace(request.asked, sampling=sampling))
+
+
+def sampling_of(
+    asked: Asked,
+    tokens: Sequence[int],
+    context_length: int | None,
+    default_max_tokens: int,
+    param: str = "messages",
+) -> SamplingParams:
+    """The sampling of one prompt. ``max_tokens`` is what was asked for, or the default, but no more
+    than the context has room for; ``context_length`` None: nobody knows it yet. Raises ``ApiError``
+    for a prompt that leaves no room, which came as ``param``."""
+    if not tokens:
+        raise invalid("prompt", "the prompt is empty, but must hold at least one token")
+    longest = asked.max_tokens or default_max_tokens
+    if context_length is not None:
+        room = context_length - len(tokens)
+        if room < 1:
+            raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
+        longest = min(longest, room)
+    return replace(asked.sampling, max_tokens=longest)
+
+
+def choices_of(
+    asked: Asked,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    tokenizer: ChatTokenizer,
+    request: ChatRequest | None = None,
+    model: str = "",
+) -> list[Choice]:
+    """The texts to generate by the model of that name: n of each prompt, one prompt's after the
+    other's. Text k of a prompt (from 0) has the seed ``seed_of(seed, k)``."""
+    found: list[Choice] = []
+    # Of the agent one score is the least that can be asked for.
+    logprobs = max(1, asked.top_logprobs) if asked.scored else 0
+    for tokens, sampling in zip(prompts, samplings, strict=True):
+        for k in range(asked.n):
+            own = replace(sampling, seed=seed_of(sampling.seed, k))
+            job = Job(len(found), tokens, own, logprobs)
+            job.must_call = request is not None and request.must_call
+            job.conversation, job.model = asked.conversation, model
+            tools = None if request is None else _tool_use(request, tokenizer)
+            found.append(
+                Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)
+            )
+    return found
+
+
+def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
+    """None where no calls are to be looked for, or in a format that nobody here knows."""
+    template = tokenizer.chat_template(tools=True) if request.tools else None
+    form = None if template is None else tool_format(template.source)
+    if form is None:
+        return None
+    names = [tool["function"]["name"] for tool in request.tools]
+    ids = {tokenizer.special_id(mark): mark for mark in MARKS}
+    marks = {token: mark for token, mark in ids.items() if token is not None}
+    return ToolUse(tool_reader(form, names), MarkedText(marks), request.one_call)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""Finds the tool calls in a text that grows, in the format that the model's template teaches it.
+"""Finds the tool calls in a text that grows, in the format that the model's template teaches it,
+and says what a text must be that has to call one.
 
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...}
@@ -14,18 +15,30 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol, assert_never
 
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.device.reply import Piece
+from edgespec.endpoint.request_json import ApiError, invalid
+
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
+
 LLAMA_MARK: Final = "<|python_tag|>"
+
 OPEN: Final = "<tool_call>"
+
 CLOSE: Final = "</tool_call>"
+
 MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, OPEN, CLOSE)
+
 """Where one of these is a special token, decoded text does not show it; it is put back."""
+
 _NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -265,3 +278,94 @@ def _may_begin(mark: str, text: str) -> int:
     begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
     before = text[: len(text) - begun]
     return begun + len(before) - len(before.rstrip())
+
+
+MISTRAL_ARGUMENTS: Final = "[ARGS]"
+
+_MOST_CALLS: Final = 8
+
+
+def forced_call(
+    form: ToolFormat,
+    template: str,
+    tools: Sequence[Mapping[str, Any]],
+    special_id: Callable[[str], int | None],
+    *,
+    one: bool,
+) -> Constraint:
+    """What a text has to be that calls one of ``tools``, or several of them unless ``one``, in the
+    words of the model's template. ``special_id`` tells the marks that are tokens of their own: no
+    text stands for them. Raises ``ApiError``."""
+
+    def mark(text: str) -> str:
+        found = special_id(text)
+        return json.dumps(text) if found is None else f"<[{found}]>"
+
+    named = form is ToolFormat.MISTRAL and MISTRAL_ARGUMENTS in template
+    key = "parameters" if form is ToolFormat.LLAMA else "arguments"
+    before, between, after = "", '"; " ', ""
+    if form is ToolFormat.HERMES:
+        between = '"\\n" '
+    elif named:
+        between = ""
+    elif form is ToolFormat.MISTRAL:
+        before, between, after = f'{mark(MISTRAL_MARK)} "[" ', '", " ', ' "]"'
+    rules = []
+    for place, tool in enumerate(tools):
+        function = tool["function"]
+        arguments = {"type": "object", **(function.get("parameters") or {})}
+        name, start = function["name"], f"call_{place}: "
+        head = json.dumps(f'{{"name": {_compact(name)}, "{key}": ')
+        if named:
+            rule = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(MISTRAL_ARGUMENTS)} "
+            rules.append(f"{start}{rule}arguments_{place}")
+        elif form is ToolFormat.HERMES:
+            inner = f'"\\n" {head} arguments_{place} "}}\\n"'
+            rules.append(f"{start}{mark(OPEN)} {inner} {mark(CLOSE)}")
+        else:
+            rules.append(f'{start}{head} arguments_{place} "}}"')
+        rules.append(f"arguments_{place}: %json {_compact(arguments)}")
+    calls = " | ".join(f"call_{place}" for place in range(len(tools)))
+    more = "" if one else f" ({between}call){{0,{_MOST_CALLS - 1}}}"
+    lines = [f"start: {before}call{more}{after}", f"call: {calls}", *rules]
+    try:
+        return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
+    except ValueError as error:
+        raise invalid("tools", str(error)) from None
+
+
+def no_format() -> ApiError:
+    """The template teaches no way to call a tool."""
+    return invalid(
+        "tool_choice",
+        "the chat template of this model teaches no format of tool calls that is known here, so"
+        " that none can be forced",
+        "unsupported_parameter",
+    )
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class MarkedText:
+    """Of one answer; ``marks`` are texts by token id."""
+
+    def __init__(self, marks: Mapping[int, str]) -> None:
+        self._marks = marks
+        self._length = 0
+        """Of the text so far, without marks."""
+        self._waiting: deque[tuple[int, str]] = deque()
+        """Marks whose place, counted as ``_length`` is, the text has not reached."""
+
+    def push(self, token: int | None, piece: Piece) -> str:
+        """The text of ``piece`` and all marks that stand in it; ``token`` None: it has none."""
+        if token is not None and (mark := self._marks.get(token, "")):
+            self._waiting.append((self._length + piece.held, mark))
+        begin, self._length = self._length, self._length + len(piece.text)
+        parts, done = [], 0
+        while self._waiting and self._waiting[0][0] <= self._length:
+            place, mark = self._waiting.popleft()
+            parts += [piece.text[done : place - begin], mark]
+            done = place - begin
+        return "".join((*parts, piece.text[done:]))

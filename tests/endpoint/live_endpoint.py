@@ -24,10 +24,10 @@ from edgespec.device.build import build_agent, connect
 from edgespec.device.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
-from edgespec.endpoint.prompt_log import PromptLog
+from edgespec.endpoint.counts import PromptLog
+from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
-from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.endpoint.admission import Admission
-from edgespec.endpoint.errors import ApiError, stopping
+from edgespec.endpoint.request_json import ApiError, stopping
+from edgespec.endpoint.service import Admission
 
 CAPACITY, WAITING = 4, 5
 Step = tuple[str, int]

@@ -3,13 +3,8 @@ Oracle: what the scripted agent said; the numbers of the requests that were made
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
-from edgespec.cli.main import app
 from edgespec.core.device.offline import Correction
 from edgespec.device.reply import UnverifiedChunk
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script, over_toy
@@ -68,28 +63,6 @@ async def test_the_page_its_numbers_and_the_agents_metrics() -> None:
         lines = (await ask(live, "/metrics", **key)).body.decode().splitlines()
     assert "edgespec_agent_generation_tokens_total 5.0" in lines
     assert 'edgespec_endpoint_completion_tokens_total{model="toy"} 5.0' in lines
-
-
-def test_install_writes_a_unit_of_the_same_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    words = ["serve", "--install", "--verifier", "gpu box:1", "--memory-budget", "600MiB"]
-    monkeypatch.setattr(sys, "argv", ["edgespec", *words])
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    unit = tmp_path / "systemd/user/edgespec-serve.service"
-    text = unit.read_text()
-    said = '-m edgespec serve --verifier "gpu box:1" --memory-budget 600MiB\n'
-    assert f"ExecStart={sys.executable} {said}" in text
-    assert f"WorkingDirectory={Path.cwd()}\n" in text
-    assert "MemoryMax=664M\n" in text
-    assert CliRunner().invoke(app, words).exit_code == 0  # ours is written anew
-    unit.write_text("[Unit]\n")
-    refused = CliRunner().invoke(app, words)
-    assert refused.exit_code == 1
-    assert "was not made by edgespec" in refused.output
-    assert unit.read_text() == "[Unit]\n"
 
 
 async def test_a_status_belongs_to_one_agent() -> None:

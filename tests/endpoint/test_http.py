@@ -14,8 +14,8 @@ from edgespec.config import EndpointSection, PacingSection, VerifierConfig
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.endpoint.models import Presence
 from edgespec.endpoint.requests import seed_of
-from edgespec.endpoint.verifiers import Presence
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,
@@ -377,7 +377,7 @@ async def test_metrics_version_and_places_that_are_not() -> None:
 
 async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
     from edgespec.device.build import connect
-    from edgespec.endpoint.verifiers import VerifierWatch
+    from edgespec.endpoint.models import VerifierWatch
 
     async with serving() as (address, _):
         links = {address: connect(address)}

@@ -15,9 +15,8 @@ import pytest
 from edgespec import models
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint import generation_route, service
-from edgespec.endpoint.errors import ApiError
-from edgespec.endpoint.request_json import MAX_VALUES, read_object
+from edgespec.endpoint import app, service
+from edgespec.endpoint.request_json import MAX_VALUES, ApiError, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.chat_template import MAX_MESSAGES
 from edgespec.models.tokenizer import TextTokenizer
@@ -39,7 +38,7 @@ USER = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("place", "name", "path", "data"),
     [
-        (generation_route, "read_object", TEXT, {"prompt": "abc"}),
+        (app, "read_object", TEXT, {"prompt": "abc"}),
         (service, "completion_request", TEXT, {"prompt": "abc"}),
         (service, "chat_request", CHAT, {"messages": [USER]}),
     ],

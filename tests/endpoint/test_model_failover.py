@@ -94,7 +94,7 @@ async def test_a_verifier_that_comes_back_with_other_adapters(
         )
         assert "this verifier serves 'toy', 'poetry'" in gone.error["message"]
         # Not known to the endpoint, and there: it asks before it says no.
-        monkeypatch.setattr("edgespec.endpoint.verifiers._NEW_S", 0.0)  # as after a second
+        monkeypatch.setattr("edgespec.endpoint.models._NEW_S", 0.0)  # as after a second
         assert await text(live, "poetry") == text_of(POETRY)
         listed = (await ask(live, "/v1/models")).json["data"]
         assert [one["id"] for one in listed] == ["toy", "poetry"]

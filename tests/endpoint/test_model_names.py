@@ -10,9 +10,8 @@ import pytest
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.work import ModelInfo
-from edgespec.endpoint.errors import ApiError
-from edgespec.endpoint.models import Chosen, ServedModels
-from edgespec.endpoint.verifiers import Presence, VerifierStatus, VerifierWatch
+from edgespec.endpoint.models import Chosen, Presence, ServedModels, VerifierStatus, VerifierWatch
+from edgespec.endpoint.request_json import ApiError
 
 BASE = ModelInfo("base", "words", 100, 4096, (), "fp-base")
 ADAPTER = replace(BASE, name="sql", fingerprint="fp-sql")

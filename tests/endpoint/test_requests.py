@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.errors import ApiError
-from edgespec.endpoint.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
-from edgespec.endpoint.requests import chat_request, completion_request
+from edgespec.endpoint.models import VerifierWatch
+from edgespec.endpoint.request_json import ApiError
+from edgespec.endpoint.requests import (
+    CHAT,
+    COMPLETION,
+    IGNORED,
+    NEUTRAL,
+    chat_request,
+    completion_request,
+)
 from edgespec.endpoint.service import Answer, Endpoint
-from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import ScriptedAgent
 

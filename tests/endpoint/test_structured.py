@@ -12,9 +12,8 @@ import openai
 import pytest
 
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.endpoint.structured import forced_call
-from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_reader
-from edgespec.endpoint.verifiers import VerifierWatch
+from edgespec.endpoint.models import VerifierWatch
+from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, forced_call, tool_reader
 from edgespec.models.grammar import GrammarReader
 from tests.core.token_grammars import EOS
 from tests.endpoint.live_endpoint import Live, live

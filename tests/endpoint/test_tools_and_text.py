@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
+from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_format, tool_reader
-from edgespec.endpoint.verifiers import VerifierWatch
 from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, events_of, live, over_script
 from tests.shell.scripted_verifier import QUICK, loopback, streaming

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.device.status import StatusSource
-from edgespec.endpoint.status_page import status_routes
+from edgespec.endpoint.app import status_routes
 
 
 def _asking(app: ASGIApp, key: str) -> ASGIApp:

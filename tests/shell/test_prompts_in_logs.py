@@ -17,7 +17,7 @@ from edgespec.cli.main import app
 from edgespec.config import VerifierConfig
 from edgespec.config.endpoint import LOGGED_CHARACTERS
 from edgespec.core.ports import PassRequest, PassResult
-from edgespec.endpoint.prompt_log import HIDDEN, PromptLog
+from edgespec.endpoint.counts import HIDDEN, PromptLog
 from edgespec.models.toy import TOY_MODEL
 from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
 from edgespec.verifier.build import load_target
@@ -202,7 +202,7 @@ async def test_long_texts_are_cut_in_the_middle_and_keys_hidden(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 200  # the toy's context has no room for more than is logged
-    monkeypatch.setattr("edgespec.endpoint.prompt_log.LOGGED_CHARACTERS", most)
+    monkeypatch.setattr("edgespec.endpoint.counts.LOGGED_CHARACTERS", most)
     begin, end = "b" * 300 + KEY, "e" * 300
     async with over_toy(prompt_log=prompt_log(KEY, ""), key=KEY) as live:
         asked = {"prompt": begin + end, "max_tokens": 1}

@@ -21,8 +21,8 @@ from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.device.status import StatusSource
-from edgespec.endpoint import status_page as status_page_module
-from edgespec.endpoint.status_page import rendered_page
+from edgespec.endpoint import app
+from edgespec.endpoint.app import rendered_page
 from edgespec.verifier.build import load_target
 from tests.report.test_report_pages import BROWSER, DARK
 from tests.shell.live_verifier import GatedTarget, serving
@@ -156,7 +156,7 @@ console.log(JSON.stringify([polled(100, 2, 0, 98.5, 99.5), polled(103, 10, 7, 10
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node to run the page's script")
 async def test_the_page_shades_what_it_does_not_know() -> None:
-    script = (Path(status_page_module.__file__).parent / "status" / "page.js").read_text()
+    script = (Path(app.__file__).parent / "status" / "page.js").read_text()
     async with serving() as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
             shown = StatusSource(agent, (address,)).snapshot().as_json()
