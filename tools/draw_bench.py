@@ -35,13 +35,8 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
     Arm.WINDOWED: ("windowed chain", "down", "#b0508c", "#e6a0c8"),
     Arm.EDGESPEC: ("edgespec", "circle", "#c24e00", "#ff9d5c"),
 }
-# Of a row, what the picture and the table of docs/measurements.md show.
-_KEPT: Final = (
-    *("arm", "rtt_ms", "tokens", "mismatches", "tpot_ms_mean", "speedup", "interval"),
-    *("tpot_ms_p95", "ttft_ms_p50", "tokens_per_pass", "acceptance", "wasted_nodes_per_token"),
-    *("up_bytes_per_token", "up_bytes_per_committed_token", "down_bytes_per_token"),
-    "framing_bytes_per_committed_token",
-)
+# Of a row, what the picture shows.
+_KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup", "interval")
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {
     "square": "M-4 -4h8v8h-8z",
@@ -133,9 +128,7 @@ def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
 def kept(content: Mapping[str, Any]) -> str:
     """A bench's result without its single repeats, as JSON with a row a line."""
     rows = [{key: row[key] for key in ("arm", "rtt_ms", "tokens")} for row in content["results"]]
-    summary = [
-        {key: _rounded(row[key]) for key in _KEPT if key in row} for row in content["summary"]
-    ]
+    summary = [{key: _rounded(row[key]) for key in _KEPT} for row in content["summary"]]
     parts = [
         f"{json.dumps(name)}: {_compact(content[name])}"
         for name in content

@@ -26,7 +26,7 @@ from typing import Any, Final
 from edgespec.bench.prompts import DEFAULT_PROMPTS
 from tools.svg import MONO, SANS, PictureError, picture, read, text, write
 
-RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 96
+RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 64
 # Of the bench's nine texts the one whose speed lies nearest to their mean.
 PROMPT: Final = "python-1"
 ARMS: Final = {"plain streaming": "none", "edgespec": "bundled"}
