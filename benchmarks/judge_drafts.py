@@ -2,6 +2,7 @@
 
     EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
         [--policy windowed,goodput] [--rtts 20,50] [--temperatures 0,0.7] [--tokens 96]
+    python benchmarks/judge_drafts.py --lengths 120,240,360,480,600,700
 
 The target says each text once; then every draft, which is run for real, drafts it under every
 policy. A pass takes 25 ms and a step 8 ms, so the machine's load changes no figure. Texts are
@@ -9,7 +10,8 @@ played one after another on one device, which keeps what it has learned. Three s
 bench's built-in prompts, those of the simulator's tapes, and code, chat and maths of
 ``EDGESPEC_DATA`` (left out without it). Times are means over the texts with 95 % intervals; the
 speed is 25 ms over that, and the last column the time over that of the first row, text by text.
-Exits 1 if a text is not the target's.
+With ``--lengths`` the table is the share of first choices that are right behind prompts of so many
+tokens, cut from the bench's long ones, greedily. Exits 1 if a text is not the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from edgespec.bench.intervals import mean_interval, ratio_interval
-from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
+from edgespec.bench.prompts import DEFAULT_PROMPTS, LONG_PROMPTS, read_prompts
 from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.events import Finish
@@ -141,8 +143,14 @@ def target_texts(
 
 def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
     encode = load_tokenizer("bundled").encode
+    return said_behind(
+        [tuple(encode(text)[:_LONGEST_PROMPT]) for text in prompts], temperature, tokens
+    )
+
+
+def said_behind(prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> list[Text]:
     target = load_target(VerifierConfig(canonical=False, threads=1))
-    ids = {str(n): tuple(encode(text)[:_LONGEST_PROMPT]) for n, text in enumerate(prompts)}
+    ids = {str(n): prompt for n, prompt in enumerate(prompts)}
     sampling = {
         name: SamplingParams(temperature, seed=n, max_tokens=tokens, ignore_eos=True)
         for n, name in enumerate(ids)
@@ -219,6 +227,38 @@ def compare(
     return wrong
 
 
+def first_choices_right(text: Text, drafter: OnnxDrafter) -> float:
+    """The share of places of ``text`` at which the draft's first choice is the target's token."""
+    drafter.begin(len(text.prompt), text.sampling)
+    length, feed, right = 0, list(text.prompt), 0
+    for token in text.said:
+        (guess,) = drafter.step(length, feed, 1)
+        right += guess.token == token
+        length, feed = length + len(feed), [token]
+    return right / len(text.said)
+
+
+def compare_lengths(
+    drafts: Mapping[str, OnnxDrafter], lengths: Sequence[int], tokens: int, count: int
+) -> None:
+    """Print how often first choices are right behind prompts of ``lengths`` tokens. Prompts of
+    every length end at the same ``count`` places: only how much lies before them differs."""
+    encode = load_tokenizer("bundled").encode
+    ids = tuple(encode("\n\n".join(one.text for one in LONG_PROMPTS)))
+    ends = [len(ids) * (1 + n) // count + len(ids) for n in range(count)]
+    print("| prompt tokens | draft | texts | first choices right |\n| ---: | --- | ---: | --- |")
+    for length in lengths:
+        heard = said_behind([(ids * 2)[end - length : end] for end in ends], 0.0, tokens)
+        for draft, drafter in drafts.items():
+            shares = [first_choices_right(text, drafter) for text in heard]
+            low, high = mean_interval(shares)
+            print(
+                f"| {length} | {Path(draft).name} | {len(heard)} |"
+                f" {fmean(shares):.3f} ({low:.3f} to {high:.3f}) |",
+                flush=True,
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--draft", nargs="+", default=["bundled"], help="bundled, or folders")
@@ -226,10 +266,15 @@ def main() -> int:
     parser.add_argument("--rtts", default="20,50", help="milliseconds, with commas")
     parser.add_argument("--temperatures", default="0,0.7", help="with commas")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
+    parser.add_argument("--lengths", help="of prompts, with commas: how often drafts are right")
     parser.add_argument("--limit", type=int, default=24, help="texts of each set")
     options = parser.parse_args()
     print(json.dumps({"machine": machine(), "versions": versions()}))
     drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
+    if options.lengths:
+        lengths = [int(one) for one in options.lengths.split(",")]
+        compare_lengths(drafts, lengths, options.tokens, options.limit)
+        return 0
     wrong = 0
     print(
         "| texts | T | RTT | draft, policy | ms a token | speed | nodes | steps | over the first |"

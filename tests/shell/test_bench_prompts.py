@@ -9,9 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from edgespec.bench.prompts import DEFAULT_PROMPTS, MAX_LINE_CHARACTERS, PromptError, read_prompts
+from edgespec.bench.settings import BenchSettings
 from edgespec.bench.workload import choose_workload
+from edgespec.cli import bench
+from edgespec.cli.main import app
 
 FORMATS = (
     ({"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]}, "hello"),
@@ -100,3 +104,24 @@ def test_a_workload_is_the_first_prompts_that_fit() -> None:
         choose_workload(
             DEFAULT_PROMPTS, lambda text: [1] * len(text), limit=2, room=5, eos_token_ids=()
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "draft_ms"), [((), 8.0), (("--draft", "lookup"), 0.0), (("--draft-ms", "3"), 3.0)]
+)
+def test_what_is_looked_up_is_not_paced_as_a_model(
+    arguments: tuple[str, ...], draft_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[BenchSettings] = []
+
+    class Bench:
+        def __init__(self, settings: BenchSettings, *others: object) -> None:
+            found.append(settings)
+
+        def execute(self, json: Path | None) -> int:
+            return 0
+
+    monkeypatch.setattr(bench, "_Bench", Bench)
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 0, done.output
+    assert [one.draft_ms for one in found] == [draft_ms]

@@ -9,7 +9,8 @@ import pytest
 
 from edgespec.bench.lent_drafter import LentDrafter
 from edgespec.bench.prompts import LONG_PROMPTS
-from edgespec.config import VerifierConfig
+from edgespec.config import DraftSection, VerifierConfig
+from edgespec.core.device.memory_plan import plan_memory
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import RunAhead
@@ -17,6 +18,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
+from edgespec.device.draft_memory import question_of, variants_of
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import build_verifier, load_target
@@ -91,6 +93,12 @@ def test_long_prompts_are_guessed_as_well_as_short_ones(
             length, feed = length + len(feed), [token]
             right, asked = right + (guesses[0].token == token), asked + 1
     assert right / asked > 0.8
+
+
+def test_a_memory_plan_looks_no_further_than_the_draft_was_trained() -> None:
+    draft = DraftSection(memory_budget="4GiB")
+    plan = plan_memory(variants_of(draft), question_of(draft, 4), ())
+    assert plan.settings.window == 256
 
 
 _ALONE: dict[tuple[tuple[int, ...], int], list[int]] = {}
