@@ -9,9 +9,6 @@ from edgespec.core.ports import (
     Candidate,
     Drafter,
     ModelInfo,
-    TreeDrafter,
-    TreeRows,
-    most_leaves,
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
@@ -38,22 +35,6 @@ class LentDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         return self._owned.step(keep_length, feed, width, cancelled)
-
-    @property
-    def most_leaves(self) -> int:
-        return most_leaves(self._owned)
-
-    def step_tree(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        rows: TreeRows,
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[tuple[Candidate, ...], ...]:
-        owned = self._owned
-        assert isinstance(owned, TreeDrafter)  # only such a one has more than one leaf
-        return owned.step_tree(keep_length, feed, rows, width, cancelled)
 
     def close(self) -> None:
         """Nothing: the owner closes it."""

@@ -132,9 +132,7 @@ def _device_side(lines: Iterable[Line], found: Samples) -> _DeviceTimes:
         at_s, session = float(line["at_s"]), line["session"]
         match line["name"]:
             case "StartStep":
-                rows = line.get("rows") or {"tokens": ()}
-                fed = len(line["feed"]) + len(rows["tokens"])
-                steps[session] = at_s, fed, line["keep_length"]
+                steps[session] = at_s, len(line["feed"]), line["keep_length"]
             case "StepDone" if session in steps:
                 began_s, fed, kept = steps.pop(session)
                 found.draft_steps.append(Sample(fed, kept, at_s - began_s))

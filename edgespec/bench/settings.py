@@ -14,7 +14,6 @@ from edgespec.core.protocol.sampling import SamplingParams
 MAX_RTT_MS = 10_000.0
 MAX_REPEATS = 1000
 MAX_PACE_MS = 60_000.0
-MAX_LEAVES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,10 @@ class BenchSettings:
     """Emulated time of a target pass; 0 is as fast as the machine goes."""
     draft_ms: float = 8.0
     """The same for a draft step."""
-    leaves: int = 1
-    """Of a draft step of the arm ``edgespec``."""
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
     prefer: Prefer = Prefer.SPEED
     """What its drafts have to be worth."""
-    row_ms: float = 2.0
-    """Emulated time of each leaf of a step after the first."""
     gamma: int | None = None
     """Draft length of stop-and-wait; None looks for the best one."""
 
@@ -52,8 +47,6 @@ class BenchSettings:
         bounded("max-tokens", self.max_tokens, 2, 1 << 20)
         bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
         bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
-        bounded("leaves", self.leaves, 1, MAX_LEAVES)
-        bounded("draft-row-ms", self.row_ms, 0.0, MAX_PACE_MS)
         if self.gamma is not None:
             bounded("gamma", self.gamma, 1, MAX_GAMMA)
 
@@ -72,8 +65,6 @@ class BenchSettings:
         """What the times of a result are times of; belongs beside every one of them."""
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
-        if self.leaves > 1:
-            steps += f" of up to {self.leaves} leaves, {self.row_ms:g} ms for each after the first"
         if self.policy is not DEFAULT_POLICY or self.prefer is not Prefer.SPEED:
             steps += f"; edgespec drafts by {self.policy.value} and prefers {self.prefer.value}"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"

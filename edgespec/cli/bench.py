@@ -29,10 +29,10 @@ from edgespec.bench.settings import BenchSettings
 from edgespec.bench.tape_recorder import record_tape, tape_about, tape_report
 from edgespec.bench.workload import Workload, choose_workload
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
-from edgespec.cli.leaf_options import DraftRowMs, Leaves, Policy, PreferOption, drafting_as
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
-from edgespec.config import ConfigError, LinkSection
+from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection, PolicyName
+from edgespec.core.device.preference import Prefer
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.device.build import (
@@ -147,6 +147,21 @@ PassMs = Annotated[
     float,
     typer.Option(help="A target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
 ]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="By which the arm edgespec drafts (see `edgespec generate --help`)",
+        rich_help_panel="What is compared",
+    ),
+]
+PreferOption = Annotated[
+    Prefer,
+    typer.Option(
+        "--prefer",
+        help="What its drafts have to be worth: rest where they bring less",
+        rich_help_panel="What is compared",
+    ),
+]
 DraftMs = Annotated[
     float | None,
     typer.Option(
@@ -174,8 +189,6 @@ def bench(
     seed: Seed = DEFAULTS.seed,
     pass_ms: PassMs = DEFAULTS.pass_ms,
     draft_ms: DraftMs = None,
-    leaves: Leaves = DEFAULTS.leaves,
-    draft_row_ms: DraftRowMs = DEFAULTS.row_ms,
     policy: Policy = DEFAULTS.policy,
     prefer: PreferOption = DEFAULTS.prefer,
     gamma: Gamma = None,
@@ -202,8 +215,6 @@ def bench(
                 seed=seed,
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
-                leaves=leaves,
-                row_ms=draft_row_ms,
                 policy=policy,
                 prefer=prefer,
                 gamma=gamma,
@@ -232,7 +243,7 @@ class _Bench:
     ) -> None:
         self._settings, self._tape_path = settings, tape_path
         self._stderr = Console(stderr=True)
-        self._config = drafting_as(settings, draft)
+        self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts, self._chat = _prompts(prompts), chat
         self._subject = Subject(
             model, draft, "", "", device, _BUILT_IN_NAMES.get(prompts, prompts), chat

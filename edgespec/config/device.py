@@ -53,8 +53,6 @@ class DraftSection:
     """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
     draft_ms: float = 0.0
     """Emulate a slower device, whose draft step takes at least this long."""
-    row_ms: float = 0.0
-    """So much longer takes a step for each node after the first."""
     bits: int = 4
     """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
     kv_type: KvType | None = None
@@ -91,7 +89,6 @@ class DraftSection:
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
         bounded("draft_ms", self.draft_ms, 0.0, MINUTE_MS)
-        bounded("row_ms", self.row_ms, 0.0, MINUTE_MS)
         one_of("bits", self.bits, (4, 8, 32))
         bounded("window", self.window, 0, 1 << 20)
         bounded("caches", self.caches, 1, MAX_CACHES)
@@ -142,12 +139,9 @@ class PolicySection:
     """Steps that ``goodput`` and ``windowed`` may have outstanding. null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """Whether the verifier may decode on without a draft."""
-    leaves: int = 1
-    """Nodes that ``goodput`` and ``windowed`` may draft behind in one step, as many as pay for
-    their time."""
     prefer: Prefer = Prefer.SPEED
     """What a step has to bring (``core/device/preference.py``); with another one than ``speed``
-    ``windowed`` decides as ``goodput`` does, and drafts behind one node a step."""
+    ``windowed`` decides as ``goodput`` does."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
@@ -155,7 +149,6 @@ class PolicySection:
             if self.name not in GAMMA_OF:
                 raise ValueError(_of_others("gamma", self.gamma, self.name, GAMMA_OF))
         bounded("width", self.width, 1, 16)
-        bounded("leaves", self.leaves, 1, 16)
         if self.window is not None:
             bounded("window", self.window, 1, 256)
             if self.name not in WINDOW_OF:

@@ -19,7 +19,6 @@ from edgespec.core.protocol.work import (
     PassRequest,
     PassResult,
     PassShape,
-    TreeRows,
 )
 from edgespec.core.verifier.credential import Credential
 
@@ -47,13 +46,10 @@ __all__ = [
     "TargetLostError",
     "TargetModel",
     "Transport",
-    "TreeDrafter",
-    "TreeRows",
     "Twinned",
     "UntrustedPeerError",
     "VerifierStream",
     "is_idle",
-    "most_leaves",
     "never_cancelled",
     "pass_shape",
 ]
@@ -116,32 +112,6 @@ class Twinned(Protocol):
         """Another drafter with an empty cache of its own, to be closed before this one. Its calls
         come from the same thread, one at a time with those of this one. Raises ``MemoryError`` or
         whatever else the model raises when there is no room for it."""
-
-
-@runtime_checkable
-class TreeDrafter(Protocol):
-    """What a ``Drafter`` has beside, if one run of it can answer for several leaves of a tree. Of
-    one sequence either all steps are plain or all are of this kind."""
-
-    @property
-    def most_leaves(self) -> int:
-        """Leaves that a step may have; 1: only plain steps are worth it, or possible."""
-
-    def step_tree(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        rows: TreeRows,
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[tuple[Candidate, ...], ...]:
-        """Bring the cache to where ``rows`` says, and return what ``Drafter.step`` would for the
-        text behind each of ``rows.leaves``, in order. Raises as that does."""
-
-
-def most_leaves(drafter: object) -> int:
-    """Leaves that a step of ``drafter`` may have."""
-    return drafter.most_leaves if isinstance(drafter, TreeDrafter) else 1
 
 
 # --- the target -----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
-from edgespec.core.ports import Drafter, LinkError, ModelInfo, Transport, most_leaves
+from edgespec.core.ports import Drafter, LinkError, ModelInfo, Transport
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
@@ -125,8 +125,6 @@ class AgentOptions:
     """What a draft node has to be worth, beside the verifier's price."""
     learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
-    keep: Callable[[Learned], None] = lambda learned: None
-    """Hears in the end what there is to keep."""
     watch: MachineWatch | None = None
     """Walks a ladder by battery, heat and load; None: they are not looked at."""
 
@@ -301,7 +299,6 @@ class Agent:
             self.options.watch.close()
         if self._drafter is not None:
             self._sharing(self._drafter).close()
-        self.options.keep(self.options.learned)
 
     async def __aenter__(self) -> Agent:
         return self
@@ -354,7 +351,6 @@ class Agent:
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
             price=self._price,
-            leaves=most_leaves(drafter),
             learned=self._learned.of(model),
         )
         return OfflineSession(session, writer, self.options.offline)

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
 from edgespec.config.setup_error import needs
 from edgespec.core.device.draft_ladder import DraftLadder
-from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
 from edgespec.core.device.preference import Prefer
@@ -25,10 +24,8 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.conversation import current_conversation
-from edgespec.device.export.export_cache import cache_folder
 from edgespec.device.machine_watch import MachineWatch
 from edgespec.device.many_verifiers import verifiers_of, with_port
-from edgespec.device.row_cost_file import RowCostFile
 from edgespec.device.text import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.models.chat_template import ChatTokenizer
@@ -77,7 +74,7 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     if drafter is not None and config.draft.draft_ms:
         from edgespec.device.drafters.paced import PacedDrafter
 
-        drafter = PacedDrafter(drafter, config.draft.draft_ms, row_ms=config.draft.row_ms)
+        drafter = PacedDrafter(drafter, config.draft.draft_ms)
     if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
         from edgespec.device.drafters.routed import RoutedDrafter
 
@@ -191,9 +188,6 @@ def build_agent(
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     options = agent_options(config, vocabulary_of(reference))
     drafter = load_drafter(config, say=say)
-    if drafter is not None and config.policy.leaves > 1:
-        known = RowCostFile(cache_folder(), config.draft)
-        options = replace(options, learned=Learned(rows=known.read()), keep=known.keep)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
     transport = verifier_transport(config)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)

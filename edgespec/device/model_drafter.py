@@ -27,12 +27,10 @@ _OPENVINO_PER_STORED = 16
 def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
     """What ``draft.model`` leads to, loaded. ``tokenizer`` names the one that is used with it, for
     a graph that has none of its own; empty: the draft's. ``policy`` says how many guesses of a step
-    are wanted, which a memory budget may cut down, and behind how many leaves. ``say`` hears what
-    takes long, and why a step has one leaf. Raises ``SetupError``, or ``ValueError`` naming the
-    file."""
+    are wanted, which a memory budget may cut down. ``say`` hears what takes long. Raises
+    ``SetupError``, or ``ValueError`` naming the file."""
     say = _once(say)
     source = find_draft(draft.model, draft.variant)
-    leaves = _leaves(draft, policy.leaves, graph=bool(source.graphs), say=say)
     if source.graphs:
         _refuse_for_graphs(draft)
         with needs("onnxruntime", "edgespec[cpu]"):
@@ -53,7 +51,7 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         small = is_small(folder)
 
     def load(name: str) -> PlacedDrafter:
-        loaded = _loader(folder, draft, leaves, name, say)
+        loaded = _loader(folder, draft, name)
         if draft.threads or name != CPU:
             return loaded(draft.threads)
         return load_with_best_threads(loaded, folder / MODEL_FILE, say, tried=not small)
@@ -104,11 +102,8 @@ def _no_room(graph: Path) -> str:
     return f"it may take {needed >> 20} MiB to load this draft, and {free >> 20} MiB are free"
 
 
-def _loader(
-    folder: Path, draft: DraftSection, leaves: int, provider: str, say: Say
-) -> Callable[[int], PlacedDrafter]:
-    """Loads the draft folder of ours with so many threads, 0 by its size; with one leaf a step,
-    and ``say`` hears why, where the graph takes no more."""
+def _loader(folder: Path, draft: DraftSection, provider: str) -> Callable[[int], PlacedDrafter]:
+    """Loads the draft folder of ours with so many threads, 0 by its size."""
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
     from edgespec.device.drafters.providers import execution_providers
 
@@ -123,23 +118,7 @@ def _loader(
             providers=providers,
         )
 
-    def with_leaves(threads: int) -> PlacedDrafter:
-        from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
-        from edgespec.device.export.tree_graph import TreeGraphError
-
-        try:
-            return OnnxTreeDrafter(
-                folder,
-                leaves,
-                threads=threads,
-                context_length=draft.context_length,
-                providers=providers,
-            )
-        except TreeGraphError as error:
-            say(f"one leaf a draft step: {error}")
-            return plain(threads)
-
-    return plain if leaves == 1 else with_leaves
+    return plain
 
 
 def _candidates(draft: DraftSection) -> tuple[str, ...]:
@@ -163,22 +142,6 @@ def _once(say: Say) -> Say:
             say(text)
 
     return first
-
-
-def _leaves(draft: DraftSection, wanted: int, *, graph: bool, say: Say) -> int:
-    """Leaves a step; 1, and ``say`` hears why, where the draft takes no more."""
-    if wanted == 1:
-        return 1
-    reasons = {
-        "graphs that others exported take no tree": graph,
-        "a draft within a memory budget gives rows back to the system": draft.memory_budget,
-        "a sliding window holds one text": draft.window,
-        "guesses from the text follow one branch": draft.lookup,
-    }
-    found = [why for why, holds in reasons.items() if holds]
-    if found:
-        say(f"one leaf a draft step: {found[0]}")
-    return 1 if found else wanted
 
 
 def _refuse_for_graphs(draft: DraftSection) -> None:

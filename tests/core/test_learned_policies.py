@@ -242,17 +242,6 @@ def test_goodput_goes_by_what_the_draft_thought() -> None:
     assert GoodputPolicy(2).extend(view) == 2
 
 
-def test_goodput_takes_likely_leaves_along_while_they_pay() -> None:
-    view = replace(_unsure_and_sure(), leaves=4)
-    for rows in (1, 3) * 40:
-        view.estimates.rows.add(rows, 0.01)
-    assert GoodputPolicy(2).beside(view, 2) == (3, 4)
-    assert GoodputPolicy(2).beside(replace(view, leaves=1), 2) == ()
-    for rows in (1, 3) * 400:
-        view.estimates.rows.add(rows, 0.01 * rows)
-    assert GoodputPolicy(2).beside(view, 2) == ()
-
-
 def test_goodput_has_a_window() -> None:
     view = _unsure_and_sure()
     assert GoodputPolicy(2, window=3).extend(view) == 2

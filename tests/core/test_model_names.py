@@ -173,7 +173,6 @@ def test_what_is_learned_of_one_model_is_not_believed_of_another() -> None:
     assert learned.of("sql") is sql
     assert sql.confidence is not usual.confidence
     assert sql.lengths is not usual.lengths
-    assert sql.rows is usual.rows
 
 
 def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.leaf_choice import chance_by_rank, likely_leaves
 from edgespec.core.device.policy import (
     MAX_GAMMA,
     DraftPolicy,
@@ -20,7 +19,6 @@ from edgespec.core.device.policy import (
     WindowedPolicy,
     best_gamma,
 )
-from edgespec.core.device.row_times import RowTimes
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 
 
@@ -231,60 +229,3 @@ def test_nobody_drafts_without_room_or_past_the_end(policy: DraftPolicy) -> None
 def test_nobody_sends_nothing(policy: DraftPolicy) -> None:
     assert not policy.flush(_view())
     assert not policy.flush(_view(0, in_flight=1))
-
-
-# --- several leaves a step --------------------------------------------------------------------
-
-
-def _two_branches(row_s: float | None) -> DraftView:
-    """First choices 1, 3 and 5 in a chain, a second choice beside each: 2, 4 and 6."""
-    view = replace(_view(0, 0, 1, 1, 3, 3, ranks=(0, 1, 0, 1, 0, 1)), leaves=4)
-    for _ in range(40 if row_s is not None else 0):
-        for rows in (1, 3):
-            view.estimates.rows.add(rows, 0.01 + (rows - 1) * (row_s or 0.0))
-    return view
-
-
-def test_leaves_are_likeliest_first() -> None:
-    view = _two_branches(None)
-    rates = [view.estimates.acceptance.rate(rank) for rank in range(2)]
-    by_rank = chance_by_rank(rates)
-    found = list(likely_leaves(view, by_rank, 0.0, 0.0))
-    assert [node for _, node in found] == [5, 2, 4, 6]
-    assert [chance for chance, _ in found] == pytest.approx([0.343, 0.1, 0.07, 0.049])
-    assert [node for _, node in likely_leaves(view, by_rank, 0.06, 0.0)] == [5, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("row_s", "joined"),
-    [
-        (0.0, (2, 4)),  # 6 has 0.049, less than any step is worth where rows may be dear
-        (0.001, (2,)),  # 0.1 >= 2 * 0.1 * 0.343, but 0.07 < 2 * 0.1 * (0.343 + 0.1) / 1.1
-        (0.0015, ()),
-        (0.02, ()),
-    ],
-)
-def test_leaves_join_a_step_while_they_pay_for_their_time(
-    row_s: float, joined: tuple[int, ...]
-) -> None:
-    view, policy = _two_branches(row_s), WindowedPolicy(2)
-    assert view.leaf_row_s == pytest.approx(row_s, abs=1e-9)
-    assert view.one_leaf_s == pytest.approx(0.01)
-    assert policy.extend(view) == 5
-    assert policy.beside(view, 5) == joined
-    assert policy.beside(replace(view, leaves=2), 5) == joined[:1]
-    assert policy.beside(replace(view, room=5), 5) == joined[:1]
-    assert policy.beside(replace(view, room=3), 5) == ()
-    assert FixedPolicy().beside(view, 5) == PearlPolicy().beside(view, 5) == ()
-
-
-def test_what_a_row_takes_is_looked_at_now_and_then() -> None:
-    times = RowTimes()
-    looks = []
-    for _ in range(600):
-        looks.append(times.looking)
-        times.add(3 if times.looking else 1, 0.012 if times.looking else 0.01)
-    assert times.row_s == pytest.approx(0.001)
-    assert [n for n, look in enumerate(looks) if look] == [
-        first + n for first in (0, 256, 512) for n in (1, 3, 5, 7)
-    ]

@@ -14,15 +14,14 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from edgespec.config import AgentConfig, DraftSection, PolicySection
+from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.memory import KvType
-from edgespec.core.ports import Drafter, TreeRows
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.foreign_check import relative_difference
 from edgespec.device.drafters.foreign_drafter import ForeignDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 from edgespec.device.drafters.providers import candidates, why_not_loadable
 from edgespec.device.export.export import export_draft
 from edgespec.device.provider_choice import LARGEST_DIFFERENCE
@@ -49,13 +48,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source") / "tiny")
 
 
-def load(
-    folder: Path | str, provider: str, *, said: list[str] | None = None, leaves: int = 1
-) -> Drafter:
-    config = AgentConfig(
-        draft=DraftSection(model=str(folder), provider=provider),
-        policy=PolicySection(leaves=leaves),
-    )
+def load(folder: Path | str, provider: str, *, said: list[str] | None = None) -> Drafter:
+    config = AgentConfig(draft=DraftSection(model=str(folder), provider=provider))
     lines: list[str] = [] if said is None else said
     drafter = load_drafter(config, say=lines.append)
     assert drafter is not None
@@ -111,27 +105,6 @@ def test_the_bundled_draft_is_within_rounding_there(provider: str) -> None:
         rows.append(found)
     for there, here in zip(*rows, strict=True):
         assert relative_difference(there, here) < LARGEST_DIFFERENCE
-
-
-@each
-def test_leaves_of_a_tree_are_what_they_are_on_the_cpu(
-    provider: str, source: Path, tmp_path: Path
-) -> None:
-    export_draft(source, tmp_path / "draft", model_info(source), bits=32)
-    found = []
-    for name in (provider, "cpu"):
-        drafter = load(tmp_path / "draft", name, leaves=4)
-        assert isinstance(drafter, OnnxTreeDrafter)
-        drafter.begin(5, SamplingParams())
-        first = drafter.step(0, TOKENS[:20], 2)
-        tokens = [guess.token for guess in first]
-        rows = TreeRows((), tuple(tokens), (19, 19), (20, 21))
-        found.append(drafter.step_tree(20, (), rows, 2))
-        drafter.close()
-    there, here = found
-    assert [[one.token for one in leaf] for leaf in there] == [
-        [one.token for one in leaf] for leaf in here
-    ]
 
 
 @each

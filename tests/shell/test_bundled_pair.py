@@ -65,13 +65,11 @@ def tokenizer() -> TextTokenizer:
 def drafters() -> Iterator[dict[str, Drafter]]:
     from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-    from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 
     folder = resolve_model("bundled", Role.DRAFT)
     draft = OnnxDrafter(folder)
     yield {
         "draft": draft,
-        "trees": OnnxTreeDrafter(folder, 4),
         "random": RandomDrafter(draft.info, seed=3),
         "adversarial": AdversarialDrafter(OnnxDrafter(folder)),
     }
@@ -164,7 +162,6 @@ def acceptance(
 
 OPTIONS = {
     "draft": AgentOptions(),
-    "trees": AgentOptions(),
     "random": AgentOptions(WindowedPolicy(width=2), RunAhead.NEVER),
     "adversarial": AgentOptions(PearlPolicy(gamma=4), RunAhead.NEVER),
 }
@@ -199,7 +196,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts(
     assert tried > 0
     # Which of its drafts come in time is a matter of the machine; how good they are is not.
     rate = acceptance(drafters[kind], prompts[:2], expected[:2], params)
-    if kind in ("draft", "trees"):
+    if kind == "draft":
         assert rate >= 0.5
     elif kind == "random":
         assert rate <= 0.02

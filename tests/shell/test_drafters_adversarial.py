@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from edgespec.bench.lent_drafter import LentDrafter
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
     ModelInfo,
     StepCancelledError,
-    TreeRows,
-    most_leaves,
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
@@ -21,7 +18,6 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter, random_ids
 from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
-from edgespec.device.drafters.tree_rows import PathDrafter
 
 MODEL = ToyModel(vocabulary_size=20)
 
@@ -126,31 +122,3 @@ def test_a_paced_step_that_nobody_wants_any_more_does_not_sleep_to_its_end() -> 
 def test_an_absurd_pace_is_refused(step_ms: float) -> None:
     with pytest.raises(ValueError, match="step_ms"):
         PacedDrafter(ToyDrafter(MODEL), step_ms)
-
-
-@pytest.mark.parametrize(
-    ("feed", "rows", "paced_s"),
-    [
-        ([], TreeRows((), (5,), (1,), (2,)), 0.010),
-        ([], TreeRows((), (5, 6, 7), (1, 1, 2), (3, 4)), 0.016),
-        ([4], TreeRows((), (), (), (2,)), 0.010),
-        ([4, 4], TreeRows((), (5,), (3,), (4,)), 0.015),
-    ],
-)
-def test_a_paced_step_of_several_leaves_takes_so_much_more(
-    feed: list[int], rows: TreeRows, paced_s: float
-) -> None:
-    time = ManualTime()
-    inner = PathDrafter(SlowDrafter(time, 0.0), 2)
-    paced = PacedDrafter(inner, 10.0, 2.0, 3.0, sleep=time.pause, clock=time.clock)
-    assert most_leaves(paced) == most_leaves(inner) == 2
-    inner.step_tree(0, [1, 2], TreeRows((), (), (), (1,)), 1)
-    found = paced.step_tree(2, feed, rows, 1)
-    assert found == ((Candidate(0, 0.0),),) * len(rows.leaves)
-    assert time.now_s - 5.0 == pytest.approx(paced_s)
-
-
-def test_a_plain_drafter_takes_one_leaf() -> None:
-    time = ManualTime()
-    assert most_leaves(PacedDrafter(SlowDrafter(time, 0.0), 1.0)) == 1
-    assert most_leaves(LentDrafter(SlowDrafter(time, 0.0))) == 1

@@ -14,12 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.core.device.memory import KvType
-from edgespec.core.ports import TreeRows
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.device.export.parity import check_parity
 from edgespec.models.folders import ModelFolderError, model_info
@@ -69,28 +64,6 @@ def test_kept_ids_have_their_logits_and_others_none(tied: bool, bits: int, tmp_p
     ids = [0, *KEPT]
     np.testing.assert_allclose(got[:, ids], whole[:, ids], atol=1e-5)
     assert np.isneginf(np.delete(got, ids, axis=1)).all()
-
-
-@pytest.mark.parametrize("kv_type", list(KvType))
-def test_a_smaller_draft_takes_trees_and_any_cache(kv_type: KvType, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source", tiny_config(num_hidden_layers=3))
-    folder = export(source, "draft", bits=4, layers=2, kept=KEPT, kv_type=kv_type)
-    plain, tree = OnnxDrafter(folder), OnnxTreeDrafter(folder, 2)
-    try:
-        for drafter in (plain, tree):
-            drafter.begin(1, SamplingParams(temperature=0.9, top_p=0.95, seed=1))
-        text = TOKENS[:20]
-        first = plain.step(0, text, 3)
-        assert {one.token for one in first} <= {0, *KEPT}
-        second = plain.step(20, (7,), 3)
-        rows = TreeRows((), (7,), (19,), (19, 20))
-        found = tree.step_tree(0, text, rows, 3)
-        for candidates, wanted in zip(found, (first, second), strict=True):
-            assert candidates[0].token in {one.token for one in wanted[:2]}
-            assert {one.token for one in candidates} <= {0, *KEPT}
-    finally:
-        plain.close()
-        tree.close()
 
 
 def test_a_wrong_row_of_the_head_and_a_wrong_map_are_found(tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from edgespec.core.ports import TreeRows
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.onnx_tree_drafter import OnnxTreeDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
@@ -119,16 +117,3 @@ def test_a_joint_product_has_the_bits_of_its_parts(shape: str, bits: int, tmp_pa
     more = kinds(apart).count(product) - kinds(joint).count(product)
     assert (kinds(joint).count("Split"), kinds(apart).count("Split"), more) == (2, 0, 4)
     np.testing.assert_array_equal(logits(joint), logits(apart))
-
-
-def test_several_leaves_have_the_same_bits_too(tmp_path: Path) -> None:
-    joint = exported(tmp_path, "qwen3", 4)
-    found = []
-    for folder in (joint, separated(joint)):
-        drafter = OnnxTreeDrafter(folder, 4, threads=1)
-        drafter.begin(4, SamplingParams())
-        drafter.step(0, TOKENS[:20], 4)
-        rows = TreeRows((), (5, 6, 7, 8), (19, 19, 20, 20), (20, 21, 22, 23))
-        found.append(drafter.step_tree(20, [], rows, 4))
-        drafter.close()
-    assert found[0] == found[1]

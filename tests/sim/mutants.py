@@ -15,7 +15,6 @@ from edgespec.core.device.draft_steps import DraftSteps
 from edgespec.core.device.events import Deliver
 from edgespec.core.device.outbox import DraftOutbox
 from edgespec.core.device.session import DraftSession
-from edgespec.core.device.tree_cache import TreeCache
 from edgespec.core.protocol.messages import (
     Commit,
     Draft,
@@ -127,19 +126,6 @@ def _cache_is_trusted(cache: DraftCache, prefix: Any) -> None:
     cache._agreed = min(len(cache._tokens), prefix.length)
 
 
-def _settled_by_token_alone(
-    cache: TreeCache, prefix: Any, children: dict[tuple[int, int], int]
-) -> list[int]:
-    """Any row with the committed token is taken for the committed node."""
-    row_of = {token: row for (_, token), row in children.items()}
-    found: list[int] = []
-    for token in prefix.tokens[cache._text :]:
-        if token not in row_of or (found and row_of[token] <= found[-1]):
-            break
-        found.append(row_of[token])
-    return found
-
-
 def _resume_skips_one(
     session: VerifySession, request: Open, now: float
 ) -> tuple[VerifyAction, ...]:
@@ -181,7 +167,7 @@ def _acknowledges_rarely(
 
 def _repeats_empty_steps(steps: DraftSteps, done: draft_events.StepDone, now: float) -> None:
     _step_done(steps, done, now)
-    steps._speechless = (0, frozenset())
+    steps._speechless = None
 
 
 def _flow_control_off(session: VerifySession, offer: Offer, now: float) -> tuple[VerifyAction, ...]:
@@ -255,7 +241,6 @@ CORE_MUTANTS = (
     Mutant("stop only as last token", patch(Ending, "cut", _stop_only_at_the_end), 60),
     Mutant("max_tokens overshot", _overshoots, 60),
     Mutant("draft cache trusted", patch(DraftCache, "_catch_up", _cache_is_trusted), 100),
-    Mutant("settled by token", patch(TreeCache, "_settled", _settled_by_token_alone), 60),
     Mutant("resume skips a token", patch(VerifySession, "_on_attach", _resume_skips_one), 200),
     Mutant("resume sends nothing", patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),
     Mutant("independent siblings", patch(ExactRule, "walk", _siblings_are_independent), 60),

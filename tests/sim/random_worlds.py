@@ -67,7 +67,6 @@ def play(seed: int) -> WorldResult:
 
 def draw_options(seed: int) -> WorldOptions:
     options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
-    options = _with_leaves(options, random.Random(f"leaves of {seed}"))
     if seed < GOVERNED_FROM:
         return options
     return _with_conditions(options, random.Random(f"conditions of {seed}"))
@@ -91,12 +90,6 @@ def _with_conditions(options: WorldOptions, dice: random.Random) -> WorldOptions
     if kind in (1, 2):
         options = replace(options, resident_bytes=lambda now: held[int(5 * now) % len(held)])
     return options
-
-
-def _with_leaves(options: WorldOptions, dice: random.Random) -> WorldOptions:
-    """Some devices draft behind several leaves a step; rows are free, or as dear as a step."""
-    share = dice.choice((0.0, 0.1, 0.3, 1.0))
-    return replace(options, leaves=dice.choice((1, 1, 2, 4)), leaf_s=share * options.step_s)
 
 
 def _with_server_drafts(options: WorldOptions, dice: random.Random) -> WorldOptions:

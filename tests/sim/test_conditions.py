@@ -206,7 +206,7 @@ def test_random_worlds_with_governors_keep_every_token() -> None:
     seeds = range(GOVERNED_FROM, GOVERNED_FROM + 40)
     options = [draw_options(seed) for seed in seeds]
     assert sum(one.reading is not None for one in options) > 4
-    assert sum(one.resident_bytes is not None and one.leaves == 1 for one in options) > 1
+    assert sum(one.resident_bytes is not None for one in options) > 1
     for seed in seeds:
         play_world(seed)
 

@@ -161,9 +161,6 @@ class LadderPolicy:
     def extend(self, view: DraftView) -> int | None:
         return None if self.ladder.rung is Rung.NONE else self.standing.extend(view)
 
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return self.inner.beside(view, first) if self.ladder.rung is Rung.ALL else ()
-
     def flush(self, view: DraftView) -> bool:
         if self.ladder.rung is Rung.NONE:
             return view.unsent > 0  # what was drafted before is sent, and no more comes

@@ -14,9 +14,6 @@ from edgespec.core.statically_frozen import statically_frozen
 
 # What a draft step on a laptop and a regional link are taken for until they were measured.
 _GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
-# A row more in a step, as a share of it, until that was measured: of drafts of 1M to 0.6B
-# parameters in 4 bits on a CPU, 0.1 to 0.4.
-_GUESSED_ROW_SHARE = 0.25
 # Commits that come further apart than so many passes take were waited for.
 _WAITS = 1.25
 
@@ -40,8 +37,6 @@ class DraftView:
     next pass may have waited for a draft."""
     resting: bool = False
     """No step runs and none is about to."""
-    leaves: int = 1
-    """How many nodes the drafter can draft behind in one step."""
 
     @property
     def round_s(self) -> float:
@@ -56,17 +51,6 @@ class DraftView:
     @property
     def step_s(self) -> float:
         return max(self.estimates.step_s.get(_GUESSED_STEP_S), 1e-6)
-
-    @property
-    def leaf_row_s(self) -> float:
-        """What one more leaf adds to a step."""
-        found = self.estimates.rows.row_s
-        return _GUESSED_ROW_SHARE * self.step_s if found is None else found
-
-    @property
-    def one_leaf_s(self) -> float:
-        """What a step of one leaf takes."""
-        return max(self.estimates.rows.one_s.get(self.step_s), 1e-6)
 
     @property
     def token_s(self) -> float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from edgespec.core.device.confidence import GuessChances
 from edgespec.core.device.learned import Learned
-from edgespec.core.device.row_times import RowTimes
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
 
@@ -55,8 +54,3 @@ class DraftEstimates:
     def chance(self, rank: int, logprob: float) -> float:
         """That a guess of this rank, held by the draft for so likely, is the target's token."""
         return self.guesses.chance(rank, logprob, self.acceptance.rate(rank))
-
-    @property
-    def rows(self) -> RowTimes:
-        """What one more row adds to a draft step."""
-        return self.learned.rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
-from edgespec.core.protocol.work import Candidate, TokenScore, TreeRows
+from edgespec.core.protocol.work import Candidate, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -65,8 +65,6 @@ class StepDone:
     """The draft step is over, and these are its guesses, best first."""
 
     candidates: tuple[Candidate, ...]
-    others: tuple[tuple[Candidate, ...], ...] = ()
-    """Those behind the step's second leaf and on, in order."""
 
 
 @statically_frozen
@@ -140,13 +138,12 @@ class Transmit:
 
 @statically_frozen
 class StartStep:
-    """Run the drafter with these arguments (``ports.Drafter.step``, or ``TreeDrafter.step_tree``
-    where there are ``rows``); answer with ``StepDone`` or ``StepFailed``."""
+    """Run the drafter with these arguments (``ports.Drafter.step``); answer with ``StepDone`` or
+    ``StepFailed``."""
 
     keep_length: int
     feed: tuple[int, ...]
     width: int
-    rows: TreeRows | None = None
 
 
 @statically_frozen

@@ -29,7 +29,6 @@ from typing import Final
 
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.leaf_choice import further_leaves, likely_leaves
 from edgespec.core.device.policy import WindowedPolicy, is_full
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 
@@ -65,15 +64,6 @@ class GoodputPolicy:
         if gain >= self.least_gain:
             return leaf
         return self._probe(view)
-
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        most = min(view.leaves, view.room // self.width) - 1
-        if first == ROOT or most <= 0:
-            return ()
-        rates = self._rates(view)
-        priced = self._row_chance(view) / rates[0]
-        likely = likely_leaves(view, _chances(view, rates), self.least_gain, priced)
-        return further_leaves(view, first, likely, most)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:

@@ -7,7 +7,6 @@ from typing import Final
 
 from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
 from edgespec.core.device.draft_lengths import LengthOutcomes
-from edgespec.core.device.row_times import RowTimes
 from edgespec.core.protocol.sampling import SamplingParams
 
 MOST_MODELS: Final = 64
@@ -18,7 +17,6 @@ MOST_MODELS: Final = 64
 class Learned:
     """Hand the same one to the next ``DraftSession``: the sessions keep it up."""
 
-    rows: RowTimes = field(default_factory=RowTimes)
     lengths: LengthOutcomes = field(default_factory=LengthOutcomes)
     confidence: ConfidenceEstimator = field(default_factory=ConfidenceEstimator)
     greedy: GuessChances = field(default_factory=GuessChances)
@@ -32,7 +30,7 @@ class Learned:
 
 class LearnedByModel:
     """What was learned of each model that is asked for by name. How often a draft is right depends
-    on the model that judges it, what a row takes on this device does not. ``usual`` is of the model
+    on the model that judges it. ``usual`` is of the model
     called ``name``; what was learned of the one asked for longest ago is forgotten."""
 
     def __init__(self, name: str, usual: Learned) -> None:
@@ -43,7 +41,7 @@ class LearnedByModel:
         """Hand it to the next session of this model."""
         if name == self._name:
             return self._usual
-        found = self._others.pop(name, None) or Learned(self._usual.rows)
+        found = self._others.pop(name, None) or Learned()
         self._others[name] = found
         if len(self._others) > MOST_MODELS:
             del self._others[next(iter(self._others))]

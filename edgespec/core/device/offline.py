@@ -105,9 +105,6 @@ class WritingPolicy:
             return None
         return chain[-1].id if chain else ROOT
 
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return () if self.writing else self._inner.beside(view, first)
-
     def flush(self, view: DraftView) -> bool:
         return self._inner.flush(view)
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.leaf_choice import chance_by_rank, further_leaves, likely_leaves
 from edgespec.core.protocol.tree import ROOT
 
 MAX_GAMMA = 32
@@ -48,10 +47,6 @@ class DraftPolicy(Protocol):
     def extend(self, view: DraftView) -> int | None:
         """The node (or ``ROOT``) to draft behind, or None to rest until something happens."""
 
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        """Further nodes for the step behind ``first``, likeliest first; asked where a drafter takes
-        several."""
-
     def flush(self, view: DraftView) -> bool:
         """Whether to send the unsent nodes now."""
 
@@ -68,9 +63,6 @@ class FixedPolicy:
         if view.in_flight or view.unsent >= self._gamma(view) or view.room < self.width:
             return None
         return view.tip()
-
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return ()
 
     def flush(self, view: DraftView) -> bool:
         return not view.in_flight and view.unsent >= self._gamma(view)
@@ -109,18 +101,15 @@ class PearlPolicy:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
         return view.tip() if view.unsent < gamma and view.room >= self.width else None
 
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return ()
-
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight
 
 
 def is_full(view: DraftView, width: int, window: int | None) -> bool:
-    """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices a leaf,
+    """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices each,
     or the verifier takes no more. None: the steps of two rounds."""
     steps = window or math.ceil(2 * view.round_s / view.step_s) + 4
-    return len(view.tree.nodes) >= steps * width * view.leaves or view.room < width
+    return len(view.tree.nodes) >= steps * width or view.room < width
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +173,6 @@ class WindowedPolicy:
                     if chance > best_chance or node.id < best:
                         best, best_chance = node.id, chance
         return best or None
-
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        most = min(view.leaves, view.room // self.width) - 1
-        if first == ROOT or most <= 0:
-            return ()
-        rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
-        priced = view.estimates.price.asked / rates[0]
-        least = self._least_chance(view, view.leaf_row_s, sum(rates))
-        likely = likely_leaves(view, chance_by_rank(rates), least, priced)
-        return further_leaves(view, first, likely, most)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:

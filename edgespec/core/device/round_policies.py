@@ -42,9 +42,6 @@ class ConfidencePolicy:
             return None
         return view.tip()
 
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return ()
-
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight and self._stops(view)
 
@@ -78,9 +75,6 @@ class BanditPolicy:
         if view.in_flight or view.room < self.width or view.unsent >= self._nodes(view):
             return None
         return view.tip()
-
-    def beside(self, view: DraftView, first: int) -> tuple[int, ...]:
-        return ()
 
     def flush(self, view: DraftView) -> bool:
         return not view.in_flight and view.unsent >= self._nodes(view)

@@ -21,7 +21,7 @@ from typing import assert_never
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_bounds import CommitBounds
 from edgespec.core.device.commit_reader import CommitReader
-from edgespec.core.device.draft_steps import DraftSteps, Leaf, leaf_behind
+from edgespec.core.device.draft_steps import DraftSteps
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.learned import Learned
@@ -47,8 +47,7 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
     not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``leaves`` is how many the drafter takes a step; ``learned``, kept up as well, what generations
-    before this one found out."""
+    ``learned``, kept up as well, is what generations before this one found out."""
 
     def __init__(
         self,
@@ -59,7 +58,6 @@ class DraftSession:
         jitter_seed: int = 0,
         vocabulary_size: int = 0,
         price: RowPrice | None = None,
-        leaves: int = 1,
         learned: Learned | None = None,
     ) -> None:
         self.request = request
@@ -75,7 +73,7 @@ class DraftSession:
         self._reader = CommitReader(self.tree, self._outbox, price, learned, request.sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
-        self._steps = DraftSteps(self.tree, self._reader, leaves)
+        self._steps = DraftSteps(self.tree, self._reader)
         self._said_no_draft_comes = False
         """Whether the verifier was told so since its last commit."""
         self._busy_since: float | None = None
@@ -195,18 +193,13 @@ class DraftSession:
             view = self._view(unsent, now)
             parent = self._policy.extend(view)
             if parent is not None and self._steps.is_worth_asking(parent):
-                actions.append(self._steps.start(self._leaves_with(parent, view), now))
+                actions.append(self._steps.start(parent, view, self._policy, now))
                 return
         if streaming and unsent and self._policy.flush(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
             unsent = self._outbox.unsent
         if streaming and unsent == len(self.tree.nodes):
             actions += self._leave_nothing_open()
-
-    def _leaves_with(self, first: int, view: DraftView) -> list[Leaf]:
-        others = self._policy.beside(view, first) if self._steps.most_leaves > 1 else ()
-        worth = [first, *[one for one in others if self._steps.is_worth_asking(one)]]
-        return [leaf_behind(parent, view, self._policy) for parent in worth]
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)
@@ -230,7 +223,7 @@ class DraftSession:
     @property
     def _most_outstanding(self) -> int:
         """Nodes that the verifier wants to see, by its limits and for now."""
-        most = min(self.limits.max_nodes_outstanding, self._steps.most_nodes)
+        most = self.limits.max_nodes_outstanding
         credit = self.estimates.price.credit
         return most if credit is None else min(most, credit)
 
@@ -245,5 +238,4 @@ class DraftSession:
             self.estimates,
             None if since is None else now - since,
             resting,
-            self._steps.most_leaves,
         )

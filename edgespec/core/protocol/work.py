@@ -91,25 +91,6 @@ class Candidate:
 
 
 @statically_frozen
-class TreeRows:
-    """What a draft step of several leaves says beside a plain one (``ports.TreeDrafter``).
-
-    The draft's cache is a list of rows, text first and tree nodes behind it, each hanging on a row
-    before it. A step keeps its first ``keep_length`` rows. Of the others those in ``moved`` stay,
-    close up in their order and keep their positions in the text; the rest is forgotten. Then
-    ``feed`` is appended, text behind the last row that is left, and ``tokens``, node ``i`` hanging
-    on row ``parents[i]``. Parents and leaves are named by their rows after all that.
-    """
-
-    moved: tuple[int, ...]
-    """Rows as they were before the step, in increasing order, from ``keep_length`` on."""
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    leaves: tuple[int, ...]
-    """Fed rows whose guesses are wanted."""
-
-
-@statically_frozen
 class PassRequest:
     """One session's part of a packed forward pass.
 

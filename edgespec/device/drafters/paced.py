@@ -11,9 +11,6 @@ from edgespec.core.ports import (
     Drafter,
     ModelInfo,
     StepCancelledError,
-    TreeDrafter,
-    TreeRows,
-    most_leaves,
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
@@ -26,7 +23,7 @@ _NAP_S = 0.05
 
 class PacedDrafter:
     """``Drafter`` whose steps take ``step_ms`` of wall time, plus ``prefill_ms_per_token`` for
-    each fed token after the first; ``row_ms`` for each further row of a step of several leaves.
+    each fed token after the first.
 
     The remainder is slept, not burnt; a step of ``inner`` that already took longer is not slowed
     further. ``emulated`` marks every result made with it. Raises ``ValueError`` naming the limit.
@@ -39,7 +36,6 @@ class PacedDrafter:
         inner: Drafter,
         step_ms: float,
         prefill_ms_per_token: float = 0.0,
-        row_ms: float = 0.0,
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -47,13 +43,12 @@ class PacedDrafter:
         for name, value in (
             ("step_ms", step_ms),
             ("prefill_ms_per_token", prefill_ms_per_token),
-            ("row_ms", row_ms),
         ):
             if not 0.0 <= value <= MAX_STEP_MS:
                 raise ValueError(f"{name} is {value}, but must be in [0, {MAX_STEP_MS}]")
         self._inner = inner
         self._step_ms = step_ms
-        self._prefill_ms_per_token, self._row_ms = prefill_ms_per_token, row_ms
+        self._prefill_ms_per_token = prefill_ms_per_token
         self._sleep = sleep
         self._clock = clock
 
@@ -67,7 +62,6 @@ class PacedDrafter:
             twin_of(self._inner),
             self._step_ms,
             self._prefill_ms_per_token,
-            self._row_ms,
             sleep=self._sleep,
             clock=self._clock,
         )
@@ -86,26 +80,6 @@ class PacedDrafter:
         candidates = self._inner.step(keep_length, feed, width, cancelled)
         self._wait(due_s, cancelled)
         return candidates
-
-    @property
-    def most_leaves(self) -> int:
-        return most_leaves(self._inner)
-
-    def step_tree(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        rows: TreeRows,
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[tuple[Candidate, ...], ...]:
-        inner = self._inner
-        assert isinstance(inner, TreeDrafter)  # only such a one has more than one leaf
-        further = len(rows.tokens) - (0 if feed else 1)
-        due_s = self._clock() + self.step_s(max(1, len(feed))) + self._row_ms * further / 1e3
-        found = inner.step_tree(keep_length, feed, rows, width, cancelled)
-        self._wait(due_s, cancelled)
-        return found
 
     def _wait(self, due_s: float, cancelled: Cancelled) -> None:
         while (remaining_s := due_s - self._clock()) > 0:

@@ -25,7 +25,7 @@ from edgespec.core.device.events import (
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import Drafter, TreeDrafter
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Cancel
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.actors.stream import Stream
@@ -51,7 +51,7 @@ class SimulatedDevice:
 
     ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
     set-up time. ``on_end`` hears when the session is over. A session draws with a drafter that
-    nothing else uses meanwhile, a ``TreeDrafter`` if it was made for several leaves a step.
+    nothing else uses meanwhile.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class SimulatedDevice:
             case Transmit(message):
                 if self.stream is not None:
                     self.stream.send_up(message)
-            case StartStep(keep, feed, _, rows):
-                done = self._guesses(action)
-                step_s = self._step_s(keep, len(feed) + (len(rows.tokens) if rows else 0))
+            case StartStep(keep, feed, width):
+                done = StepDone(self._drafter.step(keep, feed, width))
+                step_s = self._step_s(keep, len(feed))
                 self.drafting_s += step_s
                 self._queue.after(step_s, lambda: self.handle(done))
             case Deliver(position, tokens, kinds):
@@ -133,14 +133,6 @@ class SimulatedDevice:
                 self._on_end()
             case _:
                 assert_never(action)
-
-    def _guesses(self, step: StartStep) -> StepDone:
-        if step.rows is None:
-            return StepDone(self._drafter.step(step.keep_length, step.feed, step.width))
-        drafter = self._drafter
-        assert isinstance(drafter, TreeDrafter)
-        first, *others = drafter.step_tree(step.keep_length, step.feed, step.rows, step.width)
-        return StepDone(first, tuple(others))
 
     def reconnect(self, why: str) -> None:
         """Let go of the stream, if there is one, and open another at once. The session that it

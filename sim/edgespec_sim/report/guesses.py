@@ -33,10 +33,6 @@ class Guesses:
         self._committed: list[int] = []
         """Tokens from position ``_first`` on."""
         self._cache: list[int] = []
-        self._parents: list[int] = []
-        """Of the rows of the cache, where steps have several leaves."""
-        self._texts: list[list[int]] = []
-        """What each leaf of the last step was the end of."""
         self._step_base = 0
         self._pending: dict[int, list[_Guess]] = defaultdict(list)
 
@@ -47,43 +43,15 @@ class Guesses:
 
     def step(self, line: Line) -> None:
         """``StartStep``."""
-        rows = line.get("rows")
-        if rows is None:
-            del self._cache[line["keep_length"] :]
-            self._cache += line["feed"]
-            self._texts = [self._cache]
-        else:
-            self._texts = self._tree(line["keep_length"], line["feed"], rows)
+        del self._cache[line["keep_length"] :]
+        self._cache += line["feed"]
         if self.held is None:  # the first step is on the prompt
-            self.opened(len(self._texts[0]))
+            self.opened(len(self._cache))
         self._step_base = self.held or 0
-
-    def _tree(self, keep: int, feed: list[int], rows: Line) -> list[list[int]]:
-        """Carry out a step of several leaves (``TreeRows``); the text up to each of them."""
-        places = {row: place for place, row in enumerate(rows["moved"], keep)}
-        parents = [places.get(p, p) for p in (self._parents[row] for row in rows["moved"])]
-        tokens = [self._cache[row] for row in rows["moved"]]
-        self._cache[keep:], self._parents[keep:] = tokens, parents
-        self._parents += range(len(self._cache) - 1, len(self._cache) - 1 + len(feed))
-        self._cache += feed
-        self._parents += rows["parents"]
-        self._cache += rows["tokens"]
-        return [self._text(leaf) for leaf in rows["leaves"]]
-
-    def _text(self, row: int) -> list[int]:
-        found: list[int] = []
-        while row >= 0:
-            found.append(self._cache[row])
-            row = self._parents[row]
-        return found[::-1]
 
     def step_done(self, line: Line) -> None:
         """``StepDone``: the guesses wait to be decided, or have been meanwhile."""
-        answers = (line["candidates"], *line.get("others", ()))
-        for text, candidates in zip(self._texts, answers, strict=False):
-            self._answered(text, [candidate["token"] for candidate in candidates])
-
-    def _answered(self, text: list[int], tokens: list[int]) -> None:
+        text, tokens = self._cache, [candidate["token"] for candidate in line["candidates"]]
         position = len(text)
         path = tuple(text[self._step_base :])
         guess = _Guess(self._step_base, path, tokens[0] if tokens else None)

@@ -9,28 +9,23 @@ from edgespec.core.ports import (
     Cancelled,
     CapacityError,
     Drafter,
-    TreeDrafter,
-    TreeRows,
-    most_leaves,
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier.drafts import ExactRule, RunAheadPolicy, RunAheadView, Walk
-from edgespec.device.drafters.tree_rows import RowTable
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.sim.faults.checks import CheckFailure, PassCheck, require
 
 
 class CheckedDrafter:
     """A drafter that knows what its cache must hold at every step: the device's committed prefix
-    and one path of its tree, or several."""
+    and one path of its tree."""
 
     def __init__(self, inner: Drafter, tree: SpeculationTree) -> None:
         self._inner, self._tree = inner, tree
         self._tokens: list[int] = []
-        self._rows = RowTable()
 
     @property
     def info(self) -> ModelInfo:
@@ -38,7 +33,6 @@ class CheckedDrafter:
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._inner.begin(prompt_length, sampling)
-        self._rows.clear()
 
     def step(
         self,
@@ -55,35 +49,6 @@ class CheckedDrafter:
         paths = [self._tree.path(node.id) for node in self._tree.nodes.values()]
         require(not path or path in paths, f"the draft's cache holds {path}, which is no path")
         return self._inner.step(keep_length, feed, width, cancelled)
-
-    @property
-    def most_leaves(self) -> int:
-        return most_leaves(self._inner)
-
-    def step_tree(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        rows: TreeRows,
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[tuple[Candidate, ...], ...]:
-        """The rows must be the committed prefix and paths of the tree, none of them twice."""
-        require(1 <= len(rows.leaves) <= self.most_leaves, f"{len(rows.leaves)} leaves in a step")
-        try:
-            self._rows.advance(keep_length, feed, rows)
-        except ValueError as error:
-            raise CheckFailure(f"a draft step is refused: {error}") from error
-        prefix = self._tree.prefix.tokens
-        require(self._rows.tokens[: len(prefix)] == prefix, "the draft's cache lacks the prefix")
-        found = [self._rows.path(row)[len(prefix) :] for row in range(len(self._rows.tokens))]
-        held = [tuple(path) for path in found[len(prefix) :]]
-        paths = {tuple(self._tree.path(node.id)) for node in self._tree.nodes.values()}
-        require(paths.issuperset(held), f"the draft's cache holds {held}, not all of them paths")
-        require(len(set(held)) == len(held), f"the draft's cache holds a path twice: {held}")
-        drafter = self._inner
-        assert isinstance(drafter, TreeDrafter)
-        return drafter.step_tree(keep_length, feed, rows, width, cancelled)
 
     def close(self) -> None:
         self._inner.close()

@@ -39,9 +39,9 @@ def with_ladder(
 
 
 def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:
-    """Below a memory budget, where the options have one and a step has one leaf."""
+    """Below a memory budget, where the options have one."""
     others = options.resident_bytes
-    if others is None or options.leaves > 1:
+    if others is None:
         return drafter
     rows = WindowedDrafter(drafter, _FULL.window, _FULL.width, _ROW_BYTES)
     guard = MemoryGuard(BUDGET, _MARGIN, _FULL, _ROW_BYTES, _RECOVERY_S * _CLOCK_RATE)

@@ -53,9 +53,6 @@ class WorldOptions:
     jitter_s: float = 0.0
     """Added to a message's delay, uniformly from 0; order is kept."""
     step_s: float = 0.005
-    leaves: int = 1
-    """That a draft step may have; each row more takes ``leaf_s``."""
-    leaf_s: float = 0.0
     pass_s: float = 0.02
     row_s: float = 0.0
     """Added to a pass for each row."""

@@ -20,7 +20,6 @@ from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, U
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.drafts import run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.device.drafters.tree_rows import PathDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.actors.server import PassTime, SimulatedVerifier
@@ -149,15 +148,14 @@ class _World:
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
-            leaves=options.leaves,
         )
-        inner = PathDrafter(options.drafter(options.model), options.leaves)
-        drafter = guarded(CheckedDrafter(inner, session.tree), options, self.queue)
+        inner = CheckedDrafter(options.drafter(options.model), session.tree)
+        drafter = guarded(inner, options, self.queue)
         device = SimulatedDevice(
             self.queue,
             session,
             drafter,
-            lambda kept, fed: options.step_s + options.leaf_s * (fed - 1),
+            lambda kept, fed: options.step_s,
             lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)
