@@ -10,7 +10,7 @@ import pytest
 from edgespec.bench.lent_drafter import LentDrafter
 from edgespec.bench.prompts import LONG_PROMPTS
 from edgespec.config import DraftSection, VerifierConfig
-from edgespec.core.device.memory_plan import plan_memory
+from edgespec.core.device.memory import plan_memory
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import RunAhead
@@ -95,7 +95,7 @@ def test_long_prompts_are_guessed_as_well_as_short_ones(
 
 def test_a_memory_plan_looks_no_further_than_the_draft_was_trained() -> None:
     draft = DraftSection(memory_budget="4GiB")
-    plan = plan_memory(variants_of(draft), question_of(draft, 4), ())
+    plan = plan_memory(variants_of(draft), question_of(draft, 4))
     assert plan.settings.window == 256
 
 
