@@ -168,6 +168,27 @@ def test_a_flag_that_vllm_does_not_know_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+def test_too_little_memory_is_said_with_vllms_reason() -> None:
+    """Its worker is another process, whose log has it."""
+    flags = ("--enforce-eager", "--gpu-memory-utilization", "0.9999")
+    with start("verifier", "--engine", "vllm", "--port", "0", "--", *flags) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "error: vLLM cannot load" in (last := said.splitlines()[-1])
+    assert "is less than desired" in last
+
+
+@pytest.mark.parametrize("kind", ["Mamba2", "GraniteMoeHybrid", "Qwen3Next"])
+def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")()
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match=f"{kind}ForCausalLM has recurrent layers"):
+        VllmCore(VllmOptions(str(tmp_path), max_model_len=128, flags=SMALL))
+
+
 def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has booked the rows of such a step, and would let others share them by prefix."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

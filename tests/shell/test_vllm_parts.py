@@ -78,7 +78,6 @@ class _Runner:
     drafts: list[list[int]]
     discarded: list[bool] = field(default_factory=list)
     logprobs: dict[str, int] = field(default_factory=dict)
-    recurrent: bool = False
 
     def __post_init__(self) -> None:
         self.requests = {
@@ -92,7 +91,6 @@ class _Runner:
         )
         self.execute_model_state = (SimpleNamespace(edgespec_logprobs=self.logprobs),)
         self.speculative_config: str | None = "on"
-        self.model_config = SimpleNamespace(has_inner_state=self.recurrent)
 
     @property
     def input_batch(self) -> Any:
@@ -172,15 +170,14 @@ def test_penalties_count_as_the_text_grows() -> None:
         runner.logits = _logits(1, seed=step)
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_a_step_without_drafts_is_no_speculation(recurrent: bool) -> None:
+def test_a_step_without_drafts_is_no_speculation() -> None:
     texts = {"a": [1, 2], "b": [3, 4]}
     params = {name: (2, PENALISED) for name in texts}
-    runner = _Runner(texts, params, _logits(2), [[], []], recurrent=recurrent)
+    runner = _Runner(texts, params, _logits(2), [[], []])
     expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
     assert _installed(runner).sampled_token_ids == expected
     step = SimpleNamespace(scheduled_spec_decode_tokens={})
-    assert runner.execute_model(step) == ("on" if recurrent else None)
+    assert runner.execute_model(step) is None
     assert runner.sample_tokens(None).sampled_token_ids == expected
     step.scheduled_spec_decode_tokens["a"] = [5]
     assert runner.execute_model(step) == "on"

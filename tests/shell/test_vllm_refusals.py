@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("torch")
 
 from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.verifier.engines.vllm import install
+from edgespec.verifier.engines.vllm.core import refuse_recurrent
 from edgespec.verifier.engines.vllm.flags import refuse_our_flags
+from edgespec.verifier.engines.vllm.worker import ReasonFile
 
 
 @pytest.mark.parametrize(
@@ -58,3 +65,32 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_that_an_engine_lacks_are_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         VerifierConfig(**options)  # type: ignore[arg-type] # the test's own
+
+
+@pytest.mark.parametrize(
+    ("inner_state", "hybrid", "refused"),
+    [(False, False, False), (True, False, True), (True, True, True), (False, True, True)],
+)
+def test_models_with_recurrent_layers_are_refused_by_name(
+    inner_state: bool, hybrid: bool, refused: bool
+) -> None:
+    config = SimpleNamespace(
+        has_inner_state=inner_state, is_hybrid=hybrid, architectures=["Mamba2ForCausalLM"]
+    )
+    if not refused:
+        return refuse_recurrent("folder", config)
+    with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
+        refuse_recurrent("folder", config)
+    return None
+
+
+def test_why_a_worker_fails_is_kept_as_well_as_logged(tmp_path: Path) -> None:
+    log, reason = logging.Logger("worker"), tmp_path / "reason"
+    log.addHandler(ReasonFile(str(reason)))
+    log.error("no exception")
+    assert not reason.exists()
+    try:
+        raise ValueError("Free memory is less than desired")
+    except ValueError:
+        log.exception("WorkerProc failed to start.")
+    assert reason.read_text() == "ValueError: Free memory is less than desired"

@@ -36,7 +36,6 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
             dtype=config.dtype,
             max_model_len=config.max_model_len,
             max_sessions=config.limits.max_sessions,
-            tensor_parallel_size=config.tensor_parallel.size,
             max_drafts=min(MAX_DRAFTS, config.limits.max_nodes_per_pass),
             share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
             flags=flags,

@@ -10,9 +10,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from edgespec.config.setup_error import SetupError
@@ -32,7 +35,6 @@ class VllmOptions:
     dtype: str = "auto"
     max_model_len: int | None = None
     max_sessions: int = 64
-    tensor_parallel_size: int = 1
     max_drafts: int = MAX_DRAFTS
     """The longest chain of a pass, in tokens."""
     share_prefixes: bool = True
@@ -161,14 +163,19 @@ class VllmCore:
 
 def _config(options: VllmOptions) -> Any:
     """vLLM's configuration, with what the engine needs in place of what the flags say."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except Exception as error:  # such as packages for CUDA beside torch for CPUs
+        raise SetupError(
+            f"vLLM cannot be imported: {type(error).__name__}: {error} (on a CPU: pip uninstall"
+            " torchvision torchaudio torchcodec)"
+        ) from error
 
     ours = {
         "model": options.model,
         "dtype": _dtype(options.dtype),
         "max_num_seqs": options.max_sessions + 1,
-        "tensor_parallel_size": options.tensor_parallel_size,
         "enable_prefix_caching": options.share_prefixes,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
@@ -194,9 +201,22 @@ def _config(options: VllmOptions) -> Any:
     for name, value in ours.items():  # first of all the model: vLLM looks for its default one
         setattr(given, name, value)
     try:
-        return EngineArgs.from_cli_args(given).create_engine_config()
+        config = EngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # vLLM has no exception of its own for this
         raise SetupError(f"vLLM refuses {options.model}: {error}") from error
+    refuse_recurrent(options.model, config.model_config)
+    return config
+
+
+def refuse_recurrent(model: str, config: Any) -> None:
+    """Raises ``SetupError`` for a model with recurrent layers. Their state has no place for each
+    token, so it cannot go back when a session stands aside behind accepted drafts; on the CPU build
+    vLLM's own speculation made Mamba2 and Granite-hybrid wrong from the second token on."""
+    if config.has_inner_state or config.is_hybrid:
+        raise SetupError(
+            f"{model}: {', '.join(config.architectures)} has recurrent layers, and no test has"
+            " shown their texts exact with drafts on vLLM; served are models of attention alone"
+        )
 
 
 def _dtype(name: str) -> str:
@@ -209,12 +229,20 @@ def _dtype(name: str) -> str:
 def _core(config: Any) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from edgespec.verifier.engines.vllm.worker import run_worker
 
     # A process that serves has threads, and a fork of it may hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    try:
-        return EngineCore(config, Executor.get_class(config), log_stats=False)
-    except Exception as error:  # whatever a model, a driver or a lack of memory raises
-        raise SetupError(
-            f"vLLM cannot load {config.model_config.model}: {type(error).__name__}: {error}"
-        ) from error
+    worker_main = WorkerProc.worker_main
+    with tempfile.TemporaryDirectory() as folder:
+        reason = Path(folder) / "reason"
+        WorkerProc.worker_main = staticmethod(partial(run_worker, str(reason)))
+        try:
+            return EngineCore(config, Executor.get_class(config), log_stats=False)
+        except Exception as error:  # whatever a model, a driver or a lack of memory raises
+            why = reason.read_text() if reason.is_file() else f"{type(error).__name__}: {error}"
+            raise SetupError(f"vLLM cannot load {config.model_config.model}: {why}") from error
+        finally:
+            WorkerProc.worker_main = staticmethod(worker_main)

@@ -10,8 +10,6 @@ OURS: Final = {
     "--dtype": "--dtype",
     "--max-model-len": "--max-model-len",
     "--max-num-seqs": "--max-sessions",
-    "--tensor-parallel-size": "--tensor-parallel-size",
-    "-tp": "--tensor-parallel-size",
     "--scheduler-cls": "",
     "--worker-extension-cls": "",
     "--speculative-config": "",

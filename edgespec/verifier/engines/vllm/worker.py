@@ -7,15 +7,16 @@ was chosen for its place, and there is nothing to draw again. What vLLM's own sa
 its parameters is not asked for.
 
 In a step where nobody has a draft the runner is told that there is no speculation, since what
-vLLM does for it costs more than a tiny model's pass. Not for models with recurrent layers, whose
-state is kept in other places then.
+vLLM does for it costs more than a tiny model's pass.
 
 Each tensor-parallel rank has all logits and chooses the same tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,27 @@ class WorkerExtension:
         RunnerSampling(self.model_runner)
 
 
+class ReasonFile(logging.Handler):
+    """Leaves the latest exception that is logged in the file ``path``."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = Path(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            self._path.write_text(f"{type(error).__name__}: {error}")
+
+
+def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
+    """vLLM's worker in a process of its own. Why it fails is left in the file ``reason``, because
+    vLLM only logs it there and then says "see stack trace" where it was started."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc, logger
+
+    logger.addHandler(ReasonFile(reason))
+    WorkerProc.worker_main(*arguments, **named)
+
+
 class _Text:
     """What is known of one request, for its penalties."""
 
@@ -87,15 +109,13 @@ class RunnerSampling:
         self._logprobs: dict[str, int] = {}
         self._rows: dict[str, Row] = {}
         self._execute_model, self._speculation = runner.execute_model, runner.speculative_config
-        self._recurrent = bool(getattr(runner.model_config, "has_inner_state", True))
         runner.execute_model = self.execute_model
         runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
 
     def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         """As the runner's, which sees no speculation where there are no drafts."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        needed = bool(drafts) or self._recurrent
-        self._runner.speculative_config = self._speculation if needed else None
+        self._runner.speculative_config = self._speculation if drafts else None
         return self._execute_model(scheduler_output, *rest, **named)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
