@@ -52,11 +52,9 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
 
-    [dim]edgespec verifier --model Qwen/Qwen3-32B --tensor-parallel-size 4[/]
-
     [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
 
-    [dim]edgespec verifier --engine vllm --model M --tensor-parallel-size 4 -- --max-num-seqs 99[/]
+    [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
     with trace_to(settings.trace, settings.trace_tokens) as tracer:

@@ -41,20 +41,6 @@ class PacingSection:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallelSection:
-    """Share one model among several processes of this host, a GPU each."""
-
-    size: int = 1
-    """Processes (ranks); must divide the model's key-value heads."""
-    pass_within_s: float = 300.0
-    """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
-
-    def __post_init__(self) -> None:
-        bounded("size", self.size, 1, 64)
-        bounded("pass_within_s", self.pass_within_s, 1.0, 86_400.0)
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineSection:
     """Experimental: lay the layers of one model on several processes, one behind another."""
 
@@ -162,7 +148,6 @@ class VerifierConfig:
     """Make bits that do not depend on the schedule. null is on for CPUs, off for GPUs."""
     threads: int | None = None
     """Threads of the model in plain mode. null is torch's choice."""
-    tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     max_model_len: int | None = None
     """Tokens of prompt and output together. null is the model's own context."""
@@ -217,11 +202,6 @@ class VerifierConfig:
 
     def _check_engine(self) -> None:
         one_of("engine", self.engine, (NATIVE, VLLM))
-        if self.tensor_parallel.size > 1 and self.model == "toy":
-            raise ValueError(
-                f"tensor_parallel.size is {self.tensor_parallel.size}, but the toy model is not"
-                " shared: leave it at 1"
-            )
         if self.pipeline.stages > 1:
             self._check_stages()
         if self.engine == NATIVE:
@@ -254,11 +234,6 @@ class VerifierConfig:
         stages = f"pipeline.stages is {self.pipeline.stages}"
         if self.engine != NATIVE:
             raise ValueError(f"{stages}, but only the native engine has stages: leave it at 1")
-        if self.tensor_parallel.size > 1:
-            raise ValueError(
-                f"{stages} and tensor_parallel.size is {self.tensor_parallel.size}, but a model is"
-                " either cut into stages or shared: leave one of them at 1"
-            )
         if self.model == "toy":
             raise ValueError(f"{stages}, but the toy model has no layers: leave it at 1")
 

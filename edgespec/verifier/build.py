@@ -182,19 +182,14 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
         from edgespec.verifier.targets.pipeline import pipeline_target
-        from edgespec.verifier.targets.tensor_parallel import torch_target
-    tensor_parallel, pipeline = config.tensor_parallel, config.pipeline
-    load: Callable[..., TargetModel]
-    if pipeline.stages > 1:
+        from edgespec.verifier.targets.torch_target import TorchTarget
+    load: Callable[..., TargetModel] = TorchTarget
+    if (pipeline := config.pipeline).stages > 1:
         load = partial(
             pipeline_target,
             stages=pipeline.stages,
             delay_ms=pipeline.delay_ms,
             pass_within_s=pipeline.pass_within_s,
-        )
-    else:
-        load = partial(
-            torch_target, ranks=tensor_parallel.size, pass_within_s=tensor_parallel.pass_within_s
         )
     try:
         return load(
@@ -214,7 +209,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         )
     except (ValueError, OSError):
         raise
-    except Exception as error:  # the ranks, safetensors and torch have exceptions of their own
+    except Exception as error:  # the stages, safetensors and torch have exceptions of their own
         raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         for length in (5, 40):
             check_random_schedule(rng, staged, length)
         sys.stdout.write(f"{folder.name} bits\n")
-        target.close_ranks()
+        target.close_stages()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import torch
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets.pipeline import pipeline_target
-from edgespec.verifier.targets.tensor_parallel import torch_target
 from edgespec.verifier.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams()
@@ -27,10 +26,8 @@ GREEDY = SamplingParams()
 class Recorder:
     """A target whose every pass leaves its logits in ``logits``."""
 
-    def __init__(
-        self, folder: Path, dtype: str, ranks: int = 1, stages: int = 1, **options: Any
-    ) -> None:
-        load: Callable[..., TorchTarget] = partial(torch_target, ranks=ranks)
+    def __init__(self, folder: Path, dtype: str, stages: int = 1, **options: Any) -> None:
+        load: Callable[..., TorchTarget] = TorchTarget
         if stages > 1:
             load = partial(pipeline_target, stages=stages)
         self.target = load(

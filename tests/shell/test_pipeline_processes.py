@@ -6,6 +6,7 @@ torch in several processes, so all are slow. What needs no processes is in test_
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.shell.live_ranks import (
+from tests.shell.live_stages import (
     COUNT,
     all_ready,
     generating,
-    other_ranks,
-    rank_verifier,
+    other_stages,
+    stage_verifier,
     tokens_of,
 )
 from tests.shell.live_verifier import environment
@@ -61,13 +62,13 @@ def test_stages_give_the_texts_and_the_bits_of_one_process(folder: Path) -> None
 def test_a_stage_that_is_killed_costs_no_text(folder: Path) -> None:
     delayed = ("--set", "pipeline.stages=2", "--set", "pipeline.delay_ms=3")
     with (
-        rank_verifier(folder, *delayed) as one,
-        rank_verifier(folder) as other,
+        stage_verifier(folder, *delayed) as one,
+        stage_verifier(folder) as other,
         all_ready(one, other) as [(staged, verifier), (alone, _)],
     ):
         with generating(folder, alone) as device:
             expected = tokens_of(rest_of(device)[0].splitlines())
-        [stage] = other_ranks(verifier)
+        [stage] = other_stages(verifier)
         with generating(folder, staged, alone) as device:
             lines = [first_line(device)]
             stage.kill()
@@ -76,17 +77,40 @@ def test_a_stage_that_is_killed_costs_no_text(folder: Path) -> None:
         assert tokens_of([*lines, *out.splitlines()]) == expected
         assert len(expected) == COUNT
         assert verifier.wait(WITHIN_S) == 1
-        assert f"rank 1 (process {stage.pid}) was killed by signal 9" in rest(verifier.stderr)
+        assert f"stage 1 (process {stage.pid}) was killed by signal 9" in rest(verifier.stderr)
+
+
+def test_however_the_verifier_ends_no_stage_is_left(folder: Path) -> None:
+    two = ("--set", "pipeline.stages=2")
+    with (
+        stage_verifier(folder, *two) as one,
+        stage_verifier(folder, *two) as other,
+        all_ready(one, other) as [(_, killed), (address, drained)],
+    ):
+        stages = [*other_stages(killed), *other_stages(drained)]
+        assert len(stages) == 2
+        killed.kill()
+        with generating(folder, address) as device:
+            lines = [first_line(device)]
+            # As a service manager and a terminal do it: all processes are asked to stop.
+            stages[1].terminate()
+            stages[1].send_signal(signal.SIGINT)
+            drained.send_signal(signal.SIGTERM)
+            out, err = rest_of(device)
+        assert device.returncode == 0, err
+        assert len(tokens_of([*lines, *out.splitlines()])) == COUNT
+        assert drained.wait(WITHIN_S) == 0
+        assert not psutil.wait_procs(stages, timeout=WITHIN_S)[1]
 
 
 def test_a_stage_that_is_silent_ends_the_verifier(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "silent.yaml"
     config.write_text("pipeline: {stages: 3, pass_within_s: 2}")
     with (
-        rank_verifier(folder, "--config", str(config)) as process,
+        stage_verifier(folder, "--config", str(config)) as process,
         all_ready(process) as [(address, _)],
     ):
-        stages = other_ranks(process)
+        stages = other_stages(process)
         assert len(stages) == 2
         stages[1].suspend()
         with generating(folder, address) as device:

@@ -6,7 +6,9 @@ processes is in test_pipeline_processes.py.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +25,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from edgespec.config import VerifierConfig
-from edgespec.config.verifier import PipelineSection, TensorParallelSection
+from edgespec.config.verifier import PipelineSection
 from edgespec.core.device.memory import MachineMemory
-from edgespec.core.ports import PassRequest
+from edgespec.core.ports import PassRequest, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import pipeline_stage
+from edgespec.verifier.targets import pipeline, pipeline_stage
 from edgespec.verifier.targets.families import UnsupportedModelError
-from edgespec.verifier.targets.pipeline import pipeline_target
+from edgespec.verifier.targets.pipeline import StageOptions, StageProcesses, pipeline_target
 from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
 from edgespec.verifier.targets.pool_size import PoolBudget
 from edgespec.verifier.targets.torch_target import TorchTarget
@@ -215,10 +217,6 @@ def test_what_does_not_go_with_stages_is_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"tensor_parallel": TensorParallelSection(2)},
-            "pipeline.stages is 2 and tensor_parallel.size is 2, but a model is either cut",
-        ),
         ({"engine": "vllm"}, "pipeline.stages is 2, but only the native engine has stages"),
         ({"model": "toy"}, "pipeline.stages is 2, but the toy model has no layers"),
     ],
@@ -260,4 +258,91 @@ def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
     now_s[0] += idle_s
     assert torch.equal(last.receive(3, 8, torch.float32), hidden)
     assert naps_s == pytest.approx(slept)
-    assert first.collectives != last.collectives
+
+
+# --- the processes --------------------------------------------------------------------------
+
+SAYS_READY = """
+import sys, time
+from multiprocessing.connection import Connection
+link = Connection(int(sys.argv[1]))
+assert link.recv()[0] == 1
+link.send("")
+"""
+
+
+def _processes(
+    program: str, within_s: float = 300.0
+) -> contextlib.AbstractContextManager[StageProcesses]:
+    """One stage that is this program."""
+    options = StageOptions(1, 2, 0, 0.0, {})
+    command = (sys.executable, "-c", program)
+    return contextlib.closing(
+        StageProcesses([options], within_s, program=command, look_every_s=0.01)
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "within_s", "why"),
+    [
+        ("raise SystemExit(3)", 300.0, r"stage 1 \(process \d+\) ended: code 3"),
+        (
+            SAYS_READY + "link.recv(); link.send('MemoryError: no room'); link.recv()",
+            300.0,
+            "stage 1 failed: MemoryError: no room",
+        ),
+        (SAYS_READY + "time.sleep(600)", 0.2, "a pass was not done after 0.2 s"),
+        (SAYS_READY + "link.recv(); link.recv()", 300.0, "in a pass: RuntimeError: broken link"),
+    ],
+)
+def test_a_stage_that_fails_ends_hangs_or_is_left_behind_is_lost_with_the_reason(
+    program: str, within_s: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_WHY_WITHIN_S", 0.0 if "broken link" in why else 60.0)
+    told: list[str] = []
+
+    def serve(processes: StageProcesses) -> None:
+        processes.start()
+        processes.when_lost(told.append)
+        processes.wait_until_ready()
+        with processes.pass_over([PassRequest("a", 0, (1,))]):
+            if "broken link" not in why:
+                processes.wait_for_loss()
+            raise RuntimeError("broken link")  # as the process group does
+
+    with _processes(program, within_s) as processes:
+        with pytest.raises(TargetLostError, match=why):
+            serve(processes)
+        with pytest.raises(TargetLostError, match=why):
+            processes.tell("close", "a")
+        processes._thread.join()
+        assert len(told) == 1
+
+
+def test_a_stage_that_takes_no_calls_is_lost() -> None:
+    with _processes(SAYS_READY + "time.sleep(600)", 0.2) as processes:
+        processes.start()
+        processes.wait_until_ready()
+        with pytest.raises(TargetLostError, match=r"not done after 0\.2 s"):
+            processes.tell("open", "a", 1, tuple(range(1 << 20)))
+        assert not processes._children or processes.lost is not None
+
+
+def test_stages_are_called_in_order_and_end_with_the_link() -> None:
+    program = SAYS_READY + (
+        "for name in ('open', 'run_pass', 'keep', 'close'):\n    assert link.recv()[0] == name\n"
+        "link.send(''); link.recv()"
+    )
+    with _processes(program) as processes:
+        processes.start()
+        processes.wait_until_ready()
+        processes._silent = {1}
+        processes.tell("open", "a", 1, ())
+        with processes.pass_over([PassRequest("a", 0, (1,))]):
+            pass
+        processes.tell("keep", "a", ())
+        processes.tell("close", "a")
+        processes.wait_until_ready()  # it has heard all four
+        [child] = processes._children.values()
+    assert processes.lost is None
+    assert child.process.poll() is not None

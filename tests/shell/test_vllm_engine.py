@@ -167,7 +167,6 @@ def test_a_flag_that_vllm_does_not_know_is_an_error() -> None:
     assert "vLLM does not take the flags --no-such-flag" in said
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
 def test_too_little_memory_is_said_with_vllms_reason() -> None:
     """Its worker is another process, whose log has it."""
     flags = ("--enforce-eager", "--gpu-memory-utilization", "0.9999")
@@ -178,6 +177,7 @@ def test_too_little_memory_is_said_with_vllms_reason() -> None:
     assert "is less than desired" in last
 
 
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
 @pytest.mark.parametrize("kind", ["Mamba2", "GraniteMoeHybrid", "Qwen3Next"])
 def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -189,6 +189,7 @@ def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> 
         VllmCore(VllmOptions(str(tmp_path), max_model_len=128, flags=SMALL))
 
 
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
 def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has booked the rows of such a step, and would let others share them by prefix."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

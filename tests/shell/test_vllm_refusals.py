@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from edgespec.config.setup_error import SetupError
 from edgespec.verifier.engines.vllm import install
 from edgespec.verifier.engines.vllm.core import refuse_recurrent
 from edgespec.verifier.engines.vllm.flags import refuse_our_flags
-from edgespec.verifier.engines.vllm.worker import ReasonFile
+from edgespec.verifier.engines.vllm.worker import leaving_reason
 
 
 @pytest.mark.parametrize(
@@ -84,13 +83,14 @@ def test_models_with_recurrent_layers_are_refused_by_name(
     return None
 
 
-def test_why_a_worker_fails_is_kept_as_well_as_logged(tmp_path: Path) -> None:
-    log, reason = logging.Logger("worker"), tmp_path / "reason"
-    log.addHandler(ReasonFile(str(reason)))
-    log.error("no exception")
+def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:
+    def start(free: int) -> None:
+        if not free:
+            raise ValueError("Free memory is less than desired")
+
+    reason = tmp_path / "reason"
+    leaving_reason(reason, start)(free=1)
     assert not reason.exists()
-    try:
-        raise ValueError("Free memory is less than desired")
-    except ValueError:
-        log.exception("WorkerProc failed to start.")
+    with pytest.raises(ValueError, match="less than desired"):
+        leaving_reason(reason, start)(0)
     assert reason.read_text() == "ValueError: Free memory is less than desired"

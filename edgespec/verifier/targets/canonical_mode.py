@@ -70,11 +70,11 @@ class HeadShape:
 
 
 def head_shape(loaded: LoadedModel) -> HeadShape:
-    """The heads of the model's attention, of this rank."""
+    """The heads of the model's attention."""
     config = loaded.model.config
     heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return HeadShape(heads // loaded.ranks, loaded.key_width // int(head_dim), int(head_dim))
+    return HeadShape(heads, loaded.key_width // int(head_dim), int(head_dim))
 
 
 class CanonicalModeError(ValueError):
@@ -102,17 +102,17 @@ def find_canonical_mode(
 
     ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
     left as it was, with plain weights. Sets nothing but the model's layers; the caller has set one
-    thread. Of several ranks all take the same way: ``agreed`` says whether what holds here holds on
-    every one.
+    thread. All stages of a model take the same way: ``agreed`` says whether what holds here holds
+    on every one.
     """
     failures: list[str] = []
     other = _other_products(loaded)
     if not agreed(not other):
-        what = other or "what another rank holds"
+        what = other or "what another stage holds"
         unpack_model(loaded.model)
         return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
     found = None
-    # Asked of all ranks, for some may have packed nothing.
+    # Asked of all stages, for some may have packed nothing.
     if not agreed(not is_packed(loaded.model)):
         bases = (packed_base(), *TILE_BASES)
         found = _first_that_holds(loaded, self_test, bases, agreed, failures)
@@ -144,7 +144,7 @@ def _first_that_holds(
         if not agreed(tiles is not None) or tiles is None:
             if tiles is not None:
                 remove(_linear_layers(loaded))
-                failures.append(f"{tiles}: another rank's products give equal rows different bits")
+                failures.append(f"{tiles}: another stage's products give equal rows different bits")
             continue
         result = self_test(tiles)
         if agreed(result.ok):
@@ -160,7 +160,7 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     packed = base not in (*TILE_BASES, ROW_BY_ROW)
     bases = SMALL_BASES if packed else (base,)
     attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
-    inner_width = loaded.model.config.intermediate_size // loaded.ranks
+    inner_width = loaded.model.config.intermediate_size
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
     if not attention:

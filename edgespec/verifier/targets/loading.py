@@ -26,13 +26,6 @@ from edgespec.verifier.targets.pipeline_stage import (
 from edgespec.verifier.targets.quantized import FORMATS as QUANTIZE_FORMATS
 from edgespec.verifier.targets.quantized import quantize_model
 from edgespec.verifier.targets.strict_weights import check_loading, check_numbers, check_types
-from edgespec.verifier.targets.tensor_parallel_model import (
-    Share,
-    TensorParallelError,
-    check_shareable,
-    loading_options,
-    share_layers,
-)
 
 DTYPES = {
     "float32": torch.float32,
@@ -48,14 +41,12 @@ class LoadedModel:
     layer_count: int
     """Of this stage, where layers lie on several."""
     key_width: int
-    """Key-value heads times head dimension, of this rank."""
+    """Key-value heads times head dimension."""
     vocabulary_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    ranks: int = 1
-    """Over how many processes heads and inner columns are shared, evenly."""
 
 
 def load_model(
@@ -65,7 +56,7 @@ def load_model(
     device: str = "auto",
     context_length: int | None = None,
     quantize: str = "",
-    share: Share | StageShare | None = None,
+    share: StageShare | None = None,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
@@ -73,7 +64,7 @@ def load_model(
     any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
     cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
     ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16. With
-    ``share`` only that rank's part is loaded, as the checkpoint has it.
+    ``share`` only that stage's layers are loaded.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -83,26 +74,22 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    ranks, layer_count = 1, config.num_hidden_layers
-    if isinstance(share, StageShare):
+    layer_count = config.num_hidden_layers
+    if share is not None:
         check_stageable(config, share.world_size)
         layer_count = len(share.layers(layer_count))
-    elif share is not None:
-        ranks = share.world_size
-    check_shareable(config, ranks)
     model = _read(path, config, _dtype(dtype, where), where, quantize, share)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
         model=model,
         layer_count=layer_count,
-        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads) // ranks,
+        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
         vocabulary_size=config.vocab_size,
         context_length=served_length,
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
-        ranks=ranks,
     )
 
 
@@ -112,7 +99,7 @@ def _read(
     dtype: torch.dtype | str,
     device: torch.device,
     quantize: str,
-    share: Share | StageShare | None,
+    share: StageShare | None,
 ) -> Any:
     """The model with all its weights, or the share of them, on ``device``, in evaluation mode."""
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
@@ -120,21 +107,16 @@ def _read(
         raise UnsupportedModelError(
             f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
         )
-    if method and isinstance(share, StageShare):
+    if method and share is not None:
         raise PipelineError(
             f"{path}: the checkpoint is quantised ({method}), but pipeline.stages"
             f" {share.world_size} cuts plain weights alone"
-        )
-    if method and share is not None:
-        raise TensorParallelError(
-            f"{path}: the checkpoint is quantised ({method}), but tensor_parallel.size"
-            f" {share.world_size} shares plain weights alone"
         )
     if not method:
         check_types(path)
     packed_attention.register()
     try:
-        kind = stage_class(config, share) if isinstance(share, StageShare) else AutoModelForCausalLM
+        kind = AutoModelForCausalLM if share is None else stage_class(config, share)
         loaded: Any = kind.from_pretrained(
             path,
             config=config,
@@ -144,7 +126,6 @@ def _read(
             attn_implementation=packed_attention.IMPLEMENTATION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named with all other faults instead
-            **(loading_options(share) if isinstance(share, Share) else {}),
         )
     except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         if not method:
@@ -152,10 +133,8 @@ def _read(
         raise not_loaded(path, method, error) from error
     model, info = loaded
     check_loading(path, info)
-    if isinstance(share, StageShare):
+    if share is not None:
         join_stage(model, share)
-    elif share is not None:
-        share_layers(model, share)
     check_numbers(path, model)
     if quantize:
         quantize_model(path, model, quantize)

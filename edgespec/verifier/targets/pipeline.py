@@ -1,24 +1,70 @@
-"""One target model whose layers lie on several stages: processes of this host, with links between.
+"""One target model whose layers lie on several processes of this host, one behind another.
 
-Experimental. What is told to the other ranks, how they are watched and how they end is as with
-tensor parallel (``tensor_parallel.py``); what a rank holds is another (``pipeline_stage.py``).
+Experimental. Every stage but the last is a child process. The last one is this process, which
+serves, samples, and tells the others each call (``open``, ``run_pass``, ``keep``, ``close``) over a
+pipe, in order. Hidden states go from stage to stage on their own way (``pipeline_stage.py``).
+
+What the last stage refuses is refused before the others are told. When a pass raises after that, a
+stage ends, or a call takes longer than ``pass_within_s``, some stage may hold keys that another
+lacks: then all stages are *lost*. They are killed, which ends whatever waits for them, and every
+further call raises ``TargetLostError``. So the verifier ends, and its devices resume elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
-from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare, check_stageable
-from edgespec.verifier.targets.tensor_parallel import RankPlan, TensorParallelTarget, start_ranks
+from edgespec.core.ports import PassRequest, TargetLostError
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.verifier.targets.pipeline_stage import (
+    LOAD_WITHIN_S,
+    PipelineError,
+    StageShare,
+    check_stageable,
+    join_stages,
+    leave_stages,
+)
+from edgespec.verifier.targets.torch_target import TorchTarget
+
+_PROGRAM = (sys.executable, "-m", "edgespec.verifier.targets.pipeline")
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.5
+_WHY_WITHIN_S = 5.0
+"""A stage's end is seen in a broken link sooner than its reason."""
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
-class PipelineTarget(TensorParallelTarget):
-    """The last stage, which everybody talks to; ``group`` holds the others."""
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """What a stage is started with."""
 
-    words = "layers over {} stages (experimental)"
+    rank: int
+    """In the process group. Rank r > 0 is the r-th stage, rank 0 is the last."""
+    stages: int
+    port: int
+    """Where the stages meet, on the loopback interface."""
+    delay_s: float
+    target: dict[str, Any]
+    """Arguments of ``TorchTarget``."""
 
 
 def pipeline_target(
@@ -52,13 +98,341 @@ def pipeline_target(
             f" pipeline.stages is {stages}; give limits.max_cached_tokens instead"
         )
     check_stageable(AutoConfig.from_pretrained(path, trust_remote_code=False), stages)
-    delay_s = delay_ms / 1e3
-    plan = RankPlan(
-        stages,
-        pass_within_s,
-        "pipeline.pass_within_s",
-        partial(StageShare, delay_s=delay_s),
-        PipelineTarget,
-        delay_s,
-    )
-    return start_ranks(path, plan, {**options, "device": "cpu"})
+    every = {"path": path, **options, "device": "cpu"}
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    others = [StageOptions(rank, stages, port, delay_ms / 1e3, every) for rank in range(1, stages)]
+    processes = StageProcesses(others, pass_within_s)
+
+    def build() -> PipelineTarget:
+        join = partial(join_stages, 0, stages, port, listener.detach())
+        return PipelineTarget(StageShare(0, stages, join, delay_ms / 1e3), processes, **every)
+
+    try:
+        processes.start()
+        return _unless_lost(build, processes)
+    except BaseException:
+        processes.close()
+        raise
+
+
+class PipelineTarget(TorchTarget):
+    """The last stage, which everybody talks to. ``close_stages`` ends the others."""
+
+    def __init__(self, share: StageShare, processes: StageProcesses, **options: Any) -> None:
+        # Until all are built, each stage makes the same calls by itself and is not told of any.
+        self._processes: StageProcesses | None = None
+        super().__init__(share=share, **options)
+        processes.wait_until_ready()
+        self._count, self._processes = share.world_size, processes
+
+    @property
+    def mode(self) -> str:
+        return f"{super().mode}, layers over {self._count} stages (experimental)"
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        super().open(key, prompt_length, sampling, text)
+        self._others.tell("open", key, prompt_length, tuple(text))
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        super().keep(key, nodes)
+        self._others.tell("keep", key, tuple(nodes))
+
+    def close(self, key: str) -> None:
+        super().close(key)
+        self._others.tell("close", key)
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """``tell`` is called once, from some thread, with the reason why the stages are lost."""
+        self._others.when_lost(tell)
+
+    def close_stages(self) -> None:
+        """End the other stages and leave the process group. The target is of no use then."""
+        self._others.close()
+        leave_stages()
+
+    @property
+    def _others(self) -> StageProcesses:
+        assert self._processes is not None
+        return self._processes
+
+    def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
+        if self._processes is None:
+            return super()._run(batch)
+        with self._processes.pass_over(batch):
+            return super()._run(batch)
+
+
+class StageProcesses:
+    """The stages before the last one, each a child process. Calls come from one thread at a time.
+
+    A thread of its own starts the children, reads what they say and looks at the clock. Where the
+    system can, it kills them when that thread ends, in whatever way this process ended.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageOptions],
+        pass_within_s: float,
+        *,
+        program: Sequence[str] = _PROGRAM,
+        look_every_s: float = _LOOK_EVERY_S,
+    ) -> None:
+        self.lost: str | None = None
+        """Why the stages cannot go on, or None."""
+        self._wanted, self._pass_within_s = stages, pass_within_s
+        self._program, self._look_every_s = program, look_every_s
+        self._children: dict[Connection, _Child] = {}
+        self._silent: set[int] = set()
+        """Ranks that are not ready yet."""
+        self._changed = threading.Condition()
+        self._tell: list[Callable[[str], None]] = []
+        self._busy_since: float | None = None
+        self._closing = False
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="edgespec-stages", daemon=True)
+
+    def start(self) -> None:
+        """Raises ``TargetLostError`` when there can be no processes."""
+        self._silent = {one.rank for one in self._wanted}
+        self._thread.start()
+        self._started.wait()
+        self._check()
+
+    def wait_until_ready(self, within_s: float = LOAD_WITHIN_S) -> None:
+        """Until all have built their target. Raises ``TargetLostError``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or not self._silent, within_s)
+            silent = set(self._silent)
+        if silent:
+            self._lose(f"stage {min(silent)} was not ready after {within_s:g} s")
+        self._check()
+
+    def wait_for_loss(self, within_s: float | None = None) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost, within_s)
+            return self.lost
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """``tell`` is called once, from this object's thread, or now if it is late."""
+        with self._changed:
+            if self.lost is None:
+                self._tell.append(tell)
+                return
+        tell(self.lost)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have every stage call that method of its target. Raises ``TargetLostError``."""
+        self._check()
+        began = self._busy_since is None
+        self._busy_since = self._busy_since or time.monotonic()
+        body = pickle.dumps((method, *arguments))
+        try:
+            for link in self._children:
+                link.send_bytes(body)
+        except OSError as error:
+            self._fail(error)
+        finally:
+            if began:
+                self._busy_since = None
+
+    @contextlib.contextmanager
+    def pass_over(self, batch: Sequence[PassRequest]) -> Iterator[None]:
+        """Have every stage run the pass, beside what is done within this context. Raises
+        ``TargetLostError`` when that raises."""
+        self._busy_since = time.monotonic()
+        try:
+            self.tell("run_pass", tuple(batch))
+            yield
+        except TargetLostError:
+            raise
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._busy_since = None
+        self._check()
+
+    def close(self) -> None:
+        """End the stages. Never raises."""
+        self._closing = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._kill()
+
+    def _check(self, cause: Exception | None = None) -> None:
+        if self.lost is not None:
+            raise TargetLostError(self.lost) from cause
+
+    def _fail(self, error: Exception) -> None:
+        """Raises ``TargetLostError`` with the reason that the stages give, or ``error``."""
+        self.wait_for_loss(_WHY_WITHIN_S)
+        self._lose(f"the last stage failed in a pass: {type(error).__name__}: {error}")
+        self._check(error)
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            self.lost = self.lost or why
+            self._changed.notify_all()
+
+    def _kill(self) -> None:
+        for link, child in self._children.items():
+            child.process.kill()
+            child.process.wait()
+            link.close()
+        self._children.clear()
+
+    # --- the watching thread ---------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            for options in self._wanted:
+                link, child = _started(self._program, options)
+                self._children[link] = child
+        except OSError as error:
+            self._lose(f"a stage cannot be started: {error}")
+        finally:
+            self._started.set()
+        try:
+            while self.lost is None and not self._closing:
+                ready: list[Any] = wait(list(self._children), self._look_every_s)
+                for link in ready:
+                    self._read(link, self._children[link])
+                self._look(time.monotonic())
+        except Exception as error:  # nobody may wait for a thread that is not there
+            _LOG.exception("watching the stages failed")
+            self._lose(f"the stages cannot be watched: {error}")
+        if self.lost is None:
+            return
+        for child in list(self._children.values()):
+            child.process.kill()
+        with self._changed:
+            tell, self._tell = self._tell, []
+        for one in tell:
+            one(self.lost)
+
+    def _read(self, link: Connection, child: _Child) -> None:
+        try:
+            failure = link.recv()
+        except (EOFError, OSError):
+            if not self._closing:
+                self._lose(f"stage {child.rank} {child.end_words()}")
+            return
+        if failure:
+            self._lose(f"stage {child.rank} failed: {failure}")
+        with self._changed:
+            self._silent.discard(child.rank)
+            self._changed.notify_all()
+
+    def _look(self, now: float) -> None:
+        began = self._busy_since
+        if began is not None and now - began > self._pass_within_s:
+            self._lose(
+                f"a pass was not done after {self._pass_within_s:g} s (pipeline.pass_within_s): a"
+                " stage hangs"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+
+    def end_words(self) -> str:
+        """How the process ended, for people. It has closed its link."""
+        who = f"(process {self.process.pid})"
+        try:
+            code = self.process.wait(_WHY_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return f"{who} closed its link"
+        return f"{who} " + (f"was killed by signal {-code}" if code < 0 else f"ended: code {code}")
+
+
+def _started(program: Sequence[str], options: StageOptions) -> tuple[Connection, _Child]:
+    ours, theirs = Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [*program, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output is for the verifier's ready line
+            pass_fds=(theirs.fileno(),),
+            # One bar that shows how far loading is will do.
+            env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            # A Ctrl-C in the terminal is for the last stage to heed.
+            start_new_session=True,
+        )
+    with contextlib.suppress(OSError):  # it has ended already, which is seen when it is read
+        ours.send(astuple(options))  # built-in values, so that nothing is imported to read them
+    return ours, _Child(options.rank, process)
+
+
+def _unless_lost(build: Callable[[], PipelineTarget], processes: StageProcesses) -> PipelineTarget:
+    """What ``build`` returns or raises. ``TargetLostError`` as soon as a stage is lost, even while
+    ``build`` waits for it: then its thread is left behind."""
+    done = threading.Event()
+    results: list[PipelineTarget] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(build())
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    processes.when_lost(lambda _: done.set())
+    threading.Thread(target=work, name="edgespec-last-stage", daemon=True).start()
+    done.wait()
+    if results:
+        return results[0]
+    if errors and not isinstance(errors[0], RuntimeError):
+        raise errors[0]
+    if (why := processes.wait_for_loss(_WHY_WITHIN_S)) is not None:
+        raise TargetLostError(why) from (errors[0] if errors else None)
+    raise errors[0]
+
+
+# --- in a stage's process ------------------------------------------------------------------
+
+
+def main() -> None:
+    """A stage, until the last one closes the link. Signals that ask to stop are for the last stage
+    to heed, because a drain goes on needing all stages."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # works on a process that hangs or was stopped, too
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    link, code = Connection(int(sys.argv[1])), 0
+    try:
+        _serve(link)
+    except Exception as error:
+        _LOG.debug("the error in full", exc_info=error)
+        code = 1
+        with contextlib.suppress(OSError):
+            link.send(f"{type(error).__name__}: {error}")
+    logging.shutdown()
+    # Not through the interpreter's end: a process group that others have left may wait there.
+    os._exit(code)
+
+
+def _serve(link: Connection) -> None:
+    options = StageOptions(*link.recv())
+    join = partial(join_stages, options.rank, options.stages, options.port)
+    share = StageShare(options.rank, options.stages, join, options.delay_s)
+    target = TorchTarget(share=share, **options.target)
+    link.send("")
+    while True:
+        try:
+            method, *arguments = link.recv()
+        except EOFError:
+            return
+        if method == "open":  # nothing is sampled here, so it is not told how
+            key, prompt_length, text = arguments
+            target.open(key, prompt_length, SamplingParams(), text)
+        else:
+            getattr(target, method)(*arguments)
+
+
+if __name__ == "__main__":
+    main()

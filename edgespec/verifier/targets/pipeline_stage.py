@@ -16,9 +16,11 @@ be on their way at once, which nobody makes use of yet.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,9 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+LOAD_WITHIN_S = 3600.0
+"""For weights on slow disks. Stages that end are noticed at once."""
 
 
 class PipelineError(ValueError):
@@ -38,15 +43,10 @@ class StageShare:
 
     rank: int
     world_size: int
-    wait_for_all: Callable[[], None]
-    """Called when the weights are loaded; returns when all ranks have theirs."""
+    join: Callable[[], None]
+    """Called when the weights are loaded. It returns when all stages have theirs."""
     delay_s: float = 0.0
-    """Added to each link, one way, for trials; times are of this host's monotonic clock."""
-    ordered: bool = False
-    """As of a tensor parallel share; hidden states are not added up, so it changes nothing."""
-    collectives: int = 0
-    """Grows with each message begun, and by another number on each rank: stages that fail within a
-    pass never seem to have failed alike, since the others may have completed it."""
+    """Added to each link, one way, for trials. Times are of this host's monotonic clock."""
 
     @property
     def stage(self) -> int:
@@ -68,14 +68,13 @@ class StageShare:
         return range(first, first + each + (self.stage < more))
 
     def agreed(self, yes: bool) -> bool:
-        """Whether all ranks say yes."""
+        """Whether all stages say yes."""
         votes: list[Any] = [None] * self.world_size
         distributed.all_gather_object(votes, yes)
         return all(votes)
 
     def receive(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """[1, rows, width] from the stage before, when ``delay_s`` has passed since they left."""
-        self.collectives += 1 + self.rank
         source = self.rank - 1 if self.rank > 0 else self.world_size - 1
         sent_s = torch.zeros(1, dtype=torch.float64)
         hidden = torch.empty((1, rows, width), dtype=dtype)
@@ -87,10 +86,30 @@ class StageShare:
 
     def send(self, hidden: torch.Tensor) -> None:
         """Hand [1, rows, width] to the stage behind."""
-        self.collectives += 1 + self.rank
         goal = (self.rank + 1) % self.world_size
         distributed.send(torch.tensor([time.monotonic()], dtype=torch.float64), goal)
         distributed.send(hidden.contiguous(), goal)
+
+
+def join_stages(rank: int, stages: int, port: int, listener: int = -1) -> None:
+    """Make this process a rank of torch's default process group. Rank 0 hands over the socket that
+    it listens on, on the loopback interface, so that nobody beyond this host can reach it."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=LOAD_WITHIN_S)
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        port,
+        stages,
+        rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=None if listener < 0 else listener,
+    )
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=limit)
+
+
+def leave_stages() -> None:
+    distributed.destroy_process_group()
 
 
 class _Elsewhere(torch.nn.Module):

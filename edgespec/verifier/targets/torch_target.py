@@ -48,7 +48,6 @@ from edgespec.verifier.targets.pool_size import (
 from edgespec.verifier.targets.request_checks import check_batch
 from edgespec.verifier.targets.row_tiles import RowTiles
 from edgespec.verifier.targets.self_test import SelfTest, finite_logits, run_self_test
-from edgespec.verifier.targets.tensor_parallel_model import Share
 from edgespec.verifier.targets.tree_shape import tree_shape
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class TorchTarget:
     GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
     thread, *for the whole process*, since thread counts change how sums associate; in plain mode
     ``model_threads`` sets the count when given. With ``share`` this process is one of several
-    ranks, which are built alike and make the same calls (``tensor_parallel.py``).
+    stages, which are built alike and make the same calls (``pipeline.py``).
 
     Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
     numbers, ``ValueError`` for a bad option.
@@ -91,7 +90,7 @@ class TorchTarget:
         quantize: str = "",
         packed: bool = True,
         pool_budget: PoolBudget | None = None,
-        share: Share | StageShare | None = None,
+        share: StageShare | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -104,7 +103,7 @@ class TorchTarget:
             share=share,
         )
         if share is not None:
-            share.wait_for_all()
+            share.join()
         to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
         if packed:
             pack_model(loaded.model)
@@ -257,7 +256,7 @@ class TorchTarget:
         )
 
     def _enter_canonical_mode(
-        self, loaded: LoadedModel, share: Share | StageShare | None, *, required: bool
+        self, loaded: LoadedModel, share: StageShare | None, *, required: bool
     ) -> None:
         def self_test(tiles: RowTiles) -> SelfTest:
             self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
@@ -267,16 +266,12 @@ class TorchTarget:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         agreed = bool if share is None else share.agreed
-        if share is not None:
-            share.ordered = True
         found = find_canonical_mode(loaded, self_test, row_by_row=required, agreed=agreed)
         self._row_tiles = found.tiles
         if found.tiles is not None:
             return
         self._attention = plain
         torch.set_num_threads(threads)
-        if share is not None:
-            share.ordered = False
         why = "; ".join(found.failures)
         if required:
             raise CanonicalModeError(f"canonical mode does not hold on this machine: {why}")

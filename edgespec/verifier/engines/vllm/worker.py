@@ -14,8 +14,7 @@ Each tensor-parallel rank has all logits and chooses the same tokens.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +56,26 @@ class WorkerExtension:
         RunnerSampling(self.model_runner)
 
 
-class ReasonFile(logging.Handler):
-    """Leaves the latest exception that is logged in the file ``path``."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = Path(path)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and (error := record.exc_info[1]) is not None:
-            self._path.write_text(f"{type(error).__name__}: {error}")
-
-
 def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
-    """vLLM's worker in a process of its own. Why it fails is left in the file ``reason``, because
-    vLLM only logs it there and then says "see stack trace" where it was started."""
-    from vllm.v1.executor.multiproc_executor import WorkerProc, logger
+    """vLLM's worker in a process of its own. Why it cannot start is left in the file ``reason``,
+    because vLLM only logs it there and then says "see stack trace" where it was started."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    logger.addHandler(ReasonFile(reason))
+    WorkerProc.__init__ = leaving_reason(Path(reason), WorkerProc.__init__)
     WorkerProc.worker_main(*arguments, **named)
+
+
+def leaving_reason(path: Path, start: Callable[..., None]) -> Callable[..., None]:
+    """``start``, which leaves what it raises in the file ``path`` as well."""
+
+    def started(*arguments: Any, **named: Any) -> None:
+        try:
+            start(*arguments, **named)
+        except Exception as error:
+            path.write_text(f"{type(error).__name__}: {error}")
+            raise
+
+    return started
 
 
 class _Text:

@@ -18,7 +18,7 @@ Daemon = tuple[str, "subprocess.Popen[str]"]
 
 
 @contextlib.contextmanager
-def rank_verifier(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def stage_verifier(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Killed in the end, if it has not ended before."""
     where = ("--port", "0", "--device", "cpu", "--pass-ms", "25", "--set", "drain_s=3600")
     process = start("verifier", "--model", str(folder), *where, *options)
@@ -36,7 +36,7 @@ def all_ready(*processes: subprocess.Popen[str]) -> Iterator[list[Daemon]]:
         yield [stack.enter_context(ready(process)) for process in processes]
 
 
-def other_ranks(verifier: subprocess.Popen[str]) -> list[psutil.Process]:
+def other_stages(verifier: subprocess.Popen[str]) -> list[psutil.Process]:
     """All children but the one that waits for grammars."""
     every = psutil.Process(verifier.pid).children(recursive=True)
     return [child for child in every if not _tries_grammars(child)]
