@@ -379,8 +379,7 @@ class _Stations:
         self._address, self._drafter, self._tokenizer = address, drafter, tokenizer
 
     def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
-        from edgespec.wire.metered import TrafficMeter
-        from edgespec.wire.shaped import ShapedTransport
+        from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
         meter = TrafficMeter()
         up, down = link_models(LinkSection(rtt_ms=rtt_ms))

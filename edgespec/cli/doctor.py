@@ -74,7 +74,7 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     if not 0.0 < within_s <= _MAX_PROBE_S:
         raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
     with needs("grpc", "edgespec"):
-        from edgespec.wire.health_probe import SERVING, ask_health
+        from edgespec.wire.grpc_client import SERVING, ask_health
     asking = ask_health(
         with_port(address),
         credentials=device_credentials(settings.tls),

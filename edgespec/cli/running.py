@@ -28,9 +28,8 @@ from edgespec.config.common import HASHED, PLAIN
 from edgespec.config.setup_error import SetupError
 from edgespec.device.agent import GenerationError
 from edgespec.device.drafters import deaf_calls
-from edgespec.telemetry.hidden_tokens import HiddenTokens
-from edgespec.telemetry.log_format import TEXT, JsonFormatter, formatter
-from edgespec.telemetry.trace import NoTrace, TraceFile, Tracer
+from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
+from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -20,29 +20,177 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from edgespec import __version__
 from edgespec.cli.running import on_stopping_signals, say
-from edgespec.cli.service_manager import ServiceManager
-from edgespec.cli.watching import Watching, watching
 from edgespec.config import ConfigError, VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.toy import TOY
+from edgespec.telemetry.metrics_server import MetricValues
+from edgespec.telemetry.spans import StreamSpans, stream_spans
 from edgespec.telemetry.trace import Tracer
+from edgespec.telemetry.watch import Ended, StreamMeter, Watch, log_stream, sample_engine
 from edgespec.verifier.build import build_verifier, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
 
 if TYPE_CHECKING:
+    from edgespec.telemetry.metrics_server import MetricsServer
     from edgespec.wire.grpc_server import GrpcServer
 
+
+# What a service manager hears of a daemon: ready, reloading, stopping, alive.
+#
+# The protocol is systemd's ``sd_notify``: datagrams of ``NAME=value`` lines to the socket that
+# ``$NOTIFY_SOCKET`` names, a path or, behind an ``@``, an abstract name. Without the variable every
+# call does nothing. A manager that cannot be told is no reason to end: the error is logged once.
+
 _LOG = logging.getLogger(__name__)
+
+
+class ServiceManager:
+    """The manager that started this process, if the ``environment`` names one."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._socket = environment.get("NOTIFY_SOCKET", "")
+        self._failed = self._stops = False
+        self.watchdog_s = _watchdog_s(environment)
+        """Longest time between two signs of life that the manager accepts; 0: it asks for none."""
+
+    def ready(self, status: str) -> None:
+        """The process serves from now on, or serves again after ``reloading``; not after
+        ``stopping``: files are read anew during a drain, too."""
+        if not self._stops:
+            self._send("READY=1", f"STATUS={_one_line(status)}")
+
+    def reloading(self) -> None:
+        """The process reads its configuration anew; ``ready`` follows."""
+        if not self._stops:
+            self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self, status: str) -> None:
+        """The process has begun to end."""
+        self._stops = True
+        self._send("STOPPING=1", f"STATUS={_one_line(status)}")
+
+    async def keep_alive(self) -> None:
+        """Say twice in ``watchdog_s`` that the event loop turns, until cancelled; returns at once
+        where nobody wants to know."""
+        while self._socket and self.watchdog_s:
+            self._send("WATCHDOG=1")
+            await asyncio.sleep(self.watchdog_s / 2)
+
+    def _send(self, *lines: str) -> None:
+        if not self._socket:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
+                end.setblocking(False)  # a manager that does not read must not hold this up
+                end.connect(_unix_address(self._socket))
+                end.send("\n".join(lines).encode())
+        except OSError as error:
+            if not self._failed:
+                _LOG.warning("cannot tell the service manager at %s: %s", self._socket, error)
+            self._failed = True
+
+
+def _unix_address(name: str) -> str:
+    """A leading ``@`` stands for the zero byte of an abstract address."""
+    return "\0" + name[1:] if name.startswith("@") else name
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _watchdog_s(environment: Mapping[str, str]) -> float:
+    """0 unless ``$WATCHDOG_USEC`` is a number of microseconds meant for this process."""
+    microseconds = environment.get("WATCHDOG_USEC", "")
+    meant_for = environment.get("WATCHDOG_PID", str(os.getpid()))
+    if not microseconds.isdecimal() or meant_for != str(os.getpid()):
+        return 0.0
+    return int(microseconds) / 1e6
+
+
+# How the operator of a verifier watches it: metrics over HTTP; a line of log and a span for each
+# stream.
+#
+# What nobody asked for is not built, and a verifier that nobody watches counts nothing.
+
+
+class Watching:
+    """``watch`` is for ``build_verifier``; None when nothing is to be counted."""
+
+    def __init__(self, metrics: MetricsServer | None, spans: StreamSpans | None = None) -> None:
+        logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
+        ended: list[Ended] = [log_stream] if logged else []
+        if spans is not None:
+            ended.append(spans)
+        self.watch = Watch(StreamMeter(*ended)) if ended or metrics is not None else None
+        self._metrics, self._spans = metrics, spans
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the metrics are; None without."""
+        return None if self._metrics is None else self._metrics.port
+
+    def start(self, verifier: Verifier) -> None:
+        """The verifier serves from now on; call on its event loop."""
+        if self._metrics is None or self.watch is None:
+            return
+        self.watch.lag.start(asyncio.get_running_loop())
+        model, engine = verifier.info.model.name, verifier.engine
+        self._metrics.start(
+            MetricValues(self.watch, lambda: sample_engine(engine), model, __version__)
+        )
+
+    def close(self) -> None:
+        """Let go of the port, and send the last spans."""
+        if self.watch is not None:
+            self.watch.lag.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._spans is not None:
+            self._spans.close()
+
+
+@contextmanager
+def watching(config: VerifierConfig) -> Iterator[Watching]:
+    """Takes the port of the metrics at once, before a model is loaded. Raises ``SetupError``."""
+    metrics = None if config.metrics_port is None else _metrics_server(config)
+    found = Watching(metrics, stream_spans(os.environ))
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _metrics_server(config: VerifierConfig) -> MetricsServer:
+    assert config.metrics_port is not None
+    with needs("prometheus-client", "edgespec[server]"):
+        from edgespec.telemetry.metrics_server import MetricsServer
+    host, port = config.metrics_host, config.metrics_port
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        server = MetricsServer(host, port)
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = "; choose another with --metrics-port" if error.errno == errno.EADDRINUSE else ""
+        raise SetupError(f"cannot serve metrics on {shown}:{port}: {why}{hint}") from error
+    say(f"metrics on http://{shown}:{server.port}/metrics")
+    return server
+
+
 _STREAMS_END_WITHIN_S = 3.0
+
 # The target's thread takes its next pass while the event loop still sends the last one's commits:
 # it waits for the interpreter for so long, and at Python's own 5 ms a pass of 25 ms began late.
 _SWITCH_S = 5e-4
@@ -174,9 +322,6 @@ async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
 
-# --- reloading -------------------------------------------------------------------------------
-
-
 async def _reload_whenever(
     asked: asyncio.Event,
     access: ServerAccess,
@@ -243,9 +388,6 @@ def _read_stdin(end: Stopping) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         end.ask(signal.SIGHUP)
-
-
-# --- before and after the model is loaded ----------------------------------------------------
 
 
 def check_free(config: VerifierConfig) -> None:

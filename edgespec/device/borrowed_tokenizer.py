@@ -18,11 +18,6 @@ from pathlib import Path
 from edgespec.config import AgentConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
-from edgespec.core.protocol.text_files import (
-    TextFile,
-    are_as_announced,
-    cache_key,
-)
 from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of
 from edgespec.device.export.export_cache import cache_folder
 from edgespec.device.many_verifiers import with_port
@@ -30,7 +25,7 @@ from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.wire.access import device_access
-from edgespec.wire.tokenizer_fetch import TokenizerFetch
+from edgespec.wire.tokenizer_lending import TextFile, TokenizerFetch, are_as_announced, cache_key
 
 Say = Callable[[str], None]
 _FOLDER = "tokenizers"

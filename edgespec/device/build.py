@@ -35,7 +35,7 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, resolve_mo
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.models.vocabulary_info import vocabulary_info
-from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.logs import current_trace_parent
 from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from edgespec.config.endpoint import LOGGED_CHARACTERS
 from edgespec.endpoint.answer import Choice
-from edgespec.telemetry.histogram import LATENCY_S, Histogram
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram
 
 _PREFIX: Final = "edgespec_endpoint_"
 

@@ -63,7 +63,7 @@ from edgespec.endpoint.tool_calls import (
     tool_reader,
 )
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
-from edgespec.telemetry.request_id import request_id
+from edgespec.telemetry.logs import request_id
 
 RETRY_AFTER_S = 1
 

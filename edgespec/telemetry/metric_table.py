@@ -7,8 +7,11 @@ so nothing that a device sends can make a new time series.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Final
 
 PREFIX: Final = "edgespec_"
@@ -87,3 +90,35 @@ METRICS: Final = (
 )
 METRIC_NAMES: Final = tuple(metric.name for metric in METRICS)
 """As a query names them, less a histogram's ``_bucket``, ``_sum`` and ``_count``."""
+
+
+class Histogram:
+    """``bounds`` ascend; a value counts for the first bound that it does not exceed, and for none
+    of them when it exceeds all. One thread adds, any may read: what is read is at most one addition
+    apart from itself."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+        """Sum of the values."""
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count ``value`` so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def cumulative(self) -> list[int]:
+        """For each bound how many values were at most that, and at the end how many in all."""
+        return list(accumulate(tuple(self.counts)))
+
+
+LATENCY_S = (
+    *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0),
+)
+"""From a token every millisecond to a first token after a minute; finest where streams live."""
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.telemetry.stream_meter import LOST, StreamRecord
+from edgespec.telemetry.watch import LOST, StreamRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

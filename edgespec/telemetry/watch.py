@@ -1,13 +1,397 @@
-"""What watches one verifier, to be handed to its parts when they are built."""
+"""What the streams of a verifier got, and when: plain counts for metrics, a record for each stream.
+
+Theory of operation. A *record* lives from a stream's ``Open`` until its generation is complete, the
+device cancels, or the stream ends; then whoever listens gets it. Commits of passes are counted
+when they are handed to their stream: once, so what a device that comes back is sent again is not
+counted again. This runs for every message, so it adds small numbers and makes no objects but for
+what it has to remember.
+
+The round trip is seen from here: from the hand-over of a commit to the ``Received`` that
+acknowledges exactly its last token. It includes what the device needs to read it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from edgespec.telemetry.loop_lag import LoopLag
-from edgespec.telemetry.read_waits import ReadWaits
-from edgespec.telemetry.stream_meter import StreamMeter
-from edgespec.telemetry.traffic_counts import TrafficCounts
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Message,
+    Open,
+    Opened,
+    Received,
+)
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import (
+    BatchDone,
+    BatchFailed,
+    EngineAction,
+    EngineEvent,
+    OpenSequence,
+    RunBatch,
+    SendTo,
+    StreamMessage,
+    StreamOpened,
+)
+from edgespec.core.verifier.session_events import FINISHED, PASSING
+from edgespec.core.verifier.traffic_budget import Wait
+from edgespec.telemetry.logs import request_id, trace_parent
+from edgespec.telemetry.metric_table import COUNTS, LATENCY_S, Histogram
+
+LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+MAX_POSITIONS = 16
+"""Places in a draft that are counted one by one; deeper ones are in the total alone."""
+
+# Commits of one stream whose acknowledgement is waited for; flow control stops a device sooner.
+_MAX_UNACKNOWLEDGED = 256
+
+LOST = "lost"
+"""The link broke, or the device let go, before the generation was complete."""
+
+REASONS = (
+    *(reason.value for reason in FinishReason if reason is not FinishReason.CONTEXT),
+    *(code.value for code in FaultCode),
+    LOST,
+)
+"""How a stream can end. The verifier's word for a full context is ``length``, as on the wire."""
+
+
+class StreamRecord:
+    """One stream, for logs and spans; times are of the verifier's monotonic clock."""
+
+    __slots__ = (
+        "accepted",
+        "credential",
+        "ended_at",
+        "first_at",
+        "first_tokens",
+        "last_at",
+        "model",
+        "nodes",
+        "opened",
+        "opened_at",
+        "peer",
+        "reason",
+        "request",
+        "request_id",
+        "resumed",
+        "tokens",
+        "trace_parent",
+        "unacknowledged",
+    )
+
+    def __init__(self, event: StreamOpened, now: float) -> None:
+        self.request: Open = event.request
+        self.request_id, self.trace_parent = request_id.get(), trace_parent.get()
+        self.model = ""
+        """That serves it; empty before it is opened."""
+        self.peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
+        self.credential = event.credential.name
+        self.opened = False
+        """Whether the verifier took the generation."""
+        self.resumed = bool(event.request.committed)
+        """Whether another stream, here or elsewhere, began the generation."""
+        self.opened_at = now
+        self.first_at: float | None = None
+        """When the first tokens were handed to the stream, and the last so far."""
+        self.last_at = 0.0
+        self.first_tokens = 0
+        """How many came first, all at once."""
+        self.ended_at = now
+        self.tokens = self.accepted = self.nodes = 0
+        """Committed by passes, of these drafted, and draft nodes that passes looked at."""
+        self.reason = LOST
+        self.unacknowledged: deque[tuple[int, float]] = deque(maxlen=_MAX_UNACKNOWLEDGED)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the opening of the stream to its first tokens."""
+        return None if self.first_at is None else self.first_at - self.opened_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after those that came first; None with nothing after them."""
+        later = self.tokens - self.first_tokens
+        if self.first_at is None or later <= 0:
+            return None
+        return (self.last_at - self.first_at) / later
+
+
+Ended = Callable[[StreamRecord], None]
+
+
+class StreamMeter:
+    """What each step of an engine brought. All counts only grow; ``ended`` hears of each stream."""
+
+    def __init__(self, *ended: Ended) -> None:
+        self.ttft_s = Histogram(LATENCY_S)
+        self.itl_s = Histogram(LATENCY_S)
+        self.rtt_s = Histogram(LATENCY_S)
+        self.pass_s = Histogram(LATENCY_S)
+        self.pass_rows = Histogram(COUNTS)
+        self.pass_tokens = Histogram(COUNTS)
+        self.prompt_tokens = self.generation_tokens = 0
+        self.drafts = self.draft_nodes = self.accepted = 0
+        self.accepted_at = [0] * MAX_POSITIONS
+        self.run_ahead_tokens = self.stale = self.wasted = 0
+        self.failed_passes = self.late_streams = 0
+        self.finished = dict.fromkeys(REASONS, 0)
+        self.rejected = {code.value: 0 for code in FaultCode}
+        self._ended = ended
+        self._records: dict[int, StreamRecord] = {}
+        self._pass_at: float | None = None
+
+    def observe(self, event: EngineEvent, actions: Sequence[EngineAction], now: float) -> None:
+        if type(event) is StreamMessage:
+            if type(event.message) is not Draft:
+                self._heard(event, now)
+        elif type(event) is BatchDone:
+            self.late_streams += len(event.behind)
+            return self._passed(actions, now)
+        elif type(event) is StreamOpened:
+            self._open(event, actions, now)
+        elif type(event) is BatchFailed:
+            self.failed_passes += 1
+            self._pass_at = None
+        for action in actions:
+            if type(action) is RunBatch:
+                self._start(action, now)
+
+    def told(self, stream: int, fault: Fault) -> None:
+        if (record := self._records.get(stream)) is not None:
+            record.reason = fault.code.value
+
+    def gone(self, stream: int, now: float) -> None:
+        if (record := self._records.get(stream)) is not None:
+            self._end(stream, record.reason, now)
+
+    def refused(self, code: FaultCode) -> None:
+        """A stream was ended with this code before a generation began on it."""
+        self.rejected[code.value] += 1
+
+    # --- streams ---------------------------------------------------------------------------
+
+    def _open(self, event: StreamOpened, actions: Sequence[EngineAction], now: float) -> None:
+        record = self._records[event.stream] = StreamRecord(event, now)
+        for action in actions:
+            match action:
+                case SendTo(event.stream, Opened(model=model)):
+                    record.opened, record.model = True, model
+                case SendTo(event.stream, Commit(finish=finish)) if finish is not None:
+                    self._end(event.stream, finish.value, now)
+                case OpenSequence():
+                    self.prompt_tokens += len(event.request.prompt)
+                case _:
+                    pass
+
+    def _end(self, stream: int, reason: str, now: float) -> None:
+        if (record := self._records.pop(stream, None)) is None:
+            return
+        record.reason, record.ended_at = reason, now
+        if record.opened:
+            self.finished[reason] += 1
+        for ended in self._ended:
+            ended(record)
+
+    def _heard(self, event: StreamMessage, now: float) -> None:
+        message = event.message
+        if isinstance(message, Cancel):
+            self._end(event.stream, FinishReason.CANCELLED.value, now)
+        elif isinstance(message, Received):
+            if (record := self._records.get(event.stream)) is not None:
+                self._acknowledged(record, message.position, now)
+
+    def _acknowledged(self, record: StreamRecord, position: int, now: float) -> None:
+        sent = record.unacknowledged
+        while sent and sent[0][0] <= position:
+            length, at = sent.popleft()
+            if length == position:
+                self.rtt_s.add(now - at)
+
+    # --- passes ----------------------------------------------------------------------------
+
+    def _start(self, batch: RunBatch, now: float) -> None:
+        self._pass_at = now
+        self.pass_rows.add(sum([len(one.feed) + len(one.tokens) for one in batch.requests]))
+
+    def _passed(self, actions: Sequence[EngineAction], now: float) -> None:
+        if self._pass_at is not None:
+            self.pass_s.add(now - self._pass_at)
+            self._pass_at = None
+        tokens = drafts = nodes = accepted = run_ahead = stale = 0
+        records, gaps, lengths = self._records, dict[float, int](), dict[int, int]()
+        for action in actions:
+            if type(action) is not SendTo:
+                if type(action) is RunBatch:
+                    self._start(action, now)
+                continue
+            commit = action.message
+            if type(commit) is not Commit or (record := records.get(action.stream)) is None:
+                continue
+            count = len(commit.tokens)
+            if not count:
+                continue
+            tokens += count
+            stale += commit.stale
+            if rows := commit.rows:
+                drafts += 1
+                nodes += rows
+                record.nodes += rows
+                if right := commit.accepted:
+                    accepted += right
+                    record.accepted += right
+                    lengths[right] = lengths.get(right, 0) + 1
+            else:
+                run_ahead += count
+            if record.tokens:
+                gap_s = (now - record.last_at) / count
+                gaps[gap_s] = gaps.get(gap_s, 0) + count
+            else:
+                self._first(record, count, now)
+            record.last_at = now
+            record.tokens += count
+            record.unacknowledged.append((commit.position + count, now))
+            if commit.finish is not None:
+                self._end(action.stream, commit.finish.value, now)
+        for gap_s, count in gaps.items():
+            self.itl_s.add(gap_s, count)
+        for length, count in lengths.items():
+            for place in range(min(length, MAX_POSITIONS)):
+                self.accepted_at[place] += count
+        self.generation_tokens += tokens
+        self.drafts += drafts
+        self.draft_nodes += nodes
+        self.accepted += accepted
+        self.wasted += nodes - accepted
+        self.run_ahead_tokens += run_ahead
+        self.stale += stale
+        if tokens:
+            self.pass_tokens.add(tokens)
+
+    def _first(self, record: StreamRecord, count: int, now: float) -> None:
+        record.first_at, record.first_tokens = now, count
+        if not record.resumed:
+            self.ttft_s.add(now - record.opened_at)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def log_stream(record: StreamRecord) -> None:
+    """Say at level INFO how the stream went; see ``StreamMeter``."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    fields = {
+        "event": "stream",
+        "reason": record.reason,
+        "served": record.opened,
+        "resumed": record.resumed,
+        "prompt_tokens": len(record.request.prompt),
+        "tokens": record.tokens,
+        "accepted": record.accepted,
+        "nodes": record.nodes,
+        "ttft_s": _rounded(record.ttft_s),
+        "tpot_s": _rounded(record.tpot_s),
+        "duration_s": _rounded(record.ended_at - record.opened_at),
+        "key": record.credential,
+        "peer": record.peer,
+    }
+    extra = {"request_id": record.request_id, "fields": fields}
+    _LOG.info("%s", _in_words(record), extra=extra)
+
+
+def _in_words(record: StreamRecord) -> str:
+    words = [f"{record.tokens} tokens, {record.accepted} of {record.nodes} drafted ones accepted"]
+    if (ttft_s := record.ttft_s) is not None:
+        words.append(f"first after {ttft_s * 1e3:.0f} ms")
+    if (tpot_s := record.tpot_s) is not None:
+        words.append(f"then {tpot_s * 1e3:.1f} ms a token")
+    whose = f"key {record.credential} at {record.peer}" if record.credential else record.peer
+    outcome = "ended" if record.opened else "refused"
+    return f"stream of {whose} {outcome} ({record.reason}): {', '.join(words)}"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+class ReadWaits:
+    """Seconds by reason. Waits of several streams at the same time all count."""
+
+    def __init__(self) -> None:
+        self._total_s = dict.fromkeys(Wait, 0.0)
+
+    def add(self, reason: Wait, wait_s: float) -> None:
+        """One stream is not read for so long."""
+        self._total_s[reason] += wait_s
+
+    def by_reason(self) -> dict[str, float]:
+        """All of it so far, by the reason's word."""
+        return {reason.value: total_s for reason, total_s in self._total_s.items()}
+
+
+UPLINK: tuple[type[Message], ...] = (Open, Draft, Received, Cancel)
+
+DOWNLINK: tuple[type[Message], ...] = (Opened, Commit, Fault)
+
+
+class TrafficCounts:
+    """Implements ``ports.ByteMeter``."""
+
+    def __init__(self) -> None:
+        self._counts: dict[type, list[int]] = {kind: [0, 0] for kind in UPLINK + DOWNLINK}
+
+    def count(self, message: Message, payload_bytes: int) -> None:
+        counts = self._counts[type(message)]
+        counts[0] += 1
+        counts[1] += payload_bytes
+
+    def of(self, kind: type[Message]) -> tuple[int, int]:
+        """Messages of a kind so far, and their payload bytes."""
+        messages, payload_bytes = self._counts[kind]
+        return messages, payload_bytes
+
+
+# How late an event loop is: what is to be done at a moment, and when it is done.
+#
+# The lag is what every message and every pass waits for on top of its own work. A callback asks ten
+# times a second, which costs a ten-thousandth of the loop or so.
+
+EVERY_S = 0.1
+
+
+class LoopLag:
+    """Measures from ``start`` to ``stop``."""
+
+    def __init__(self) -> None:
+        self.lag_s = Histogram(LAG_S)
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on ask how late ``loop`` is."""
+        due = loop.time() + EVERY_S
+
+        def ask() -> None:
+            self.lag_s.add(max(0.0, loop.time() - due))
+            self.start(loop)
+
+        self._handle = loop.call_at(due, ask)
+
+    def stop(self) -> None:
+        """Ask no more; a second call does nothing."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +403,56 @@ class Watch:
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
     lag: LoopLag = field(default_factory=LoopLag)
     waits: ReadWaits = field(default_factory=ReadWaits)
+
+
+# How an engine stands at this moment: what is counted there anyway, read when somebody asks.
+#
+# Read from another thread than the engine's, without a lock: tables are copied in one step, numbers
+# are read one by one, so two of them may be an event apart.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """Sessions that are not finished are running, waiting or detached."""
+
+    running: int
+    """Their device is there, and they have entered the cache."""
+    waiting: int
+    """Their device is there, and their prompt waits for a pass or for room."""
+    detached: int
+    """Their link is lost: they are kept for the lease."""
+    cache_share: float
+    """Of the key-value blocks, the share that is held; 0 for a target that keeps no account."""
+    evictions: int
+    preemptions: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    server_drafted_tokens: int
+
+
+def sample_engine(engine: VerifyEngine) -> EngineSample:
+    """The engine's standing, in time proportional to its sessions."""
+    running = waiting = detached = 0
+    for session in tuple(engine.sessions.values()):
+        if session.state is FINISHED:
+            continue
+        if not session.attached:
+            detached += 1
+        elif session.state is PASSING or session.cache_length:
+            running += 1
+        else:
+            waiting += 1
+    keeper = engine.keeper
+    ledger = keeper.ledger
+    held = 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
+    return EngineSample(
+        running,
+        waiting,
+        detached,
+        held,
+        keeper.evictions,
+        keeper.preemptions,
+        keeper.prefix_hit_tokens,
+        keeper.prefix_query_tokens,
+        engine.server_drafted_tokens,
+    )

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING
 
 from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError, needs
-from edgespec.config.verifier import VLLM
+from edgespec.config.verifier import VLLM, LimitsSection
+from edgespec.core.device.memory import parse_budget
 from edgespec.core.ports import TargetModel, pass_shape
 from edgespec.core.protocol.messages import Limits
-from edgespec.core.protocol.text_files import (
-    MAX_TEXT_BYTES,
-    TEXT_FILES,
-    PackedFile,
-    TextFileError,
-)
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
@@ -27,15 +22,32 @@ from edgespec.models.constraint_readers import verifier_reader
 from edgespec.models.folders import Role, check_folder, model_info, resolve_model
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.models.weights import text_fingerprint, weights_fingerprint
+from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.engines.loading import vllm_target
-from edgespec.verifier.target_memory import pool_budget
 from edgespec.wire.access import ServerAccess
+from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedFile, TextFileError
 
 if TYPE_CHECKING:
+    from edgespec.verifier.targets.pool_size import PoolBudget
     from edgespec.wire.grpc_server import GrpcServer
+
+
+def pool_budget(limits: LimitsSection) -> PoolBudget | None:
+    """None where ``limits`` count tokens instead."""
+    from edgespec.verifier.targets.pool_size import PoolBudget
+
+    if not limits.kv_budget and limits.gpu_memory_utilization is None:
+        return None
+    return PoolBudget(
+        kv=parse_budget(limits.kv_budget) if limits.kv_budget else None,
+        gpu_share=limits.gpu_memory_utilization,
+        rows=limits.max_rows_per_pass,
+        machine=machine_memory,
+    )
+
 
 _TOY_BLOCK_TOKENS = 16
 

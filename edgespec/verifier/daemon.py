@@ -16,10 +16,12 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from edgespec.core.ports import (
     CapacityError,
@@ -29,6 +31,7 @@ from edgespec.core.ports import (
     TargetModel,
     VerifierStream,
     adapters_of,
+    use_adapter,
 )
 from edgespec.core.protocol.messages import (
     Cancel,
@@ -40,31 +43,216 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.telemetry.engine_telemetry import EngineTelemetry
-from edgespec.telemetry.request_id import new_request_id, request_id, trace_parent
+from edgespec.core.verifier.engine_events import (
+    BatchDone,
+    CloseSequence,
+    KeepNodes,
+    OpenSequence,
+    SequenceFailed,
+)
+from edgespec.telemetry.logs import new_request_id, request_id, trace_parent
 from edgespec.telemetry.trace import NoTrace, Tracer
-from edgespec.verifier.backlog import Backlog, HeldUp
+from edgespec.telemetry.watch import StreamMeter
 from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
-from edgespec.verifier.target_worker import TargetWorker
+
+# What streams are still to be sent: of each a bounded queue with one reader and an end.
+#
+# An ``asyncio.Queue`` does more, and takes thrice the time for it at every commit of every session.
+
+
+class Backlog:
+    """At most ``limit`` messages; ``put`` and ``end`` never wait."""
+
+    __slots__ = ("_ended", "_limit", "_messages", "_reader")
+
+    def __init__(self, limit: int) -> None:
+        self._messages: deque[Downlink] = deque()
+        self._limit, self._ended = limit, False
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether its reader has taken all."""
+        return not self._messages
+
+    @property
+    def idle(self) -> bool:
+        """Whether its reader waits, so that nothing is under way."""
+        return self._reader is not None and not self._messages and not self._reader.done()
+
+    def put(self, message: Downlink) -> bool:
+        """Append it; False, and nothing changes, when the backlog is full or has ended."""
+        if self._ended or len(self._messages) >= self._limit:
+            return False
+        self._messages.append(message)
+        self._wake()
+        return True
+
+    def end(self) -> None:
+        """No more follows what is in it."""
+        self._ended = True
+        self._wake()
+
+    async def get(self) -> Downlink | None:
+        """The next message, None after the last. One reader at a time; it may be cancelled."""
+        while not self._messages:
+            if self._ended:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._messages.popleft()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class HeldUp:
+    """Streams on which a message waits to leave, and which of them the engine knows of."""
+
+    __slots__ = ("_known", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: set[int] = set()
+        self._known: set[int] = set()
+
+    def waits(self, stream: int) -> None:
+        """A message of the stream could not leave at once."""
+        self._waiting.add(stream)
+
+    def tell(self) -> tuple[int, ...]:
+        """All of them, for the engine to know."""
+        self._known |= self._waiting
+        return tuple(self._waiting)
+
+    def all_left(self, stream: int) -> bool:
+        """Nothing of the stream waits any more, or it is gone; whether the engine should know."""
+        known = stream in self._known
+        self._known.discard(stream)
+        self._waiting.discard(stream)
+        return known
+
 
 _LOG = logging.getLogger(__name__)
+
+SequenceWork = OpenSequence | CloseSequence | KeepNodes
+
+
+class TargetWorker:
+    """Sequence work is queued and carried out just before the next pass, in one hop to the thread.
+
+    A piece of sequence work that raises is reported to ``failed``, on the event loop and before the
+    pass ends; its session misses that pass, and all others go on.
+    """
+
+    def __init__(self, target: TargetModel, failed: Callable[[SequenceFailed], None]) -> None:
+        self._target, self._failed = target, failed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
+        self._queued: list[SequenceWork] = []
+        self._last: asyncio.Future[Any] | None = None
+        """What was handed to the thread last: when it is over, so is all before it."""
+
+    def queue(self, work: SequenceWork) -> None:
+        self._queued.append(work)
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queued)
+
+    def submit(self, requests: tuple[PassRequest, ...]) -> asyncio.Future[BatchDone]:
+        """One pass after the work queued so far; no requests, only the work. What is queued later
+        waits for the next call. The future has the results in the order of the requests."""
+        loop = asyncio.get_running_loop()
+        queued, self._queued = self._queued, []
+
+        def work() -> BatchDone:
+            missing: set[str] = set()
+            for item in queued:
+                failure = self._carry_out(item)
+                if isinstance(item, OpenSequence):
+                    missing.discard(item.key)
+                if failure is not None:
+                    missing.add(item.key)
+                    loop.call_soon_threadsafe(self._failed, failure)
+            batch = [request for request in requests if request.key not in missing]
+            began_s = time.perf_counter()
+            results = tuple(self._target.forward(batch)) if batch else ()
+            return BatchDone(results, time.perf_counter() - began_s)
+
+        self._last = done = loop.run_in_executor(self._thread, work)
+        return done
+
+    def probe(self, request: PassRequest) -> asyncio.Future[None]:
+        """Open a sequence, run this one request, close it; the future has what went wrong."""
+
+        def work() -> None:
+            self._target.open(request.key, 1, SamplingParams())
+            try:
+                self._target.forward([request])
+            finally:
+                self._target.close(request.key)
+
+        self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return done
+
+    def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
+        try:
+            match item:
+                case OpenSequence(key, prompt_length, sampling, text, adapter):
+                    self._target.open(key, prompt_length, sampling, text)
+                    if adapter:
+                        use_adapter(self._target, key, adapter)
+                case KeepNodes(key, nodes):
+                    self._target.keep(key, nodes)
+                case CloseSequence(key):
+                    self._target.close(key)
+        except TargetLostError:
+            raise  # Nobody's fault, and the end of all.
+        except CapacityError as error:
+            return SequenceFailed(item.key, str(error), full=True)
+        except Exception as error:  # whatever a model raises ends one session, not the daemon
+            _LOG.exception("%s of a session failed", type(item).__name__)
+            return SequenceFailed(item.key, f"{type(error).__name__}: {error}")
+        return None
+
+    async def close(self, within_s: float) -> bool:
+        """Take no more work and wait for what was handed over; whether it was over by then. If not,
+        its thread is left behind, for which the interpreter would wait at its end."""
+        if self._last is not None:
+            await asyncio.wait([self._last], timeout=within_s)
+        over = self._last is None or self._last.done()
+        self._thread.shutdown(wait=over, cancel_futures=True)
+        return over
+
+
 # Flow control keeps a stream's backlog below ``max_unreceived`` commits; more is a broken peer.
 _MAX_BACKLOG = 4096
+
 _OPEN_WITHIN_S = 10.0
+
 # For a device that does not read to take its last message before the stream is cut.
 _LAST_WORDS_S = 1.0
+
 # What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
+
 _FOR_THE_TARGET = frozenset(
     (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
 )
+
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
+
 _STOPS = Fault(
     FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
 )
+
 _REVOKED = Fault(FaultCode.UNAUTHENTICATED, "the key of this device (EDGESPEC_API_KEY) was revoked")
 
 
@@ -78,7 +266,7 @@ class Verifier:
         engine_limits: ee.EngineLimits | None = None,
         *,
         tracer: Tracer | None = None,
-        telemetry: EngineTelemetry | None = None,
+        telemetry: StreamMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
         read_constraint: ReadConstraint | None = None,
     ) -> None:

@@ -19,11 +19,16 @@ from grpc.aio import EOF
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
 from edgespec.wire.codec import SERVICE, decode_downlink, decode_info, encode_uplink
-from edgespec.wire.door import HEADER, SCHEME
-from edgespec.wire.grpc_options import Keepalive, client_options
-from edgespec.wire.shielded_call import ShieldedCall
+from edgespec.wire.grpc_calls import (
+    CONVERSATION_HEADER,
+    KEY_HEADER,
+    KEY_SCHEME,
+    SPAN_HEADER,
+    Keepalive,
+    ShieldedCall,
+    client_options,
+)
 from edgespec.wire.tls import handshake_failure
-from edgespec.wire.trace_parent import HEADER as SPAN_HEADER
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 # Statuses that a second attempt would meet again.
@@ -38,12 +43,13 @@ _FINAL: Final = frozenset(
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
-CONVERSATION_HEADER: Final = "edgespec-conversation"
-"""Sixteen hexadecimal digits (``core/association/conversation.py``)."""
+
+
 _TOO_LARGE: Final = "message larger than max"
 
 # What the library raises when the call is gone; the exact one varies with the moment.
 _GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, ConnectionError)
+
 # How long a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
 
@@ -82,7 +88,7 @@ class GrpcTransport:
         self._keepalive = keepalive or Keepalive()
         self._credentials, self._shows_certificate = credentials, shows_certificate
         self._server_name = server_name
-        self._metadata = ((HEADER, f"{SCHEME} {api_key}"),) if api_key else None
+        self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {api_key}"),) if api_key else None
         self._meter = meter
         self._connect_timeout_s = connect_timeout_s
         self._trace_parent, self._conversation = trace_parent, conversation
@@ -333,3 +339,50 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
     too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (details or "")
     alive = code in _FINAL or code is grpc.StatusCode.RESOURCE_EXHAUSTED
     return LinkError(text, retryable=code not in _FINAL and not too_large, alive=alive)
+
+
+# A question to gRPC's standard health service: does the daemon at an address serve?
+#
+# For probes that start as processes of their own, of a container or a service manager. A proxy of
+# the environment is left aside: gRPC would send even a question to this machine through it.
+
+SERVING = "SERVING"
+
+
+async def ask_health(
+    address: str,
+    service: str = "",
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+    timeout_s: float = 5.0,
+) -> str:
+    """``SERVING``, or what else the health service says of ``service`` (empty: the whole daemon).
+
+    ``credentials`` None asks in plaintext. ``server_name`` is the name to look for in the
+    certificate when it is not that of the address, as behind ``127.0.0.1``. Raises ``LinkError``
+    when no answer comes within ``timeout_s``.
+    """
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with _channel(address, credentials, server_name) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+            raise LinkError(f"no health from {address}: {why}") from None
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _channel(
+    address: str, credentials: grpc.ChannelCredentials | None, server_name: str
+) -> grpc.aio.Channel:
+    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
 from edgespec.core.ports import Authenticate, ByteMeter, LinkError, ServeStream
 from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import (
     INFO_LIMITS,
     OPEN_LIMITS,
@@ -33,26 +37,247 @@ from edgespec.core.verifier.traffic_budget import (
     Wait,
     without_keys,
 )
-from edgespec.wire.call_end import abort_call
-from edgespec.wire.call_line import CallLine, caller, payer, retry_metadata
-from edgespec.wire.codec import encode_downlink
-from edgespec.wire.door import WRONG_KEY, Door, shown_key
-from edgespec.wire.grpc_listener import LAST_WORDS_S, GrpcListener
-from edgespec.wire.grpc_options import Keepalive, server_options
+from edgespec.wire.callers import (
+    TOKENIZER_LIMITS,
+    WRONG_KEY,
+    CallLine,
+    Door,
+    InfoAnswers,
+    LoadTexts,
+    Refusals,
+    SideServices,
+    TokenizerAnswers,
+    caller,
+    payer,
+    retry_metadata,
+    shown_key,
+)
+from edgespec.wire.codec import SERVICE, encode_downlink
+from edgespec.wire.grpc_calls import Keepalive, Options, abort_call, peer_address, server_options
 from edgespec.wire.grpc_stream import STALLED_S, GrpcVerifierStream
-from edgespec.wire.info_answers import InfoAnswers
-from edgespec.wire.peer_address import peer_address
-from edgespec.wire.refusals import Refusals
-from edgespec.wire.stream_slots import StreamSlots
-from edgespec.wire.tokenizer_answers import TOKENIZER_LIMITS, LoadTexts, TokenizerAnswers
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
+# The listener takes the calls of devices from a port and hands them to the service, as bytes.
+#
+# It has gRPC in it and nothing of the service. Beside it stand gRPC's own health and reflection
+# (health per service, NOT_SERVING while draining).
+
+LAST_WORDS_S = 0.5
+"""For the last faults to leave before the connections are cut."""
+
+ServeCall = Callable[[Any, Any], Awaitable[Any]]
+"""Takes gRPC's request (or requests) and context, and runs the call to its end."""
+
+STREAMED: Final = "Speculate"
+
+ANSWERED: Final = ("Info", "Tokenizer")
+"""The service's methods: the one that streams both ways, and those of one request and one reply."""
+
+Methods = Mapping[str, ServeCall]
+"""What runs the calls, for each of these names."""
+
+
+class GrpcListener:
+    """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path") in this event
+    loop; ``credentials`` None is plaintext."""
+
+    def __init__(
+        self,
+        address: str,
+        options: Options,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        self._address, self._options, self._credentials = address, options, credentials
+        self._server: grpc.aio.Server | None = None
+        self._health: Any = None
+
+    async def start(self, methods: Methods, line: CallLine) -> int:
+        """Listen and report SERVING; the port, 0 for a unix socket. ``line`` is where calls of side
+        services wait. Raises ``OSError`` naming an address that cannot be had."""
+        from grpc_health.v1 import health, health_pb2_grpc
+        from grpc_reflection.v1alpha import reflection
+
+        server = grpc.aio.server(options=self._options, interceptors=(SideServices(SERVICE, line),))
+        # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
+        handlers: Any = {
+            name: grpc.unary_unary_rpc_method_handler(methods[name]) for name in ANSWERED
+        }
+        handlers[STREAMED] = grpc.stream_stream_rpc_method_handler(methods[STREAMED])
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_aio: Any = health.aio
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        port = self._bind(server)
+        await server.start()
+        self._server = server
+        await self.report(serving=True)
+        return port
+
+    async def report(self, *, serving: bool) -> None:
+        """What health says from now on; after ``drain`` nothing changes it."""
+        from grpc_health.v1 import health_pb2
+
+        status = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE):
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Report NOT_SERVING; calls go on."""
+        # One that watches the health and does not read would hold this up for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls, and cut what is left after ``grace_s`` seconds."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(grace_s)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        reason = "no reason given"
+        try:
+            if self._credentials is None:
+                port = server.add_insecure_port(self._address)
+            else:
+                port = server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            port, reason = 0, str(error)
+        if port == 0:
+            raise OSError(f"cannot listen on {self._address} (is it in use?): {reason}")
+        return 0 if self._address.startswith("unix:") else port
+
+
+# Who may hold a stream: a bounded table of slots that one peer or one key cannot fill alone.
+#
+# Theory of operation. A stream takes a slot when it comes and gives it back when it ends. It is
+# *idle* until its Open has arrived. There are ``max_streams`` slots. A stream counts for its
+# owners: the peer it comes from and, where keys are asked for, the credential of its key. One owner
+# may hold a share of the slots; a credential with a limit of sessions no more than twice these and
+# ``SPARE_STREAMS``, since a device may come back before its last stream is known to be dead.
+#
+# When a new stream finds no slot, an idle one has to leave in its favour: the oldest one of the
+# owner that has reached its bound, else the oldest one of the peer that has most idle streams.
+# Where no such stream is idle the new one is refused.
+#
+# Invariants: at most ``max_streams`` streams hold a slot, and no owner more than its bound; a
+# stream whose Open has arrived never loses its slot to another.
+
+SPARE_STREAMS: Final = 8
+
+_KEY: Final = "key "
+
+_S = TypeVar("_S", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[_S]):
+    """What became of a stream that asked for a slot."""
+
+    refusal: str | None = None
+    """Why it got none, with the bound and the value."""
+    evicted: _S | None = None
+    """The idle stream that lost its slot and has to be ended."""
+
+
+class StreamSlots(Generic[_S]):
+    """Slots for ``max_streams`` streams; one owner holds at most ``peer_share`` of them, and at
+    least one. Raises ``ValueError`` for a share outside (0, 1]."""
+
+    def __init__(self, max_streams: int, peer_share: float) -> None:
+        if max_streams < 1:
+            raise ValueError(f"max_streams is {max_streams}, but must be at least 1")
+        if not 0.0 < peer_share <= 1.0:
+            raise ValueError(f"peer_share is {peer_share}, but must be in (0, 1]")
+        self.max_streams = max_streams
+        self.peer_streams = max(1, math.floor(max_streams * peer_share))
+        self._owners_of: dict[_S, tuple[str, ...]] = {}
+        """The peer first."""
+        self._held: Counter[str] = Counter()
+        # In the order of arrival.
+        self._idle: dict[str, dict[_S, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners_of)
+
+    def enter(self, stream: _S, peer: str, credential: Credential = ANYBODY) -> Entry[_S]:
+        """Take a slot for a new stream of ``peer``, which showed the key of ``credential``."""
+        bounds = {peer: self.peer_streams}
+        if credential.name:
+            bounds[f"{_KEY}{credential.name!r}"] = self._key_streams(credential)
+        owners = tuple(bounds)
+        full = [owner for owner in owners if self._held[owner] >= bounds[owner]]
+        if not full and len(self) < self.max_streams:
+            self._take(stream, owners)
+            return Entry()
+        # Where both owners are full, an idle stream that counts for both has to leave.
+        yielding = self._oldest_idle(full) if full else self._oldest_idle([self._most_idle()])
+        if yielding is None:
+            for owner in full:
+                if bounds[owner] < self.max_streams:
+                    held = f"{self._held[owner]} streams of {owner} are open"
+                    return Entry(f"{held}, the limit is {bounds[owner]}")
+            return Entry(f"{len(self)} streams are open, the limit is {self.max_streams}")
+        self.leave(yielding)
+        self._take(stream, owners)
+        return Entry(evicted=yielding)
+
+    def opened(self, stream: _S) -> None:
+        """The stream's Open has arrived. A stream without a slot is ignored."""
+        self._forget_idle(stream, self._owners_of.get(stream, ()))
+
+    def leave(self, stream: _S) -> None:
+        """Give the stream's slot back. A stream without a slot is ignored."""
+        owners = self._owners_of.pop(stream, ())
+        self._forget_idle(stream, owners)
+        for owner in owners:
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]
+
+    def _key_streams(self, credential: Credential) -> int:
+        """How many streams the credential may hold."""
+        if not credential.max_sessions:
+            return self.peer_streams
+        return min(self.peer_streams, 2 * credential.max_sessions + SPARE_STREAMS)
+
+    def _take(self, stream: _S, owners: tuple[str, ...]) -> None:
+        self._owners_of[stream] = owners
+        for owner in owners:
+            self._held[owner] += 1
+            self._idle.setdefault(owner, {})[stream] = None
+
+    def _forget_idle(self, stream: _S, owners: tuple[str, ...]) -> None:
+        for owner in owners:
+            idle = self._idle.get(owner)
+            if idle is not None:
+                idle.pop(stream, None)
+                if not idle:
+                    del self._idle[owner]
+
+    def _most_idle(self) -> str:
+        peers = [owner for owner in self._idle if not owner.startswith(_KEY)]
+        return max(peers, key=lambda peer: len(self._idle[peer]), default="")
+
+    def _oldest_idle(self, owners: list[str]) -> _S | None:
+        """The oldest idle stream that counts for all of these."""
+        first, *others = (self._idle.get(owner, {}) for owner in owners)
+        return next((one for one in first if all(one in other for other in others)), None)
+
+
 _LOG = logging.getLogger(__name__)
+
 # A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
 _MAX_DETAILS = 512
+
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
+
 _MOST_RETRY_S = 10.0
+
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
 

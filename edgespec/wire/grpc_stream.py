@@ -36,11 +36,14 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import StreamBudget
-from edgespec.wire.call_end import GONE
 from edgespec.wire.codec import decode_uplink, encode_downlink
-from edgespec.wire.peer_address import peer_address
-from edgespec.wire.shielded_call import InterruptedOperation, ShieldedCall
-from edgespec.wire.trace_parent import trace_parent_in
+from edgespec.wire.grpc_calls import (
+    GONE,
+    InterruptedOperation,
+    ShieldedCall,
+    peer_address,
+    trace_parent_in,
+)
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORD_S = 0.5

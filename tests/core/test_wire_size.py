@@ -20,8 +20,8 @@ from edgespec.core.protocol.messages import (
     Received,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.wire.codec import payload_bytes
+from edgespec_sim.actors.wire_size import message_bytes
 
 
 def hot_messages(seed: int) -> list[Message]:

@@ -19,8 +19,7 @@ from edgespec.config import AgentConfig, VerifierConfig
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
-from edgespec.telemetry.hidden_tokens import TOKEN_FIELDS, HiddenTokens
-from edgespec.telemetry.trace import TraceFile, Tracer
+from edgespec.telemetry.trace import TOKEN_FIELDS, HiddenTokens, TraceFile, Tracer
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.trace_lines import read_lines
 from tests.report.samples import agent_config

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec.core.protocol.messages import Commit, Draft, Received
-from edgespec.core.protocol.wire_size import message_bytes
 from edgespec.telemetry.run_summary import GroupSummary
+from edgespec_sim.actors.wire_size import message_bytes
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.trace_lines import Line
 

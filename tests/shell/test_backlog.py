@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from edgespec.core.protocol.messages import Commit
-from edgespec.verifier.backlog import Backlog
+from edgespec.verifier.daemon import Backlog
 
 
 def _commit(number: int) -> Commit:

@@ -26,11 +26,6 @@ from edgespec.config.setup_error import SetupError
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_files import (
-    PART_BYTES,
-    PackedFile,
-    TextFile,
-)
 from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import _place, with_tokenizer
@@ -40,7 +35,7 @@ from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.tokenizer_fetch import TokenizerFetch
+from edgespec.wire.tokenizer_lending import PART_BYTES, PackedFile, TextFile, TokenizerFetch
 from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate

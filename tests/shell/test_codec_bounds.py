@@ -45,7 +45,7 @@ def test_an_open_beyond_the_context_is_refused_by_its_count(
     prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = WireLimits.for_context(1024)
-    monkeypatch.setattr("edgespec.wire.open_codec.check_tokens", _never)
+    monkeypatch.setattr("edgespec.wire.codec.check_tokens", _never)
     with pytest.raises(ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
         decode_uplink(open_bytes(prompt=[7] * prompt_length), limits)
     with pytest.raises(ContextExceeded, match="1025 tokens"):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
 from edgespec.core.ports import LinkError
-from edgespec.wire.health_probe import SERVING, ask_health
+from edgespec.wire.grpc_client import SERVING, ask_health
 from edgespec.wire.tls import channel_credentials
 from tests.shell.echo_verifier import PATIENCE_S, echo, served
 from tests.shell.live_verifier import daemon
@@ -91,7 +91,7 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     async def not_serving(address: str, **_: object) -> str:
         return "NOT_SERVING"
 
-    monkeypatch.setattr("edgespec.wire.health_probe.ask_health", not_serving)
+    monkeypatch.setattr("edgespec.wire.grpc_client.ask_health", not_serving)
     result = call("gpu-box")
     assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
     assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"

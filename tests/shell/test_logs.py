@@ -18,10 +18,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import StreamOpened
 from edgespec.device.build import build_agent, connect
-from edgespec.telemetry.access_log import log_stream
-from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
-from edgespec.telemetry.request_id import new_request_id, request_id
-from edgespec.telemetry.stream_meter import StreamMeter
+from edgespec.telemetry.logs import JsonFormatter, TextFormatter, new_request_id, request_id
+from edgespec.telemetry.watch import StreamMeter, log_stream
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from tests.shell.live_verifier import GatedTarget, daemon, start

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.cli.watching import watching
+from edgespec.cli.serving import watching
 from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import DraftCounters

@@ -15,10 +15,8 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry import metrics_server
-from edgespec.telemetry.engine_sample import sample_engine
-from edgespec.telemetry.metric_values import MetricValues
-from edgespec.telemetry.metrics_server import MetricsServer
-from edgespec.telemetry.watch import Watch
+from edgespec.telemetry.metrics_server import MetricsServer, MetricValues
+from edgespec.telemetry.watch import Watch, sample_engine
 from tests.core.fixed_text import MODEL
 
 WITHIN_S = 60.0

@@ -19,7 +19,7 @@ from edgespec.config.endpoint import LOGGED_CHARACTERS
 from edgespec.core.ports import PassRequest, PassResult
 from edgespec.endpoint.counts import HIDDEN, PromptLog
 from edgespec.models.toy import TOY_MODEL
-from edgespec.telemetry.log_format import JsonFormatter, TextFormatter
+from edgespec.telemetry.logs import JsonFormatter, TextFormatter
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.endpoint.live_endpoint import ask, events_of, over_toy

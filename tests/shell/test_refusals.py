@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.wire.call_end import abort_call
-from edgespec.wire.refusals import LAST_S, MAX_HELD, MAX_HELD_IN_ALL, PER_S, Refusals
+from edgespec.wire.callers import LAST_S, MAX_HELD, MAX_HELD_IN_ALL, PER_S, Refusals
+from edgespec.wire.grpc_calls import abort_call
 
 
 class Calls:

@@ -25,7 +25,7 @@ from edgespec.device.verifier_pool import VerifierPool
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.directory import VerifierDirectory
-from edgespec.wire.grpc_client import CONVERSATION_HEADER
+from edgespec.wire.grpc_calls import CONVERSATION_HEADER
 from tests.shell.failing_verifiers import PACED, TEXT, agent
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, serving, toy_text

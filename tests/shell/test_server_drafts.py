@@ -47,7 +47,7 @@ async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
     """On a clock by which each pass takes a millisecond, whatever its rows: none is too dear."""
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
-    monkeypatch.setattr("edgespec.verifier.target_worker.time", clock)
+    monkeypatch.setattr("edgespec.verifier.daemon.time", clock)
     config = VerifierConfig(model="toy", port=0)
     async with serving(_target(), config=config) as (address, verifier):
         assert verifier.engine.engine_limits.server_drafts

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.service_manager import ServiceManager
+from edgespec.cli.serving import ServiceManager
 from tests.shell.live_verifier import daemon
 
 WITHIN_S = 60

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.watching import Watching
+from edgespec.cli.serving import Watching
 from edgespec.config import VerifierConfig
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, Opened
 from edgespec.core.verifier.engine_events import SendTo, StreamOpened
 from edgespec.device.build import build_agent
-from edgespec.telemetry.current_span import current_trace_parent
+from edgespec.telemetry.logs import current_trace_parent
 from edgespec.telemetry.spans import StreamSpans, stream_spans
-from edgespec.telemetry.stream_meter import StreamMeter
+from edgespec.telemetry.watch import StreamMeter
 from edgespec.verifier.build import build_verifier
-from edgespec.wire.trace_parent import trace_parent_in
+from edgespec.wire.grpc_calls import trace_parent_in
 from tests.shell.test_end_to_end import IDS, SAMPLED, collect, config, tokens
 
 pytest.importorskip("opentelemetry.sdk.trace", reason="edgespec[otel] is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from edgespec.core.protocol.messages import (
     Cancel,
@@ -19,9 +20,8 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
-from edgespec.telemetry.histogram import Histogram
-from edgespec.telemetry.loop_lag import EVERY_S, Handle, LoopLag
-from edgespec.telemetry.stream_meter import StreamMeter, StreamRecord
+from edgespec.telemetry.metric_table import Histogram
+from edgespec.telemetry.watch import EVERY_S, LoopLag, StreamMeter, StreamRecord
 
 PROMPT = (1, 2, 3)
 
@@ -140,7 +140,7 @@ class LateLoop:
     def time(self) -> float:
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], None], /) -> Handle:
+    def call_at(self, when: float, callback: Callable[[], None], /) -> LateLoop:
         self.now, self.callback = when + self._late_s, callback
         return self
 
@@ -150,7 +150,7 @@ class LateLoop:
 
 def test_the_lag_is_how_late_the_loop_calls() -> None:
     loop, lag = LateLoop(0.25), LoopLag()
-    lag.start(loop)
+    lag.start(cast(Any, loop))
     for _ in range(4):
         assert loop.callback is not None
         loop.callback()

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.core.protocol.text_files import PackedFile, TextFileError
-from edgespec.wire.call_line import CallLine
-from edgespec.wire.door import Door
-from edgespec.wire.tokenizer_answers import TOKENIZER_LIMITS, TokenizerAnswers
-from edgespec.wire.tokenizer_codec import decode_list, encode_request
+from edgespec.wire.callers import TOKENIZER_LIMITS, CallLine, Door, TokenizerAnswers
+from edgespec.wire.tokenizer_lending import PackedFile, TextFileError, decode_list, encode_request
 
 FILE = PackedFile.of("tokenizer.json", b"{}")
 LIST = encode_request("", 0)

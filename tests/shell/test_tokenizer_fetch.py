@@ -13,16 +13,18 @@ from collections.abc import Callable
 import pytest
 
 from edgespec.core.ports import LinkError
-from edgespec.core.protocol.text_files import (
+from edgespec.wire.tokenizer_lending import (
     MAX_TEXT_BYTES,
     PackedFile,
     TextFile,
     TextFileError,
+    TokenizerFetch,
     check_entries,
+    decode_request,
+    encode_list,
+    encode_part,
     unpacked,
 )
-from edgespec.wire.tokenizer_codec import decode_request, encode_list, encode_part
-from edgespec.wire.tokenizer_fetch import TokenizerFetch
 
 
 def entry(**changes: object) -> TextFile:

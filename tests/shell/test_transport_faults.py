@@ -20,8 +20,8 @@ import pytest
 
 from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import Limits, Open, Opened, Received
+from edgespec.wire.grpc_calls import Keepalive
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.grpc_options import Keepalive
 from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.echo_verifier import INFO, PATIENCE_S
 from tests.shell.gate import Gate

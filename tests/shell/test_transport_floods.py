@@ -218,13 +218,13 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
 ) -> None:
     """One has the slot, 64 more wait for their refusal, and the others hear a status."""
     for name in ("FIRST_S", "LAST_S"):
-        monkeypatch.setattr(f"edgespec.wire.refusals.{name}", 3600.0)
+        monkeypatch.setattr(f"edgespec.wire.callers.{name}", 3600.0)
     calls = replace(CALLS, peer_rate=1e-3, max_wait_s=1e-3)
     async with served(max_streams=1, opens=calls) as (_, transport):
         first = await opened(transport)
         waiting = [await transport.connect() for _ in range(64)]
         await transport.info()  # answered after they have come to wait
-        monkeypatch.setattr("edgespec.wire.refusals.LAST_S", 0.0)
+        monkeypatch.setattr("edgespec.wire.callers.LAST_S", 0.0)
         for _ in range(5):
             error: Exception | None = None
             try:  # its status may come before or after the stream stands
@@ -298,7 +298,7 @@ async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
         encoded.append(info)
         return encode_info(info, limits)
 
-    monkeypatch.setattr("edgespec.wire.info_answers.encode_info", counted)
+    monkeypatch.setattr("edgespec.wire.callers.encode_info", counted)
     calls = replace(CALLS, peer_rate=1e-3, peer_burst=20.0)
     server = GrpcServer("127.0.0.1:0", echo, lambda: told[-1], infos=calls)
     await server.start()

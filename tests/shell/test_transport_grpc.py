@@ -24,7 +24,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.wire.codec import encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.metered import TrafficMeter
+from edgespec.wire.shaped import TrafficMeter
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, opened, served, works
 

@@ -19,7 +19,7 @@ from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
-from edgespec.wire.door import NO_KEY, WRONG_KEY
+from edgespec.wire.callers import NO_KEY, WRONG_KEY
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, served, works

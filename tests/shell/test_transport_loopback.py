@@ -19,9 +19,8 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.loopback import LoopbackTransport
-from edgespec.wire.metered import FRAMING_BYTES, TrafficMeter
-from edgespec.wire.pipe import Pipe
+from edgespec.wire.loopback import LoopbackTransport, Pipe
+from edgespec.wire.shaped import FRAMING_BYTES, TrafficMeter
 from edgespec.wire.wire_limits import WireLimits
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)

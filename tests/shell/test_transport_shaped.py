@@ -23,9 +23,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.wire.codec import payload_bytes
 from edgespec.wire.loopback import LoopbackTransport
-from edgespec.wire.metered import TrafficMeter
-from edgespec.wire.pacer import ThreadPacer
-from edgespec.wire.shaped import ShapedTransport
+from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
@@ -310,7 +308,7 @@ async def test_the_pacer_wakes_in_the_order_of_the_moments_and_never_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = HeldClock()
-    monkeypatch.setattr("edgespec.wire.pacer.time", clock)
+    monkeypatch.setattr("edgespec.wire.shaped.time", clock)
     others = set(threading.enumerate())
     pacer = ThreadPacer()
     start_s = pacer.now()

@@ -22,7 +22,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.telemetry.stream_meter import StreamMeter, StreamRecord
+from edgespec.telemetry.watch import StreamMeter, StreamRecord
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.loopback import LoopbackTransport

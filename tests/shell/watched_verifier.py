@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgespec.cli.watching import watching
+from edgespec.cli.serving import watching
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import TargetModel
 from edgespec.telemetry.metric_table import PREFIX

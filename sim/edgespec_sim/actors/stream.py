@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgespec.core.protocol.messages import Commit, Downlink, Draft, Uplink
-from edgespec.core.protocol.wire_size import message_bytes
+from edgespec_sim.actors.wire_size import message_bytes
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.wire_size import message_bytes
+from edgespec_sim.actors.wire_size import message_bytes
 from edgespec_sim.report.guesses import Guesses
 from edgespec_sim.report.trace_lines import Line, sized
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
-from edgespec.core.protocol.wire_size import message_bytes
 from edgespec_sim.actors.stream import Stream
+from edgespec_sim.actors.wire_size import message_bytes
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
 from edgespec_sim.radio.power import RadioMeter

@@ -10,11 +10,35 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
+import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 from edgespec.core.protocol.checks import printable
-from edgespec.telemetry.request_id import request_id
+
+# The short name under which everything that is said about one stream can be found.
+#
+# It is drawn by the verifier when the stream begins, and says nothing about the session, whose id
+# is half of what it takes to resume it. Whatever runs for the stream finds it in its context.
+
+_BYTES = 5
+
+request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
+
+"""Of the stream that the running task serves; empty where it serves none."""
+
+trace_parent: ContextVar[str] = ContextVar("edgespec_trace_parent", default="")
+
+"""The device's own span that the stream belongs to, as W3C's ``traceparent``; empty if untold."""
+
+
+def new_request_id() -> str:
+    """A fresh id, of 10 hexadecimal digits: of a million streams, (1e6)**2 / 2 / 16**10 = 0.45
+    pairs have the same one."""
+    return secrets.token_hex(_BYTES)
+
 
 TEXT, JSON = "text", "json"
 
@@ -61,3 +85,22 @@ def formatter(name: str) -> logging.Formatter:
 def _request_of(record: logging.LogRecord) -> str:
     """The stream that the caller named, else the one that the running task serves."""
     return getattr(record, "request_id", "") or request_id.get()
+
+
+# The span that the caller of a device is in, for the verifier's span to hang on.
+#
+# Whoever embeds a device in a traced program gets one trace through both. A program without
+# OpenTelemetry has not loaded it, and then nothing is asked.
+
+_LIBRARY = "opentelemetry.trace"
+
+
+def current_trace_parent() -> str:
+    """The running task's span as W3C's ``traceparent``; empty where there is none."""
+    if _LIBRARY not in sys.modules:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent", "")

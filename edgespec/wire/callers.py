@@ -1,0 +1,332 @@
+"""The line in which unary calls wait for their turn: ``Info``, health and reflection.
+
+The budget (``core/verifier/call_budget.py``) says how long; here the caller is held that long, or
+told RESOURCE_EXHAUSTED when it finds no place in the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+
+from edgespec.core.ports import Authenticate
+from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
+from edgespec.wire.codec import encode_info
+from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
+from edgespec.wire.tokenizer_lending import (
+    PackedFile,
+    TextFileError,
+    decode_request,
+    encode_list,
+    encode_part,
+)
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+
+# When a call that is refused hears of it: later, the more of one payer's are.
+#
+# A refusal costs the event loop some 0.4 ms, so who is refused at once and asks again in a loop
+# could fill it. Each refused call is held for half a second and, where many of one payer's are
+# held, for so long that ``PER_S`` of them end a second. Held calls cost memory only. Beyond
+# ``MAX_HELD`` they are refused at once again: that takes a client with as many calls open at the
+# same time.
+
+FIRST_S: Final = 0.5
+
+PER_S: Final = 20.0
+
+LAST_S: Final = 10.0
+
+MAX_HELD: Final = 512
+"""Of one payer."""
+
+MAX_HELD_IN_ALL: Final = 4_096
+
+
+class Refusals:
+    """Counts by any name for whom the refused calls are."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+        self._total = 0
+
+    @property
+    def held(self) -> int:
+        """Calls that are held now."""
+        return self._total
+
+    async def hold(
+        self, payer: str, wait: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> None:
+        """Return when a call of ``payer`` may hear of its refusal; ``wait`` waits for so many
+        seconds, or until the call is over."""
+        if self._held[payer] >= MAX_HELD or self._total >= MAX_HELD_IN_ALL:
+            return
+        self._held[payer] += 1
+        self._total += 1
+        try:
+            await wait(min(max(FIRST_S, self._held[payer] / PER_S), LAST_S))
+        finally:
+            self._total -= 1
+            self._held[payer] -= 1
+            if not self._held[payer]:
+                del self._held[payer]
+
+
+def caller(peer: str, credential: Credential) -> str:
+    """Who waits in a line: the peer, and whose key it showed. So no key can fill the line of others
+    that call from the same address, such as a proxy's."""
+    return f"{peer} (key {credential.name!r})" if credential.name else peer
+
+
+def payer(peer: str, credential: Credential) -> str:
+    """Whose share it is that a call or a message is charged to: the key's, from whatever address,
+    or the peer's where no key was shown."""
+    return f"key {credential.name!r}" if credential.name else peer
+
+
+def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
+    """What a status carries besides, so that any gRPC client learns when to come back: whole
+    seconds as HTTP has it, and milliseconds as gRPC's own retries do. 0: no advice."""
+    if wait_s <= 0.0:
+        return ()
+    milliseconds = math.ceil(wait_s * 1e3)
+    return ("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(milliseconds))
+
+
+class CallLine:
+    """One line for all callers, in which each peer has a rate of its own."""
+
+    def __init__(self, limits: CallLimits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._budget = CallBudget(limits, clock())
+        self._refusals = Refusals()
+
+    async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
+        """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
+        address = peer_address(str(context.peer()))
+        peer = caller(address, credential)
+        wait_s = self._budget.turn(peer, self._clock(), payer(address, credential))
+        if wait_s > self._limits.max_wait_s:
+            text = (
+                f"{peer} asks too often: the wait would be {wait_s:.1f} s, "
+                f"the limit is {self._limits.max_wait_s:g} s"
+            )
+            advice = retry_metadata(wait_s - self._limits.max_wait_s)
+            await self._refusals.hold(peer)
+            await abort_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
+        if wait_s > 0.0:
+            await asyncio.sleep(wait_s)
+
+
+class SideServices(grpc.aio.ServerInterceptor):
+    """Puts the calls of all services but ``own`` into a line: the library's health and reflection
+    services would answer a peer that asks in a loop as fast as it can."""
+
+    def __init__(self, own: str, line: CallLine) -> None:
+        self._own, self._line = f"/{own}/", line
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """The handler of the method, with a wait before each request that it reads."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(self._own):
+            return handler
+        parts = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._one(handler.unary_unary), *parts)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._many(handler.unary_stream), *parts)
+        return grpc.stream_stream_rpc_method_handler(self._each(handler.stream_stream), *parts)
+
+    def _one(self, answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        async def in_turn(request: Any, context: Any) -> Any:
+            await self._line.turn(context)
+            return await answer(request, context)
+
+        return in_turn
+
+    def _many(self, answer: Callable[[Any, Any], Any]) -> Any:
+        async def in_turn(request: Any, context: Any) -> None:
+            await self._line.turn(context)
+            await answer(request, context)
+
+        return in_turn
+
+    def _each(self, answer: Callable[[Any, Any], Any]) -> Any:
+        async def in_turn(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async def paced() -> AsyncIterator[Any]:
+                async for request in requests:
+                    await self._line.turn(context)
+                    yield request
+
+            async for reply in answer(paced(), context):
+                yield reply
+
+        return in_turn
+
+
+# Who is let in: the key that a call shows, looked at before anything of it is read.
+#
+# A call shows its key as ``authorization: Bearer KEY`` in its metadata. One without the right key
+# hears UNAUTHENTICATED after a while, the later the more of them its peer makes (``refusals.py``).
+# They count for nothing else: who guesses keys takes no place, and no turn in a line, of those who
+# have one.
+
+
+_LAST_WORDS_S: Final = 0.5
+
+_HINT: Final = "EDGESPEC_API_KEY or --api-key-file holds it on the device"
+
+NO_KEY = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
+
+WRONG_KEY = Fault(
+    FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
+)
+
+
+class Door:
+    """``authenticate`` None lets everybody in."""
+
+    def __init__(self, authenticate: Authenticate | None) -> None:
+        self._authenticate = authenticate
+        self._refusals = Refusals()
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether who calls has to show one."""
+        return self._authenticate is not None
+
+    def credential(self, key: str) -> Credential | None:
+        """Whose call it is that shows this key; None: it is not let in."""
+        return ANYBODY if self._authenticate is None else self._authenticate(key)
+
+    async def turn_away(
+        self, context: Any, encode: Callable[[Fault], bytes] | None = None
+    ) -> NoReturn:
+        """End a call that is not let in. On a stream ``encode`` makes the message for the device,
+        which goes before the status."""
+        # Asked while the call is there for certain (``grpc_server.py``).
+        peer, fault = peer_address(str(context.peer())), WRONG_KEY if shown_key(context) else NO_KEY
+        await self._refusals.hold(peer)
+        if encode is not None:
+            with suppress(TimeoutError, *GONE):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await context.write(encode(fault))
+        await abort_call(context, grpc.StatusCode.UNAUTHENTICATED, fault.message)
+
+
+def shown_key(context: Any) -> str:
+    """The key in a call's metadata; empty when there is none, or more than one."""
+    values = [value for key, value in context.invocation_metadata() or () if key == KEY_HEADER]
+    if len(values) != 1 or not isinstance(values[0], str):
+        return ""
+    scheme, _, key = values[0].partition(" ")
+    return key.strip() if scheme.lower() == KEY_SCHEME.lower() else ""
+
+
+class InfoAnswers:
+    """Answers each caller that is let in, in its turn. The reply is encoded again only when it
+    would differ."""
+
+    def __init__(
+        self, info: Callable[[], VerifierInfo], limits: WireLimits, line: CallLine, door: Door
+    ) -> None:
+        self._info, self._limits, self._line, self._door = info, limits, line, door
+        self._told: VerifierInfo | None = None
+        self._answer = b""
+
+    async def answer(self, _request: bytes, context: Any) -> bytes:
+        """The encoded reply to one call."""
+        if (credential := self._door.credential(shown_key(context))) is None:
+            await self._door.turn_away(context)
+        await self._line.turn(context, credential)
+        info = self._info()
+        if info != self._told:
+            self._told, self._answer = info, encode_info(info, self._limits)
+        return self._answer
+
+
+# Answers to ``Tokenizer``: the texts that a device needs which has no tokenizer of its own.
+#
+# The files are read and packed once, in a thread, when the first device asks; again, if they could
+# not be read then. A part is a slice of what is held, so that a call costs little; how often one
+# peer may call is bounded as for ``Info``.
+
+_LOG = logging.getLogger(__name__)
+
+_Found = dict[str, PackedFile] | str
+"""The files by name, or why there are none."""
+
+LoadTexts = Callable[[], Sequence[PackedFile]]
+"""Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
+
+# A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together are sent at most
+# 8 MiB a second, one peer 4.
+TOKENIZER_LIMITS: Final = CallLimits(
+    peer_rate=32.0, peer_burst=64.0, total_rate=64.0, total_burst=128.0, max_wait_s=2.0
+)
+
+
+class TokenizerAnswers:
+    """Answers each caller that is let in, in its turn. ``load`` None: there is nothing to send."""
+
+    def __init__(self, load: LoadTexts | None, line: CallLine, door: Door) -> None:
+        self._load, self._line, self._door = load, line, door
+        self._loading: asyncio.Task[tuple[_Found, bool]] | None = None
+
+    async def answer(self, request: bytes, context: Any) -> bytes:
+        """The encoded reply to one call."""
+        if (credential := self._door.credential(shown_key(context))) is None:
+            await self._door.turn_away(context)
+        await self._line.turn(context, credential)
+        found = await self._texts()
+        if isinstance(found, str):
+            await abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, found)
+        try:
+            name, offset = decode_request(request)
+            if not name:
+                return encode_list([file.entry for file in found.values()])
+            if name not in found:
+                raise TextFileError(f"there is no {name} here")
+            return encode_part(found[name].part(offset))
+        except (ProtocolViolation, TextFileError) as error:
+            await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def close(self) -> None:
+        """Wait for what is being read."""
+        if self._loading is not None:
+            await asyncio.gather(self._loading, return_exceptions=True)
+
+    async def _texts(self) -> _Found:
+        if self._loading is None:
+            self._loading = asyncio.create_task(asyncio.to_thread(self._read))
+        loading = self._loading
+        # A caller that hangs up must not take the others' files away.
+        found, lasts = await asyncio.shield(loading)
+        if not lasts and self._loading is loading:
+            self._loading = None
+        return found
+
+    def _read(self) -> tuple[_Found, bool]:
+        """What was found, and whether that lasts: too many open files, say, do not."""
+        if self._load is None:
+            return "this verifier has no tokenizer to send", True
+        try:
+            return {file.entry.name: file for file in self._load()}, True
+        except TextFileError as error:
+            _LOG.exception("the tokenizer cannot be sent")
+            return f"this verifier has no tokenizer that it could send: {error}", True
+        except Exception:
+            _LOG.exception("the tokenizer cannot be sent now")
+            return "this verifier has no tokenizer that it could send", False

@@ -1,0 +1,254 @@
+"""A shielded call runs an operation to its end, however often the caller that waits is cancelled.
+
+Drivers wait with deadlines, and a deadline cancels. But a cancelled ``read()`` of grpc.aio cancels
+the whole RPC on the client and loses a message on the server. So the operation runs in a task of
+its own, and the next caller gets the result that a cancelled one left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network
+from typing import Any, Final, Generic, NoReturn, TypeVar
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+
+from edgespec.wire.wire_limits import WINDOW_BYTES, WireLimits
+
+_T = TypeVar("_T")
+
+
+class InterruptedOperation(ConnectionError):
+    """The operation has no result: it was cancelled, or ``unless`` came first."""
+
+
+class ShieldedCall(Generic[_T]):
+    """Runs one operation at a time, for one caller at a time."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[_T] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is under way, or has a result that nobody took."""
+        return self._task is not None
+
+    def begin(
+        self,
+        operation: Coroutine[Any, Any, _T],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        """Start ``operation``, for which nobody need wait; ``ended`` hears what it raised, None
+        for a good end. None may be under way."""
+        assert self._task is None
+        self._task = task = asyncio.create_task(operation)
+
+        def forget(done: asyncio.Task[_T]) -> None:
+            if self._task is task:
+                self._task = None
+            if done.cancelled():
+                ended(InterruptedOperation("the operation was cancelled"))
+            else:
+                ended(done.exception())
+
+        task.add_done_callback(forget)
+
+    async def take(
+        self,
+        operation: Callable[[], Awaitable[_T]],
+        unless: asyncio.Future[Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> _T:
+        """The result of the operation under way, or of a new one if there is none. Each result is
+        returned once.
+
+        Raises what the operation raised, ``InterruptedOperation``, and ``TimeoutError`` after
+        ``timeout_s``: the operation then goes on, as after a cancelled call.
+        """
+        if self._task is None:
+            self._task = asyncio.create_task(_coroutine(operation))
+            self._task.add_done_callback(_retrieve)
+        task = await self._wait(self._task, unless, timeout_s)
+        if task.cancelled():
+            raise InterruptedOperation("the operation was cancelled")
+        return task.result()
+
+    async def settle(
+        self, unless: asyncio.Future[Any] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Wait for the operation that a cancelled caller left under way, and drop its result.
+
+        Raises ``InterruptedOperation`` and ``TimeoutError``, as ``take`` does.
+        """
+        if self._task is not None:
+            await self._wait(self._task, unless, timeout_s)
+
+    async def _wait(
+        self, task: asyncio.Task[_T], unless: asyncio.Future[Any] | None, timeout_s: float | None
+    ) -> asyncio.Task[_T]:
+        futures = (task,) if unless is None else (task, unless)
+        done, _ = await asyncio.wait(
+            futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            raise TimeoutError(f"the operation took more than {timeout_s} s")
+        if not task.done():
+            raise InterruptedOperation("interrupted")
+        self._task = None
+        return task
+
+
+async def _coroutine(operation: Callable[[], Awaitable[_T]]) -> _T:
+    return await operation()
+
+
+def _retrieve(task: asyncio.Task[_T]) -> None:
+    """Mark the error as seen: when no caller comes back, asyncio must not report it as lost."""
+    if not task.cancelled():
+        task.exception()
+
+
+GONE: Final = (
+    grpc.aio.BaseError,
+    grpc.RpcError,
+    ConnectionError,
+    asyncio.InvalidStateError,
+    RuntimeError,
+)
+"""What the library raises on a call that is over; which of them depends on the moment."""
+
+
+async def abort_call(
+    context: Any, code: grpc.StatusCode, details: str, metadata: Any = ()
+) -> NoReturn:
+    """End the call with this status; never returns. If the client left while the call waited for
+    its refusal, nobody hears it, and the call counts as cancelled."""
+    try:
+        await context.abort(code, details, metadata)
+    except grpc.aio.AbortError:
+        raise
+    except GONE as error:
+        raise asyncio.CancelledError(f"the client left before its refusal: {error}") from None
+    raise AssertionError("abort raises")
+
+
+# Channel arguments of both ends: bounded messages and windows, dead peers noticed.
+#
+# Keepalive needs three arguments together (measured with grpcio 1.85): with the defaults a black
+# hole is not noticed within 45 s; with only time and timeout a stopped peer, whose kernel still
+# acknowledges, is noticed after 60 s, because of ``http2.ping_timeout_ms``. A server with the
+# default ping policy ends such a client with "too many pings" within seconds, so the policy is
+# relaxed.
+
+Options = list[tuple[str, int]]
+
+# Between attempts of a channel whose peer is gone; the library's default grows to two minutes. Less
+# than the waits of a session, or its attempts would be refused without a look at the peer.
+_FIRST_RECONNECT_S = 0.1
+
+_LAST_RECONNECT_S = 0.3
+
+_HANDSHAKE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Pings while a stream is open: a dead peer is noticed after about the sum of the two."""
+
+    interval_s: float = 1.5
+    timeout_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "timeout_s"):
+            value = getattr(self, name)
+            if not 0.01 <= value <= 3600.0:
+                raise ValueError(f"{name} is {value}, but must be in [0.01, 3600]")
+
+
+def client_options(limits: WireLimits, keepalive: Keepalive, connect_timeout_s: float) -> Options:
+    return [
+        *_common(limits, keepalive),
+        # One connection a transport: the library would share it with every equal channel.
+        ("grpc.use_local_subchannel_pool", 1),
+        # An idle device does not ping (battery, mobile radio).
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.initial_reconnect_backoff_ms", int(_FIRST_RECONNECT_S * 1000)),
+        # Not a pause, in spite of its name: what one attempt may take. Longer than ours, so that
+        # the caller's own time-out is the one that strikes.
+        ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000) + 1000),
+        ("grpc.max_reconnect_backoff_ms", int(_LAST_RECONNECT_S * 1000)),
+    ]
+
+
+def server_options(limits: WireLimits, keepalive: Keepalive) -> Options:
+    return [
+        *_common(limits, keepalive),
+        # Off, so that a second daemon on the port fails instead of stealing half of the devices.
+        ("grpc.so_reuseport", 0),
+        # Who connects and does not finish the TLS handshake; the library waits two minutes.
+        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def _common(limits: WireLimits, keepalive: Keepalive) -> Options:
+    timeout_ms = int(keepalive.timeout_s * 1000)
+    return [
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(keepalive.interval_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A fixed window; probing would let it grow with the link's speed.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ]
+
+
+_NETWORK_BITS = 64
+"""An IPv6 host has a whole network of this size to itself and can call from any address in it."""
+
+
+def peer_address(uri: str) -> str:
+    """The peer named by ``uri`` as gRPC spells it, in a form that all its connections share.
+
+    ``ipv4:10.0.0.7:5123`` becomes ``ipv4:10.0.0.7``, ``ipv6:%5B2001:db8::7%5D:5123`` becomes
+    ``ipv6:2001:db8::/64``, and any unix socket becomes ``unix``.
+    """
+    kind, _, rest = uri.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    if kind == "ipv4":
+        return f"ipv4:{host}"
+    try:
+        address = IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return f"ipv6:{host}"
+    if address.ipv4_mapped is not None:
+        return f"ipv4:{address.ipv4_mapped}"
+    return f"ipv6:{IPv6Network((int(address), _NETWORK_BITS), strict=False)}"
+
+
+KEY_HEADER: Final = "authorization"
+KEY_SCHEME: Final = "Bearer"
+SPAN_HEADER: Final = "traceparent"
+CONVERSATION_HEADER: Final = "edgespec-conversation"
+"""Sixteen hexadecimal digits (``core/association/conversation.py``)."""
+
+_FORM: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def trace_parent_in(metadata: Iterable[tuple[str, Any]]) -> str:
+    """The value of the header if it has the form it must have; else empty."""
+    for name, value in metadata:
+        if name == SPAN_HEADER and isinstance(value, str) and _FORM.fullmatch(value):
+            return value
+    return ""
