@@ -51,8 +51,8 @@ from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport
-from edgespec_sim.links.from_trace import TraceLinks
-from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.links.path import TraceLinks
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
@@ -62,9 +62,8 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
-from edgespec_sim.token_sources.source import Request, TokenSource
-from edgespec_sim.token_sources.tape import TapeSource
-from edgespec_sim.traces.readers import read_trace
+from edgespec_sim.token_sources.source import Request, TapeSource, TokenSource
+from edgespec_sim.traces.formats import read_trace
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.surrounding import Surrounding

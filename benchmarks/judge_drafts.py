@@ -47,11 +47,9 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, resolve_model
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec.verifier.build import load_target
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.token_sources.tape import TapeSource
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.token_sources.source import TapeSource
 
 KINDS: Final = ("code", "summaries", "chat", "maths")
 PASS_S: Final = 0.025

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import AssociationPolicy, association_policy
-from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
+from edgespec_sim.scenario.network import LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
@@ -43,10 +43,9 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
-from edgespec_sim.world.allocation import Allocation
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import token_source
-from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.surrounding import Allocation, Surrounding
 from edgespec_uara.association import shipped_association
 from edgespec_uara.cost import Decision
 from edgespec_uara.methods import TMA_MASAC, TMA_MASAC_MOVES, methods

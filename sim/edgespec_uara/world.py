@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_sim.radio.gains import Gains, UmiGains, UmiSettings
-from edgespec_sim.radio.mobility import RandomWaypoint
+from edgespec_sim.links.radio import Gains, RandomWaypoint, UmiGains, UmiSettings
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
 DRAFT_PARAMETERS, TARGET_PARAMETERS = 137e6, 1.6e9
 """GPT-2 and GPT2-XL, as the paper counts them; a token takes two operations a parameter."""
 TARGET_BYTES = 2 * TARGET_PARAMETERS

@@ -31,10 +31,8 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
 PROMPT = (1, 2)

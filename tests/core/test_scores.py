@@ -14,7 +14,7 @@ from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.session import ScoreKeeper
 from edgespec.core.verifier.session_events import Attach, Detach, PassDone, Send
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
-from edgespec_sim.actors.wire_size import message_bytes
+from edgespec_sim.wire_size import message_bytes
 from tests.core.fixed_text import MODEL, REQUEST, commit_in, new_session, offer, run_pass
 
 ASKING = replace(REQUEST, logprobs=2)

@@ -21,7 +21,7 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.wire.codec import payload_bytes
-from edgespec_sim.actors.wire_size import message_bytes
+from edgespec_sim.wire_size import message_bytes
 
 
 def hot_messages(seed: int) -> list[Message]:

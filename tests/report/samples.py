@@ -40,8 +40,7 @@ from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import build_verifier
 from edgespec_sim.report.spans import Lane, Span
 from edgespec_sim.report.timeline import Timeline
-from edgespec_sim.traces.inspect import describe
-from edgespec_sim.traces.network_trace import NetworkTrace
+from edgespec_sim.traces.network_trace import NetworkTrace, describe
 
 ARMS = ("target-only", "vanilla", "pearl", "windowed", "edgespec")
 _TPOT_S = (0.0421, 0.0713, 0.0384, 0.0262, 0.0182)

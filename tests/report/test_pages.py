@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from edgespec.telemetry.run_summary import RunSummary, Series
-from edgespec_sim.commands.report import report
+from edgespec_sim.commands.run import report
 from edgespec_sim.report import figures
 from edgespec_sim.report.answer_plot import answer_plot
 from edgespec_sim.report.csv_table import arms_csv, requests_csv

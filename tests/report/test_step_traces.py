@@ -19,13 +19,11 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.report.device_spans import DeviceSpans
 from edgespec_sim.report.device_tally import DeviceTally
 from edgespec_sim.report.trace_lines import read_lines
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 
 
 def _step_s(kept: int, fed: int) -> float:

@@ -22,9 +22,8 @@ from edgespec_sim.commands.main import app as sim
 from edgespec_sim.commands.plan_capacity import _search
 from edgespec_sim.commands.pool import Task, Workers
 from edgespec_sim.commands.simulate import parse_settings
-from edgespec_sim.planning.capacity_values import CapacityQuestion
-from edgespec_sim.scenario.arrival_sections import SloSection
-from edgespec_sim.scenario.loading import load_scenario, scenario_path
+from edgespec_sim.planning.capacity import CapacityQuestion
+from edgespec_sim.scenario.sections import SloSection, load_scenario, scenario_path
 from edgespec_sim.world.run import Job
 
 SCENARIO = load_scenario(

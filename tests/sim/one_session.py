@@ -13,13 +13,11 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.device_machine import DeviceMachine
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import OneHop
+from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import Request, TokenSource
+from edgespec_sim.world.governors import DeviceMachine
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
 _LONGEST_S = 1e6

@@ -21,14 +21,10 @@ from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
-from edgespec_sim.token_sources.process import ProcessSource
-from edgespec_sim.token_sources.source import TokenSource
-from edgespec_sim.token_sources.tape import tape_named
+from edgespec_sim.token_sources.source import ProcessSource, TokenSource, tape_named
 
 TAPES = ("bundled-greedy", "bundled-sampled")
 GAMMA = 8

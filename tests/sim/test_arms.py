@@ -23,10 +23,8 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import payload_bytes
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 
 PASS_S, STEP_S, TOKENS = 0.025, 0.008, 200
 RTTS_MS = (2, 20, 50, 100, 200)

@@ -18,24 +18,20 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.arrival_sections import (
+from edgespec_sim.scenario.sections import (
     ArrivalKind,
     ArrivalsSection,
     AtDevice,
-    SloSection,
-)
-from edgespec_sim.scenario.sections import (
     DeviceSection,
     Scenario,
+    SloSection,
     TokensFrom,
     TokensSection,
     WorkloadSection,
 )
-from edgespec_sim.traces.arrival_times import read_arrivals
 from edgespec_sim.traces.network_trace import TraceError
-from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals
-from edgespec_sim.world.audit import ConservationError
-from edgespec_sim.world.conservation import ArrivalWatch
+from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
+from edgespec_sim.world.conservation import ArrivalWatch, ConservationError
 from edgespec_sim.world.meters import PACE_STEPS, Meters
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 

@@ -20,7 +20,6 @@ from edgespec.core.link_model import LinkSettings
 from edgespec.core.ports import Drafter, ModelInfo, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec_sim.actors.device_machine import DeviceMachine
 from edgespec_sim.planning.bounds import (
     ONE_PASS_A_TOKEN,
     PERFECT_DRAFTS,
@@ -36,13 +35,14 @@ from edgespec_sim.planning.bounds import (
     round_trip_per_miss_s,
     stop_and_wait_s,
 )
-from edgespec_sim.token_sources.scripted_models import (
+from edgespec_sim.token_sources.source import (
+    Request,
     Script,
     ScriptedDrafter,
     ScriptedTarget,
     coded_prompt,
 )
-from edgespec_sim.token_sources.source import Request
+from edgespec_sim.world.governors import DeviceMachine
 from tests.sim.one_session import Played, Setting, play
 
 INFO = ModelInfo("script", "script", 1000, 1 << 20)

@@ -16,28 +16,32 @@ from typing import cast
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.planning.capacity import CapacityPlanner
-from edgespec_sim.planning.capacity_events import Search, best_arm, confirm
-from edgespec_sim.planning.capacity_limits import why_never
-from edgespec_sim.planning.capacity_values import (
+from edgespec_sim.planning.capacity import (
+    GPUS,
     ArmPlan,
+    CapacityPlanner,
     CapacityQuestion,
     Meets,
     Observed,
     Predicted,
+    Search,
+    best_arm,
+    confirm,
+    gpu_named,
+    sessions_that_fit,
+    why_never,
 )
-from edgespec_sim.planning.gpus import GPUS, gpu_named, sessions_that_fit
-from edgespec_sim.scenario.arrival_sections import SloSection
-from edgespec_sim.scenario.rooflines import MACHINES
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
     Scenario,
+    SloSection,
     TokensFrom,
     TokensSection,
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.scenario.verifiers import MACHINES
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, play
 

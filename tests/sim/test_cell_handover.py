@@ -18,16 +18,16 @@ from edgespec.core.association.policies import association_policy
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.attachment import Attachment, Change
-from edgespec_sim.scenario.arrival_sections import ArrivalsSection
-from edgespec_sim.scenario.handover_sections import (
+from edgespec_sim.links.radio import Attachment, Change
+from edgespec_sim.scenario.network import (
     BackhaulSection,
     CellHandoverSection,
+    LinkSection,
+    RadioSection,
     Sessions,
 )
-from edgespec_sim.scenario.loading import load_scenario
-from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (
+    ArrivalsSection,
     CostSection,
     DeviceSection,
     Scenario,
@@ -35,6 +35,7 @@ from edgespec_sim.scenario.sections import (
     TokensSection,
     VerifierSection,
     WorkloadSection,
+    load_scenario,
 )
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.network import Network

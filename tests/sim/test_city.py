@@ -11,7 +11,7 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.telemetry.run_summary import PACE, RunSummary, Series, read_summary
 from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.scenario.network_sections import HandoverSection, LinkSection, OutageSection
+from edgespec_sim.scenario.network import HandoverSection, LinkSection, OutageSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

@@ -15,16 +15,19 @@ from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.planning.mean_field import check_mean_field
 from edgespec_sim.report.device_spans import DeviceSpans
 from edgespec_sim.report.spans import Mark
-from edgespec_sim.scenario.condition_sections import ConditionSection, ConditionsSection
-from edgespec_sim.scenario.loading import load_scenario
-from edgespec_sim.scenario.network_sections import LinkSection
-from edgespec_sim.scenario.sections import DeviceSection, Scenario, WorkloadSection
-from edgespec_sim.traces.condition_course import read_course
+from edgespec_sim.scenario.network import LinkSection
+from edgespec_sim.scenario.sections import (
+    ConditionSection,
+    ConditionsSection,
+    DeviceSection,
+    Scenario,
+    WorkloadSection,
+    load_scenario,
+)
 from edgespec_sim.traces.network_trace import TraceError
-from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.governors import LESS_MEMORY, MORE_MEMORY
+from edgespec_sim.world.assembly import RUNG, WorldOutcome
+from edgespec_sim.world.governors import LESS_MEMORY, MORE_MEMORY, read_course
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
-from edgespec_sim.world.watch import RUNG
 from tests.sim.random_worlds import GOVERNED_FROM, draw_options
 from tests.sim.random_worlds import play as play_world
 

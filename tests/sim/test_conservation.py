@@ -16,13 +16,12 @@ from edgespec.bench.arms import Arm
 from edgespec.core.device.events import Deliver
 from edgespec.core.link_model import LinkModel, SharedQueue
 from edgespec.core.protocol.messages import Commit, Downlink
-from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.links.path import OneHop
-from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, WorkloadSection
-from edgespec_sim.world.audit import ConservationError
-from edgespec_sim.world.conservation import Way
-from edgespec_sim.world.metered_stream import MeteredStream
+from edgespec_sim.sessions import SimulatedDevice
+from edgespec_sim.world.conservation import ConservationError, Way
+from edgespec_sim.world.meters import MeteredStream
 from edgespec_sim.world.run import Job, play
 from edgespec_sim.world.user import User
 

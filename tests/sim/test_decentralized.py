@@ -42,7 +42,7 @@ from edgespec_sim.token_sources.relaxed_rule import (
 )
 from edgespec_sim.traces.network_trace import TraceError
 from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.conservation import ConservationError
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 from edgespec_sim.world.site import Machine
 

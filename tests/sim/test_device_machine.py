@@ -6,7 +6,7 @@ from edgespec.bench.arms import Arm
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, MachineReading, Rung
 from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
-from edgespec_sim.actors.device_machine import DeviceMachine, ReadAt, battery
+from edgespec_sim.world.governors import DeviceMachine, ReadAt, battery
 from tests.sim.test_bounds import PASS_S, TOKENS, Way, played_on
 
 PLAIN = Way(Arm.EDGESPEC, WindowedPolicy(width=2), RunAhead.AUTO)

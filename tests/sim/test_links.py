@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.cross_traffic import LoadedQueue
-from edgespec_sim.links.from_trace import TraceLinks
-from edgespec_sim.links.handover import Handover
-from edgespec_sim.links.path import ManyHops, OneHop, Path, PathCounts
+from edgespec_sim.links.path import (
+    Handover,
+    LoadedQueue,
+    ManyHops,
+    OneHop,
+    Path,
+    PathCounts,
+    TraceLinks,
+)
 from edgespec_sim.traces.network_trace import NetworkTrace
 
 RATE = 8e6

@@ -15,13 +15,18 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import association_policy
-from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
-from edgespec_sim.planning.service_curves import GroupCurve, ServiceCurve, dealt
-from edgespec_sim.planning.stations import Station, Users
-from edgespec_sim.scenario.loading import load_scenario
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.planning.mean_field import (
+    GroupCurve,
+    MeanField,
+    MeanFieldModel,
+    ServiceCurve,
+    Station,
+    Users,
+    dealt,
+)
+from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
-from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.token_sources.source import ProcessSource
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.surrounding import Surrounding
 

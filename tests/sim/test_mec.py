@@ -23,19 +23,18 @@ from edgespec.core.association.policies import (
 )
 from edgespec.core.link_model import SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.power import TRANSMIT_FACTOR
-from edgespec_sim.scenario.loading import load_scenario
-from edgespec_sim.scenario.network_sections import FRAMING_BYTES, LinkSection, RadioSection
+from edgespec_sim.scenario.network import FRAMING_BYTES, LinkSection, RadioSection
+from edgespec_sim.scenario.power import TRANSMIT_FACTOR
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
     Scenario,
     VerifierSection,
     WorkloadSection,
+    load_scenario,
 )
-from edgespec_sim.world.allocation import Allocation, FixedAssociation
 from edgespec_sim.world.assembly import World, WorldOutcome
-from edgespec_sim.world.audit import ConservationError
+from edgespec_sim.world.conservation import ConservationError
 from edgespec_sim.world.radio_network import (
     DEVICE_NOISE_DB,
     LEAST_BITS_PER_HZ,
@@ -45,7 +44,7 @@ from edgespec_sim.world.radio_network import (
     grid_m,
 )
 from edgespec_sim.world.run import token_source
-from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.surrounding import Allocation, FixedAssociation, Surrounding
 
 HERE = Path()
 WORK = WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)

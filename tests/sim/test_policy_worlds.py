@@ -16,7 +16,7 @@ from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.telemetry.run_summary import ArmSummary
-from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     DeviceSection,
     Scenario,

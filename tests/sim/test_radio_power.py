@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgespec_sim.radio.power import RADIOS, RadioMeter, RadioPower
+from edgespec_sim.scenario.power import RADIOS, RadioMeter, RadioPower
 
 STEP_S = 1e-3
 

@@ -17,13 +17,11 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import association_policy
-from edgespec_sim.commands.seeds import Ask
-from edgespec_sim.commands.simulate import simulate
+from edgespec_sim.commands.simulate import Ask, simulate
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.loading import load_scenario
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
-from edgespec_sim.token_sources.process import ProcessSource
+from edgespec_sim.token_sources.source import ProcessSource
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import jobs_of, play, summarise
 from edgespec_sim.world.surrounding import Surrounding

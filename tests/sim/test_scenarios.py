@@ -8,10 +8,15 @@ import pytest
 
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.telemetry.cost_profile import TimeLaw
-from edgespec_sim.scenario.costs import Operation, law_of, measured
-from edgespec_sim.scenario.loading import bundled_scenarios, load_scenario
-from edgespec_sim.scenario.rooflines import MACHINES, MODELS, roofline_law
-from edgespec_sim.scenario.sections import CostSection, Scenario
+from edgespec_sim.scenario.sections import CostSection, Scenario, bundled_scenarios, load_scenario
+from edgespec_sim.scenario.verifiers import (
+    MACHINES,
+    MODELS,
+    Operation,
+    law_of,
+    measured,
+    roofline_law,
+)
 
 BASE = """
 name: test

@@ -27,12 +27,9 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, walk_along
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import FixedDelay, Stream
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.token_sources.scripted_models import ScriptedTarget
-from edgespec_sim.token_sources.tape import TapeSource
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.token_sources.source import ScriptedTarget, TapeSource
 from tests.sim.faults.checks import target_stream
 
 WIDTH, TEXTS = 3, 3

@@ -19,19 +19,21 @@ from hypothesis import strategies as st
 from edgespec.bench.arms import Arm
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.tcp_connection import MESSAGE_BYTES, TcpConnection, TcpPath
-from edgespec_sim.links.tcp_receiver import TcpReceiver
-from edgespec_sim.links.tcp_segments import (
+from edgespec_sim.links.tcp import (
     FIRST_WINDOW,
     LEAST_TIMEOUT_S,
+    MESSAGE_BYTES,
     SEGMENT_BYTES,
     Acknowledgement,
+    CongestionWindow,
     RoundTrips,
+    TcpConnection,
+    TcpPath,
+    TcpReceiver,
+    TcpSender,
     ticks_s,
 )
-from edgespec_sim.links.tcp_sender import TcpSender
-from edgespec_sim.links.tcp_window import CongestionWindow
-from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, WorkloadSection
 from edgespec_sim.world.run import Job, play
 

@@ -23,10 +23,13 @@ from edgespec_sim.scenario.sections import TokensFrom, TokensSection
 from edgespec_sim.token_sources.relaxed_rule import (
     LOSSY_RULE,
     LossySource,
+    Matches,
     ThresholdTarget,
+    importance,
+    law,
     rule_of,
+    threshold_of,
 )
-from edgespec_sim.token_sources.token_importance import Matches, importance, law, threshold_of
 from edgespec_sim.world.run import Job, play
 from tests.sim.test_decentralized import HERE, lossy, summary
 

@@ -26,11 +26,17 @@ from edgespec.telemetry.match_tape import (
     write_tape,
 )
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
-from edgespec_sim.token_sources.process import ProcessSource
-from edgespec_sim.token_sources.scripted_models import ScriptError, coded_prompt, number_of
-from edgespec_sim.token_sources.source import Request, TokenSource
-from edgespec_sim.token_sources.tape import TapeSource, tape_named
-from edgespec_sim.token_sources.toy import ToySource
+from edgespec_sim.token_sources.source import (
+    ProcessSource,
+    Request,
+    ScriptError,
+    TapeSource,
+    TokenSource,
+    ToySource,
+    coded_prompt,
+    number_of,
+    tape_named,
+)
 
 TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
 PROCESS = ProcessSource(AcceptanceLaw.of(0.8), seed=3)

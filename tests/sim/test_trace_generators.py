@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgespec_sim.traces.formats import read_trace
 from edgespec_sim.traces.generators import KINDS, MAX_GENERATED_ROWS, generate
-from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
-from edgespec_sim.traces.readers import read_trace
-from edgespec_sim.traces.statistics import TraceStatistics
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceError, TraceStatistics
 from tests.sim.generator_targets import TARGET_DURATION_S, TARGETS
 
 DAY_S = 86_400.0

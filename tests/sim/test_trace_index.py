@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_sim.traces.readers import FORMATS, matrix, read_trace
-from edgespec_sim.traces.readers.source import read_bytes
+from edgespec_sim.traces.formats import FORMATS, read_bytes, read_trace
+from edgespec_sim.traces.rtt_matrix import slices
 
 
 def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
@@ -41,7 +41,7 @@ def test_matrices_are_read_with_their_statistics(data_dir: Path, name: str) -> N
     with (data_dir / "traces/index.csv").open(encoding="utf-8") as file:
         (row,) = (row for row in csv.DictReader(file) if name in row["file"])
     # The index looked at every 20th slice (PlanetLab's archives have one).
-    every = [one for _, one in matrix.slices(path, read_bytes(path))][::20]
+    every = [one for _, one in slices(path, read_bytes(path))][::20]
     values = np.concatenate([one[one > 0] for one in every]) * 1000
     found = np.percentile(values, (50, 95, 99), method="higher")
     named = [float(row[f"rtt_{stat}_ms"]) for stat in ("median", "p95", "p99")]

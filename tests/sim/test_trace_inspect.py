@@ -8,8 +8,7 @@ import math
 import pytest
 
 from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.inspect import describe, rtt_line, sparkline
-from edgespec_sim.traces.network_trace import NetworkTrace
+from edgespec_sim.traces.network_trace import NetworkTrace, describe, rtt_line, sparkline
 
 TRACE = NetworkTrace(
     "made",

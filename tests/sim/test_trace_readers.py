@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec_sim.traces.formats import PACKET_BITS, read_pair, read_trace, write_plain
 from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
-from edgespec_sim.traces.readers import read_pair, read_trace, write_plain
-from edgespec_sim.traces.readers.mahimahi import PACKET_BITS
 
 
 @pytest.fixture
@@ -363,7 +362,7 @@ def test_other_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "binary").write_bytes(b"time_s,rtt_ms\n0,1\n\xff\n")
     with pytest.raises(TraceError, match="binary:3: expected UTF-8 text"):
         read_trace(folder / "binary")
-    monkeypatch.setattr("edgespec_sim.traces.readers.source.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("edgespec_sim.traces.formats.MAX_FILE_BYTES", 10)
     with pytest.raises(TraceError, match="19 bytes, but at most 10 go"):
         read_trace(path)
 

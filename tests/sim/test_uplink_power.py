@@ -11,12 +11,8 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.uplink_power import LEAST_DBM, RESOURCE_BLOCK_HZ, PowerControl, UplinkPower
-from edgespec_sim.scenario.network_sections import (
-    FRAMING_BYTES,
-    PowerControlSection,
-    RadioSection,
-)
+from edgespec_sim.links.radio import LEAST_DBM, RESOURCE_BLOCK_HZ, PowerControl, UplinkPower
+from edgespec_sim.scenario.network import FRAMING_BYTES, PowerControlSection, RadioSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

@@ -11,7 +11,7 @@ from edgespec.bench.arms import Arm
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.gpu_power import GPU_POWERS
+from edgespec_sim.scenario.power import GPU_POWERS
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.scenario.arrival_sections import ArrivalsSection
 from edgespec_sim.scenario.sections import (
+    ArrivalsSection,
     CostSection,
     DeviceSection,
     Scenario,

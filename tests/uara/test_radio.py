@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_sim.radio.gains import (
+from edgespec_sim.links.radio import (
+    RandomWaypoint,
     RecordedGains,
     UmiGains,
     UmiSettings,
     los_probability,
     path_loss_db,
 )
-from edgespec_sim.radio.mobility import RandomWaypoint
 
 SETTINGS = UmiSettings(carrier_ghz=3.5)
 

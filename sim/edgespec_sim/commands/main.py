@@ -8,17 +8,16 @@ from edgespec.cli.lazy import lazy_app
 # In the order of `--help`.
 COMMANDS = {
     "run": "edgespec_sim.commands.run:run",
-    "list": "edgespec_sim.commands.scenario:list_scenarios",
-    "scenario": "edgespec_sim.commands.scenario:scenario",
+    "list": "edgespec_sim.commands.run:list_scenarios",
+    "scenario": "edgespec_sim.commands.run:scenario",
     "sweep": "edgespec_sim.commands.sweep:sweep",
-    "replay": "edgespec_sim.commands.replay:replay",
-    "report": "edgespec_sim.commands.report:report",
+    "replay": "edgespec_sim.commands.run:replay",
+    "report": "edgespec_sim.commands.run:report",
     "plan": "edgespec_sim.commands.plan:plan",
     "profile": "edgespec.cli.profile:profile",
     "mean-field": "edgespec_sim.commands.mean_field:mean_field",
     "trace": "edgespec_sim.commands.trace:app",
 }
-
 app = lazy_app("edgespec-sim", COMMANDS)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from edgespec.cli.running import reported, say
 from edgespec_sim.commands.simulate import parse_settings
 from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
-from edgespec_sim.scenario.loading import load_scenario, scenario_path
+from edgespec_sim.scenario.sections import load_scenario, scenario_path
 from edgespec_sim.world.run import association_named, check, token_source
 from edgespec_sim.world.surrounding import Surrounding
 

@@ -8,19 +8,159 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from edgespec.cli.running import EXIT_CODES, reported
-from edgespec.config import ConfigError
+from edgespec.config import ConfigError, DraftSection
+from edgespec.core.device.memory import AUTO, MIB, KvType
+from edgespec.core.device.policy import DEFAULT_WIDTH
+from edgespec.device.build import BUNDLED, load_tokenizer
 from edgespec_sim.commands.plan_capacity import capacity
-from edgespec_sim.commands.plan_memory import memory
 
 if TYPE_CHECKING:
+    from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryQuestion
     from edgespec.telemetry.run_summary import RunSummary
     from edgespec_sim.planning.link import LinkAdvice
+
+
+# --- ``edgespec plan memory`` ------------------------------------------------------------------
+# what a draft would take, and what a budget would buy.
+
+
+Drafts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="DRAFT...",
+        help="bundled, folders, Hub ids: of several, the first that fits is taken",
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--memory-budget",
+        envvar="EDGESPEC_MEMORY_BUDGET",
+        metavar="SIZE",
+        help="Of the whole process: 600MiB, 25% of the machine, or auto: what is free",
+    ),
+]
+MAX_WIDTH, MAX_TEXT = 16, 1 << 20
+_SPREAD_BYTES = 6 << 20
+"""What a start holds more than this command at most, so a budget that it takes is enough."""
+
+
+def memory(
+    drafts: Drafts = None,
+    memory_budget: Budget = AUTO,
+    width: Annotated[
+        int, typer.Option("--width", min=1, max=MAX_WIDTH, help="Guesses a step, at most")
+    ] = DEFAULT_WIDTH,
+    window: Annotated[
+        int, typer.Option("--window", min=0, max=MAX_TEXT, help="Tokens held at most; 0: all")
+    ] = 0,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, max=64, help="0: the plan chooses")
+    ] = 0,
+    bits: Annotated[int, typer.Option("--bits", help="Of what would be exported")] = 4,
+    kv_type: Annotated[
+        KvType | None, typer.Option("--kv-type", help="Of what would be exported")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> None:
+    """Say how much memory a draft takes, term by term, and what a budget buys.
+
+    Nothing is connected or loaded but the libraries, whose memory is measured. Texts do not depend
+    on the budget, only how soon they come.
+
+    [dim]edgespec plan memory --memory-budget 600MiB[/]
+
+    [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]
+    """
+    with reported():
+        references = drafts or [BUNDLED]
+        try:
+            section = DraftSection(
+                model=references[0],
+                threads=threads,
+                bits=bits,
+                kv_type=kv_type,
+                window=window,
+                memory_budget=memory_budget,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        variants, question = _measured(section, references, width)
+        _answer(variants, question, as_json)
+
+
+def _measured(
+    section: DraftSection, references: list[str], width: int
+) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
+    """What there is to choose from, and the question. All drafts of a target have its tokenizer,
+    so the first one's is loaded, with what the commands that draft load."""
+    import edgespec.cli.chat
+    import edgespec.cli.serve  # noqa: F401
+    from edgespec.device.draft_memory import question_of, variants_of
+
+    tokenizer = load_tokenizer(references[0])
+    variants = tuple(
+        variant for reference in references for variant in variants_of(section, reference)
+    )
+    question = question_of(section, width)
+    del tokenizer
+    return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
+
+
+def _answer(variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool) -> None:
+    from edgespec.core.device.memory import plan_memory, traded, unbounded
+
+    plan = plan_memory(variants, question)
+    changes = traded(plan, unbounded(variants, question))
+    if as_json:
+        typer.echo(json.dumps(_plain_memory(plan, changes), indent=2))
+    else:
+        _show_memory(plan, changes)
+
+
+def _show_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("MiB", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for term in plan.terms:
+        table.add_row(term.name, f"{term.bytes / MIB:.1f}", term.why)
+    table.add_row("sum: the peak", f"{plan.predicted_bytes / MIB:.1f}", "", style="bold")
+    table.add_row("kept free", f"{plan.margin_bytes / MIB:.1f}", "at least")
+    table.add_row("budget", f"{plan.budget_bytes / MIB:.1f}", "")
+    console.print(table)
+    settings, variant = plan.settings, plan.variant
+    console.print(
+        f"\n[bold]take:[/] {variant.name}, {variant.bits} bits, {variant.kv_type.value} keys and"
+        f" values, window {settings.window}, width {settings.width}, prefill chunk"
+        f" {settings.chunk}, {settings.threads} thread{'s' if settings.threads > 1 else ''}"
+    )
+    console.print("traded: " + ("; ".join(changes) if changes else "nothing"))
+
+
+def _plain_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "draft": plan.variant.name,
+        "bits": plan.variant.bits,
+        "kv_type": plan.variant.kv_type.value,
+        **asdict(plan.settings),
+        "terms": {term.name: term.bytes for term in plan.terms},
+        "predicted_bytes": plan.predicted_bytes,
+        "margin_bytes": plan.margin_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "traded": list(changes),
+    }
+
 
 plan = typer.Typer(
     name="plan",
@@ -37,6 +177,7 @@ def main() -> None:
 
 
 plan.command(name="memory", epilog=EXIT_CODES)(memory)
+
 plan.command(name="capacity", epilog=EXIT_CODES)(capacity)
 
 
@@ -69,8 +210,7 @@ def link(
     """
     with reported():
         from edgespec_sim.commands.pool import default_processes
-        from edgespec_sim.commands.seeds import Ask, Point, play_seeds
-        from edgespec_sim.commands.simulate import summary_of
+        from edgespec_sim.commands.simulate import Ask, Point, play_seeds, summary_of
         from edgespec_sim.planning.bounds import Costs
         from edgespec_sim.planning.link import advise, break_even_s, link_scenario
         from edgespec_sim.planning.replication import WITHIN

@@ -20,12 +20,7 @@ from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError
 
 if TYPE_CHECKING:
-    from edgespec_sim.planning.capacity_values import (
-        ArmPlan,
-        CapacityPlan,
-        CapacityQuestion,
-        Observed,
-    )
+    from edgespec_sim.planning.capacity import ArmPlan, CapacityPlan, CapacityQuestion, Observed
     from edgespec_sim.scenario.sections import Scenario
     from edgespec_sim.world.assembly import WorldOutcome
     from edgespec_sim.world.run import Job
@@ -135,7 +130,7 @@ def _arms(names: str) -> tuple[Arm, ...]:
 
 
 def _price(gpu: str, given: float | None) -> tuple[float, str]:
-    from edgespec_sim.planning.gpus import gpu_named
+    from edgespec_sim.planning.capacity import gpu_named
 
     known = gpu_named(gpu)
     if given is not None:
@@ -155,10 +150,9 @@ def _scenario(
 ) -> Scenario:
     """The scenario with the users, the links and the verifier that were asked for."""
     from edgespec_sim.commands.simulate import parse_settings
-    from edgespec_sim.planning.gpus import sessions_that_fit
-    from edgespec_sim.planning.service_curves import dealt
-    from edgespec_sim.scenario.loading import load_scenario
-    from edgespec_sim.scenario.sections import CostSection
+    from edgespec_sim.planning.capacity import sessions_that_fit
+    from edgespec_sim.planning.mean_field import dealt
+    from edgespec_sim.scenario.sections import CostSection, load_scenario
 
     loaded = load_scenario(name, parse_settings(settings or ()))
     devices = dict(loaded.devices)
@@ -189,7 +183,7 @@ def _scenario(
 
 
 def _link(rtt_ms: float | None, link: str | None) -> Any:
-    from edgespec_sim.scenario.network_sections import LinkSection
+    from edgespec_sim.scenario.network import LinkSection
 
     if link is None:
         return LinkSection(rtt_ms=rtt_ms or 0.0)
@@ -208,9 +202,8 @@ def _question(
     scenario: str,
     seed: int,
 ) -> CapacityQuestion:
-    from edgespec_sim.planning.capacity_values import CapacityQuestion
-    from edgespec_sim.scenario.arrival_sections import SloSection
-    from edgespec_sim.scenario.loading import scenario_path
+    from edgespec_sim.planning.capacity import CapacityQuestion
+    from edgespec_sim.scenario.sections import SloSection, scenario_path
     from edgespec_sim.world.run import check
 
     if (rate is None) == (users is None):
@@ -225,8 +218,7 @@ def _search(
     question: CapacityQuestion, processes: int | None, began_s: float, max_seconds: float
 ) -> CapacityPlan:
     from edgespec_sim.commands.pool import Task, Workers, default_processes
-    from edgespec_sim.planning.capacity import CapacityPlanner
-    from edgespec_sim.planning.capacity_events import confirm
+    from edgespec_sim.planning.capacity import CapacityPlanner, confirm
 
     ends_s: list[float] = []
     cores = processes or default_processes()
@@ -291,7 +283,7 @@ def _show(
 
 
 def _passes(question: CapacityQuestion) -> str:
-    from edgespec_sim.scenario.costs import measured
+    from edgespec_sim.scenario.verifiers import measured
 
     return measured(question.scenario.verifiers[question.kind].pass_time)
 

@@ -20,15 +20,44 @@ from multiprocessing.pool import Pool
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from edgespec.cli.running import Interrupted, say
-from edgespec.telemetry.trace import TraceFile
+from edgespec.core.device.events import Fail, Finish
+from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.first_question import FirstQuestion
 from edgespec_sim.world.run import Job, play
+
+# --- a trace of the first question of the first device, to draw arms beside each other ---------
+
+
+MOST_LINES: Final = 50_000
+
+
+class FirstQuestion:
+    """A ``Tracer`` that hands on what is said until the first session of a device has ended; of
+    devices nothing but that session, and so many lines at most."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._session: str | None = None
+        self._left = MOST_LINES
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        if self._left <= 0:
+            return
+        if side == "device":
+            self._session = self._session or session
+            if session != self._session:
+                return
+        self._left -= 1
+        self._tracer.record(at_s, side, session, kind, item)
+        if side == "device" and isinstance(item, Finish | Fail):
+            self._left = 0
+
 
 _POLL_S = 0.1
 
@@ -198,8 +227,6 @@ def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
         return play(task.job, FirstQuestion(tracer) if task.first else tracer, told)
 
 
-# --- in a worker ----------------------------------------------------------------------------
-
 _told: Queue[tuple[int, float]] | None = None
 
 
@@ -214,9 +241,6 @@ def _work(numbered: tuple[int, Task]) -> tuple[int, WorldOutcome]:
     told = _told
     assert told is not None
     return index, _played(task, lambda now_s: told.put((index, now_s)))
-
-
-# --- around it ------------------------------------------------------------------------------
 
 
 def _progress(quiet: bool) -> Progress:

@@ -20,22 +20,24 @@ from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
 from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.commands.pool import default_processes
-from edgespec_sim.commands.seeds import (
+from edgespec_sim.commands.simulate import (
     SECONDS,
+    SUMMARY,
     Ask,
     Point,
     SeedOption,
     SeedsOption,
     TimeOption,
     WithinOption,
+    parse_settings,
     play_seeds,
+    show,
+    summary_of,
 )
-from edgespec_sim.commands.simulate import SUMMARY, parse_settings, show, summary_of
 from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
-from edgespec_sim.scenario.loading import load_scenario, scenario_path
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.sections import Scenario, load_scenario, scenario_path
 from edgespec_sim.world.run import check
 
 MAX_POINTS = 10_000

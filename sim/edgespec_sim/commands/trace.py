@@ -12,14 +12,11 @@ from edgespec.cli.running import EXIT_CODES, reported, say
 from edgespec_sim.commands.simulate import output
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.trace_page import render_trace
+from edgespec_sim.traces.formats import FORMATS, read_trace, write_plain
 from edgespec_sim.traces.generators import KINDS, generate
-from edgespec_sim.traces.inspect import describe, rtt_line
-from edgespec_sim.traces.network_trace import NetworkTrace
-from edgespec_sim.traces.readers import FORMATS, read_trace, write_plain
-from edgespec_sim.traces.statistics import TraceStatistics
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics, describe, rtt_line
 
 app = typer.Typer(no_args_is_help=True, help="Look at network traces, make and translate them.")
-
 File = Annotated[
     str, typer.Argument(metavar="FILE", help="A trace file, or generate:KIND", show_default=False)
 ]

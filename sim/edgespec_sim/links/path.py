@@ -7,10 +7,24 @@ what went in and came out, so that a checker can see that nothing was lost, made
 
 from __future__ import annotations
 
+import math
+import random
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
+from edgespec.core.link_model import (
+    CapacitySchedule,
+    DelaySchedule,
+    LinkModel,
+    LinkSettings,
+    LossSchedule,
+    OutageSchedule,
+    SharedQueue,
+)
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.traces.network_trace import NetworkTrace
 
 
 class Link(Protocol):
@@ -88,3 +102,217 @@ class ManyHops:
         if hop + 1 == len(self._links):
             arrival_s += self._fixed_s
         self._queue.at(arrival_s, lambda: self._onto(hop + 1, size_bytes, deliver))
+
+
+# --- a path whose attachment changes -----------------------------------------------------------
+# from cell to cell, with a gap in between.
+# Each attachment is a path of its own, in force until the next change. For ``gap_s`` from a
+# change on nothing is handed over; what is sent then waits and goes to the attachment in force
+# when the gap ends, in order. What an old one had accepted still arrives: the cells forward it. A
+# message that a new attachment delivers sooner waits for those sent before it, so order holds
+# across the change.
+
+
+class Handover:
+    """A path that begins as ``path``; ``change`` attaches it to another."""
+
+    def __init__(self, queue: EventQueue, path: Path, gap_s: float) -> None:
+        if not 0.0 <= gap_s < math.inf:
+            raise ValueError(f"gap_s is {gap_s}, but must be finite and not negative")
+        self._queue, self._path, self._gap_s = queue, path, gap_s
+        self._up_from_s = 0.0
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._order: deque[list[Callable[[], None] | None]] = deque()
+        self.counts = PathCounts()
+
+    def change(self, path: Path) -> None:
+        """From now on ``path`` is in force, and passes messages when the gap is over."""
+        self._path, self._up_from_s = path, self._queue.now + self._gap_s
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.counts.enter(size_bytes)
+        # A cell of the order: empty until its message has arrived.
+        cell: list[Callable[[], None] | None] = [None]
+        self._order.append(cell)
+
+        def arrive() -> None:
+            assert cell[0] is None, "a path delivered a message twice"
+            cell[0] = lambda: self._out(size_bytes, deliver)
+            self._release()
+
+        if self._waiting or self._up_from_s > self._queue.now:
+            if not self._waiting:
+                self._queue.at(self._up_from_s, self._flush)
+            self._waiting.append((size_bytes, arrive))
+            return
+        self._path.send(size_bytes, arrive)
+
+    def _flush(self) -> None:
+        if self._up_from_s > self._queue.now:  # another change came within the gap
+            self._queue.at(self._up_from_s, self._flush)
+            return
+        waiting, self._waiting = self._waiting, deque()
+        for size_bytes, arrive in waiting:
+            self._path.send(size_bytes, arrive)
+
+    def _release(self) -> None:
+        while self._order and (deliver := self._order[0][0]) is not None:
+            self._order.popleft()
+            deliver()
+
+    def _out(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.counts.leave(size_bytes)
+        deliver()
+
+
+# --- a shared queue that others load too -------------------------------------------------------
+# Poisson packets, without an event a packet.
+# Packets of cross traffic matter only to the messages behind them, so they are put into the queue
+# when one of ours asks for a slot: all that came before that moment, in order, which is exactly
+# what an event a packet would have done. After a long pause only the last stretch is played, from
+# an empty queue: its length is ``_MEMORY`` / (1 - share)^2 packets' time, several times the
+# relaxation time of such a queue (M/D/1), so what lay before it has no say any more. A message's
+# cost is so bounded whatever the pause, and a queue nobody uses costs nothing.
+# Every asker's ``now_s`` has to be non-decreasing, as for any shared queue.
+
+
+PACKET_BYTES: Final = 1400
+MAX_SHARE: Final = 0.95
+_MEMORY: Final = 20.0
+
+
+class LoadedQueue(SharedQueue):
+    """A ``SharedQueue`` of which cross traffic takes ``share`` of the capacity, in the mean."""
+
+    def __init__(
+        self,
+        bits_per_s: float | CapacitySchedule,
+        share: float,
+        *,
+        packet_bytes: int = PACKET_BYTES,
+        seed: int = 0,
+        offset_s: float = 0.0,
+    ) -> None:
+        super().__init__(bits_per_s, offset_s=offset_s)
+        if not 0.0 <= share <= MAX_SHARE:
+            raise ValueError(f"share is {share}, but must be in [0, {MAX_SHARE}]")
+        if packet_bytes < 1:
+            raise ValueError(f"packet_bytes is {packet_bytes}, but must be at least 1")
+        self._share = share
+        self._packet_bytes = packet_bytes
+        self._chance = random.Random(seed)
+        self._next_s = self._gap_s(0.0) if share else float("inf")
+        self.cross_bytes = 0
+        """Of the packets played; those of long pauses are left out."""
+
+    def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
+        if self._next_s <= now_s:
+            self._play(now_s)
+        return super().first_free_s(now_s, ready_s, size_bytes)
+
+    def _play(self, until_s: float) -> None:
+        packet_s = self.serialisation_s(until_s, self._packet_bytes)
+        memory_s = _MEMORY * packet_s / (1.0 - self._share) ** 2
+        if until_s - self._next_s > memory_s:
+            # Poisson arrivals have no memory: the next after any moment is one gap away.
+            start_s = until_s - memory_s
+            self._next_s = start_s + self._gap_s(start_s)
+        while self._next_s <= until_s:
+            at_s = self._next_s
+            size_bytes = self._packet_bytes
+            start_s = super().first_free_s(at_s, at_s, size_bytes)
+            end_s = start_s + self.serialisation_s(start_s, size_bytes)
+            self.take(start_s, end_s, size_bytes)
+            self.cross_bytes += size_bytes
+            self._next_s = at_s + self._gap_s(at_s)
+
+    def _gap_s(self, time_s: float) -> float:
+        packets_per_s = self._share * self.capacity_bits_per_s(time_s) / (8 * self._packet_bytes)
+        return self._chance.expovariate(packets_per_s)
+
+
+# --- both directions of a link that does what a trace did, over and over -----------------------
+# A trace's columns become the schedules of ``core/network/link_model.py``, each at its own stage:
+# RTT is split between the directions, capacity is the queue's, outages hold both directions back.
+# A probe is lost when it or its answer is, so of a measured loss p each direction gets 1 - sqrt(1
+# - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links made from
+# them, each of which starts at its own offset: a thousand devices on one trace cost little more
+# than one and do not stall together.
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLinks:
+    """The schedules of a trace; ``pair`` makes links from them."""
+
+    up_delay: DelaySchedule
+    down_delay: DelaySchedule
+    loss: LossSchedule | None
+    outages: OutageSchedule | None
+    up_capacity: CapacitySchedule | None
+    down_capacity: CapacitySchedule | None
+
+    @classmethod
+    def of(cls, trace: NetworkTrace, *, up_share: float = 0.5) -> TraceLinks:
+        """``up_share`` of the RTT is the way up. Raises ``ValueError`` when it is not in [0, 1]."""
+        if not 0.0 <= up_share <= 1.0:
+            raise ValueError(f"up_share is {up_share}, but must be in [0, 1]")
+        loss = trace.loss
+        if loss is not None:
+            loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
+        return cls(
+            up_delay=DelaySchedule(_steps(trace, trace.rtt_s, up_share), trace.duration_s),
+            down_delay=DelaySchedule(_steps(trace, trace.rtt_s, 1.0 - up_share), trace.duration_s),
+            loss=LossSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
+            outages=OutageSchedule(trace.outages_s, trace.duration_s) if trace.outages_s else None,
+            up_capacity=_capacity(trace, trace.up_bits_per_s),
+            down_capacity=_capacity(trace, trace.down_bits_per_s),
+        )
+
+    def queues(self, offset_s: float = 0.0) -> tuple[SharedQueue, SharedQueue]:
+        """Up and down, of the trace's capacity; without limit where that was not measured."""
+        up, down = (
+            SharedQueue() if capacity is None else SharedQueue(capacity, offset_s=offset_s)
+            for capacity in (self.up_capacity, self.down_capacity)
+        )
+        return up, down
+
+    def pair(
+        self,
+        *,
+        offset_s: float = 0.0,
+        seed: int = 0,
+        overhead_bytes: int = 0,
+        outages_s: tuple[tuple[float, float], ...] = (),
+        queues: tuple[SharedQueue, SharedQueue] | None = None,
+    ) -> tuple[LinkModel, LinkModel]:
+        """Up and down; at time 0 they are ``offset_s`` into the trace. ``queues`` None: queues of
+        their own with the trace's capacity; else those, which others may share. ``outages_s`` come
+        on top of the trace's, once, on the links' clock."""
+        up_queue, down_queue = queues or self.queues(offset_s)
+        up, down = (
+            LinkSettings(
+                overhead_bytes=overhead_bytes,
+                outages_s=outages_s,
+                schedule=delay,
+                loss_schedule=self.loss,
+                outage_schedule=self.outages,
+                schedule_offset_s=offset_s,
+                seed=link_seed,
+            )
+            for delay, link_seed in ((self.up_delay, 2 * seed), (self.down_delay, 2 * seed + 1))
+        )
+        return LinkModel(up, up_queue), LinkModel(down, down_queue)
+
+
+def _steps(
+    trace: NetworkTrace, column: tuple[float, ...], scale: float = 1.0
+) -> tuple[tuple[float, float], ...]:
+    # A trace may end with its last row; a period has to be longer than its steps.
+    rows = zip(trace.time_s, column, strict=True)
+    return tuple((time_s, value * scale) for time_s, value in rows if time_s < trace.duration_s)
+
+
+def _capacity(trace: NetworkTrace, column: tuple[float, ...] | None) -> CapacitySchedule | None:
+    if column is None:
+        return None
+    return CapacitySchedule(_steps(trace, column), trace.duration_s)

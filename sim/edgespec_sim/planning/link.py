@@ -17,7 +17,7 @@ from edgespec.core.device.policy import MAX_GAMMA
 from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec_sim.planning.bounds import Costs, RunLengths, any_policy_s, stop_and_wait_s
 from edgespec_sim.planning.replication import Total, speedup
-from edgespec_sim.scenario.network_sections import LinkSection
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec_sim.actors.wire_size import message_bytes
 from edgespec_sim.report.guesses import Guesses
 from edgespec_sim.report.trace_lines import Line, sized
+from edgespec_sim.wire_size import message_bytes
 
 UNFINISHED = "the trace ends before the request does"
 

@@ -55,7 +55,6 @@ pre { margin: 0; padding: 0.8rem; overflow: auto; max-height: 32rem; font-size: 
   table { font-size: 0.65rem; } th, td { padding: 0.2rem 0.25rem; } tbody th { position: static; }
   .modebar { display: none; } pre { max-height: none; } }
 """
-
 SCRIPT: Final = """
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function themed(layout) {

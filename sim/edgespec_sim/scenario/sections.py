@@ -2,22 +2,261 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 
 from edgespec.bench.arms import Arm
+from edgespec.config.loading import ConfigError, load_config
+from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.checks import bounded
-from edgespec_sim.radio.power import RADIOS
-from edgespec_sim.scenario.arrival_sections import DRAIN_S, ArrivalsSection, SloSection, window_s
-from edgespec_sim.scenario.condition_sections import ConditionsSection
-from edgespec_sim.scenario.network_sections import LinkSection, RadioSection
-from edgespec_sim.scenario.verifier_sections import MAX_DEVICES as MAX_DEVICES
-from edgespec_sim.scenario.verifier_sections import CostSection as CostSection
-from edgespec_sim.scenario.verifier_sections import StagesSection as StagesSection
-from edgespec_sim.scenario.verifier_sections import VerifierSection as VerifierSection
+from edgespec_sim.scenario.network import LinkSection, RadioSection
+from edgespec_sim.scenario.power import RADIOS
+from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
+from edgespec_sim.scenario.verifiers import CostSection as CostSection
+from edgespec_sim.scenario.verifiers import StagesSection as StagesSection
+from edgespec_sim.scenario.verifiers import VerifierSection as VerifierSection
+
+# --- when requests come from outside, and what they are held against ---------------------------
+# arrivals, and objectives.
+
+
+HOURS = 24
+MOST_PER_S = 10_000.0
+DRAIN_S = 60.0
+"""Of an open loop whose scenario does not say."""
+
+
+class ArrivalKind(Enum):
+    POISSON = "poisson"
+    DIURNAL = "diurnal"
+    RECORDED = "recorded"
+
+
+class AtDevice(Enum):
+    """What becomes of a request whose device is busy."""
+
+    OWN = "own"
+    """It waits there, behind those that came before it."""
+    FREE = "free"
+    """It takes the next free device of the same group, and waits for one if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalsSection:
+    """An open loop: requests come whether or not earlier ones have ended. Each comes at a device
+    that is drawn evenly; instants, devices, lengths and questions are the same for every arm."""
+
+    kind: ArrivalKind = ArrivalKind.POISSON
+    rate: float = 0.0
+    """poisson: requests a second, of all devices together."""
+    rates: tuple[float, ...] = ()
+    """diurnal: requests a second at 0 h, 1 h, ... 23 h; a line between, and the day begins anew."""
+    from_h: float = 0.0
+    """diurnal: the hour of the day at which the world begins."""
+    compress: float = 1.0
+    """diurnal: seconds of the day that one second of the world stands for. Rates stay as they
+    are: 24 h in 24 minutes have a sixtieth of the requests."""
+    file: str = ""
+    """recorded: CSV or JSONL with ``time_s`` (or ``timestamp``), and lengths where it has them."""
+    speed: float = 1.0
+    """recorded: how many times faster it is played; the rate rises with it."""
+    at: AtDevice = AtDevice.OWN
+
+    def __post_init__(self) -> None:
+        given = {"rate": bool(self.rate), "rates": bool(self.rates), "file": bool(self.file)}
+        wanted = {
+            ArrivalKind.POISSON: "rate",
+            ArrivalKind.DIURNAL: "rates",
+            ArrivalKind.RECORDED: "file",
+        }[self.kind]
+        for name, is_given in given.items():
+            if is_given != (name == wanted):
+                verb = "is missing" if name == wanted else "is given"
+                raise ValueError(f"{name} {verb}, but {self.kind.value} arrivals take {wanted}")
+        if self.kind is ArrivalKind.POISSON:
+            bounded("rate", self.rate, 0.0, MOST_PER_S, open_low=True)
+        if self.rates and len(self.rates) != HOURS:
+            raise ValueError(f"rates has {len(self.rates)} numbers, but must have {HOURS}")
+        for rate in self.rates:
+            bounded("rates", rate, 0.0, MOST_PER_S)
+        if self.rates and not any(self.rates):
+            raise ValueError("rates are all 0, but one of them must be above it")
+        bounded("from_h", self.from_h, 0.0, float(HOURS))
+        bounded("compress", self.compress, 1.0, 86_400.0)
+        bounded("speed", self.speed, 1e-3, 1e4)
+
+    @property
+    def about(self) -> str:
+        """For a reader: what comes, and where it waits."""
+        if self.kind is ArrivalKind.POISSON:
+            what = f"Poisson, {self.rate:g} requests/s"
+        elif self.kind is ArrivalKind.DIURNAL:
+            what = f"a day's curve, {min(self.rates):g} to {max(self.rates):g} requests/s"
+        else:
+            faster = f", {self.speed:g} times as fast" if self.speed != 1.0 else ""
+            what = f"recorded in {self.file}{faster}"
+        where = {
+            AtDevice.OWN: "at its own device, and waits there",
+            AtDevice.FREE: "at a free device, and waits for one",
+        }[self.at]
+        return f"{what}; each comes {where}"
+
+    def rate_at(self, now_s: float) -> float:
+        """Requests a second (poisson and diurnal)."""
+        if self.kind is ArrivalKind.POISSON:
+            return self.rate
+        hour = (self.from_h + now_s * self.compress / 3600.0) % HOURS
+        low = int(hour) % HOURS
+        share = hour - int(hour)
+        return (1.0 - share) * self.rates[low] + share * self.rates[(low + 1) % HOURS]
+
+    @property
+    def most(self) -> float:
+        """The highest rate of all (poisson and diurnal)."""
+        return max((self.rate, *self.rates))
+
+    def divided(self, parts: int) -> ArrivalsSection:
+        """One of so many equal shares. Raises ``ValueError`` for recorded ones."""
+        if self.kind is ArrivalKind.RECORDED:
+            raise ValueError(
+                f"shards is {parts}, but recorded arrivals are played in one world: shards 1"
+            )
+        rates = tuple(rate / parts for rate in self.rates)
+        return replace(self, rate=self.rate / parts, rates=rates)
+
+    def check_workloads(self, requests: Mapping[str, int]) -> None:
+        """``requests``: how many each group of devices is to ask by itself, which must be none.
+        Raises ``ValueError``."""
+        for name, count in requests.items():
+            if count:
+                raise ValueError(
+                    f"devices.{name}.workload.requests is {count}, but with"
+                    " arrivals the requests come from there: 0"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SloSection:
+    """Objectives of service: 95 % of the requests have to keep to each. A request attains them if
+    it ended well and keeps to both."""
+
+    ttft_p95_ms: float | None = None
+    tpot_p95_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft_p95_ms", self.ttft_p95_ms), ("tpot_p95_ms", self.tpot_p95_ms)):
+            if value is not None:
+                bounded(name, value, 0.1, 3_600_000.0)
+
+    @property
+    def ttft_s(self) -> float:
+        """Infinite where there is none."""
+        return math.inf if self.ttft_p95_ms is None else self.ttft_p95_ms / 1e3
+
+    @property
+    def tpot_s(self) -> float:
+        return math.inf if self.tpot_p95_ms is None else self.tpot_p95_ms / 1e3
+
+    @property
+    def given(self) -> bool:
+        return self.ttft_p95_ms is not None or self.tpot_p95_ms is not None
+
+
+def window_s(duration_s: float, warm_up_s: float) -> float:
+    """How long requests count that are asked in it. Raises ``ValueError``."""
+    if not 0.0 <= warm_up_s < duration_s:
+        raise ValueError(
+            f"warm_up_s is {warm_up_s:g}, but must be at least 0 and less than duration_s, "
+            f"{duration_s:g}"
+        )
+    return duration_s - warm_up_s
+
+
+# --- what a device meets beside its own drafting -----------------------------------------------
+# battery, heat, other programs, memory.
+
+
+MOST_ROWS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionSection:
+    """What holds from ``at_s`` on. What is left out stays as the row before said, or is not known;
+    a device says as little about itself where it has no such sensor."""
+
+    at_s: float
+    battery: float | None = None
+    """Charge from 0 to 1, of a battery that is being emptied."""
+    celsius: float | None = None
+    """Of the hottest sensor."""
+    others_load: float | None = None
+    """Share of all cores that other programs use. It is what the device reads, and slows nothing
+    down by itself: that is ``slowdown``."""
+    resident_mib: float | None = None
+    """What the agent's process holds beside the draft's keys and values."""
+    slowdown: float | None = None
+    """How many times as long draft steps take, under every arm that drafts."""
+
+    def __post_init__(self) -> None:
+        bounded("at_s", self.at_s, 0.0, 1e6)
+        for name, value, low, high in (
+            ("battery", self.battery, 0.0, 1.0),
+            ("celsius", self.celsius, -50.0, 150.0),
+            ("others_load", self.others_load, 0.0, 1.0),
+            ("resident_mib", self.resident_mib, 0.0, 1e6),
+            ("slowdown", self.slowdown, 0.01, 100.0),
+        ):
+            if value is not None:
+                bounded(name, value, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionsSection:
+    """A course of conditions, and the memory budget that the device's governor keeps. The arm
+    ``edgespec`` walks the product's ladder on it; the others draft as their papers say."""
+
+    course: tuple[ConditionSection, ...] = ()
+    """Rows in order of time, the first of them at 0; the last one holds to the end."""
+    file: str = ""
+    """The same, recorded: CSV with a header of ``at_s`` and any of the other names."""
+    spread_s: float = 0.0
+    """Device i of the group meets everything i times so much later, and the first row until then.
+    """
+    budget_mib: float | None = None
+    """What the process may hold; null: no budget. ``resident_mib`` of the course counts in it."""
+    window: int = 4096
+    """Tokens whose keys and values the draft holds at most, with a budget."""
+    token_kib: float = 112.0
+    """What those of one token take: 28 layers of 8 heads of 128 in float16, as Qwen3-0.6B has."""
+
+    def __post_init__(self) -> None:
+        if bool(self.course) == bool(self.file):
+            said = "both are given" if self.file else "neither is given"
+            raise ValueError(f"conditions take either course or file, but {said}")
+        check_order(self.course)
+        bounded("spread_s", self.spread_s, 0.0, 1e6)
+        bounded("window", self.window, SMALLEST_WINDOW, 1 << 20)
+        bounded("token_kib", self.token_kib, 1e-3, 1e5)
+        if self.budget_mib is not None:
+            bounded("budget_mib", self.budget_mib, 1.0, 1e6)
+
+
+def check_order(course: tuple[ConditionSection, ...]) -> None:
+    """Raises ``ValueError`` unless rows begin at 0 and each is later than the one before."""
+    if len(course) > MOST_ROWS:
+        raise ValueError(f"course has {len(course)} rows, but at most {MOST_ROWS} go")
+    if course and course[0].at_s != 0.0:
+        raise ValueError(f"course begins at {course[0].at_s:g} s, but must begin at 0")
+    for before, after in itertools.pairwise(course):
+        if after.at_s <= before.at_s:
+            raise ValueError(f"course has {after.at_s:g} s behind {before.at_s:g} s")
+
 
 _MINUTE_MS = 60_000.0
 
@@ -255,3 +494,37 @@ class Scenario:
                             f"{kind}.{name}.count is {one.count}, "
                             f"but must divide by shards, {self.shards}"
                         )
+
+
+# --- scenario files ----------------------------------------------------------------------------
+# found by name or path, read strictly.
+
+
+# In a checkout the scenarios lie beside the package, in an installation within it.
+_FOLDERS = (Path(__file__).parents[1] / "scenarios", Path(__file__).parents[2] / "scenarios")
+
+
+def bundled_scenarios() -> dict[str, Path]:
+    """Files of the scenarios that come with the simulator, by name."""
+    return {
+        path.stem: path
+        for folder in _FOLDERS
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.yaml"))
+    }
+
+
+def scenario_path(name: str) -> Path:
+    """Raises ``ConfigError`` that names the bundled scenarios."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return path
+    bundled = bundled_scenarios()
+    if name not in bundled:
+        raise ConfigError(f"no scenario {name!r}: not a YAML file, nor one of {', '.join(bundled)}")
+    return bundled[name]
+
+
+def load_scenario(name: str, overrides: Mapping[str, object] | None = None) -> Scenario:
+    """Raises ``ConfigError``: what is wrong, where, and what would be right."""
+    return load_config(Scenario, scenario_path(name), overrides)

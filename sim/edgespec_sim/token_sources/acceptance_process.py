@@ -28,7 +28,6 @@ _ROUNDS = 80
 _LEAST_CHANCE = 1e-4
 # A Beta this concentrated is a constant for all purposes; wider than uniform is not believed.
 _LEAST_CONCENTRATION, _MOST_CONCENTRATION = 0.5, 200.0
-
 Floats = NDArray[np.float64]
 
 

@@ -11,12 +11,36 @@ names it, because an acceptance rate is only as good as its source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.ports import Drafter, TargetModel
-from edgespec.core.protocol.sampling import SamplingParams
+import numpy as np
+
+from edgespec.core.ports import (
+    CacheShape,
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    TargetModel,
+    never_cancelled,
+)
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.tree import Ending
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
+from edgespec.telemetry.match_tape import MatchTape, TapeError, ranks_along, read_tape
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +79,493 @@ class Ranked(Protocol):
     def ranks(self, request: Request, count: int) -> Sequence[int]:
         """Of the first ``count`` tokens of a request: the rank each has among the drafter's guesses
         on the committed text before it, -1 for none."""
+
+
+# --- texts known beforehand, and the two models that act them out ------------------------------
+# no logits, no time.
+# A *script* is the target's text behind a prompt, with the rank each token has among the draft's
+# guesses. Which script it is stands in the prompt, so any target and any drafter find it by
+# themselves. The target says the script's token wherever the tokens before it are the script's;
+# the drafter guesses it at its rank and is wrong at all others. Off script, both say something
+# that cannot matter: behind a wrong guess nothing is ever committed.
+#     code      a prompt that names a number: its digits, then one filler token to the end
+#     on script every token so far is the script's; an index of the output, -1 before it
+# Work a step or pass is proportional to what is fed, whatever the length of the text. Both check
+# the cache contract of ``ports`` as they go and raise ``ScriptError`` when it is broken.
+
+
+CONTEXT_LENGTH: Final = 1 << 24
+"""A script needs no memory of its context; bounds are the verifier's."""
+CODE_LENGTH: Final = 3
+"""Tokens of a prompt that name its number."""
+_NEVER: Final = 1 << 62
+
+
+class ScriptError(ValueError):
+    """A scripted model was used in a way that no real one could be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """``ranks[i]`` is that of ``tokens[i]``; negative: none of the guesses."""
+
+    tokens: Sequence[int]
+    ranks: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """Of the draft's first choice before each token; none: it is taken to be sure."""
+    second_logprobs: Sequence[float] = ()
+    """Of its second choice; further ones are held for as likely as that."""
+
+
+FindScript = Callable[[tuple[int, ...], int], Script]
+"""The script behind a prompt, at least as long as the (second) max_tokens or to its own end."""
+
+
+def coded_prompt(number: int, length: int, base: int) -> tuple[int, ...]:
+    """A prompt of ``length`` tokens that names ``number``; tokens are below ``base``. Raises
+    ``ScriptError`` when the number does not fit."""
+    digits = min(length, CODE_LENGTH)
+    if not 0 <= number < (base - 1) ** digits:
+        limit = (base - 1) ** digits
+        raise ScriptError(f"request number is {number}, but {digits} tokens hold 0 to {limit - 1}")
+    code = [number // (base - 1) ** place % (base - 1) for place in range(digits)]
+    return (*code, *(base - 1,) * (length - digits))
+
+
+def number_of(prompt: Sequence[int], base: int) -> int:
+    """The number that ``coded_prompt`` put in. Raises ``ScriptError`` for any other prompt."""
+    code, filler = prompt[:CODE_LENGTH], base - 1
+    rest = prompt[CODE_LENGTH:]
+    if not code or max(code) >= filler or rest.count(filler) != len(rest):
+        raise ScriptError(f"a prompt that begins with {tuple(code)} names no script")
+    return sum(digit * filler**place for place, digit in enumerate(code))
+
+
+class _Reading:
+    """One sequence's way along its script: how far the cache reaches, and how far on script."""
+
+    __slots__ = ("_find", "_max_tokens", "length", "off_at", "prompt", "prompt_length", "script")
+
+    def __init__(self, prompt_length: int, max_tokens: int, find: FindScript) -> None:
+        self.prompt_length, self._max_tokens, self._find = prompt_length, max_tokens, find
+        self.prompt: list[int] = []
+        self.script: Script | None = None
+        self.length = 0
+        self.off_at = _NEVER
+        """The first cached position that is not the script's."""
+
+    def advance(self, keep_length: int, feed: Sequence[int]) -> int:
+        """Truncate, append; the index of the output's token that comes next, -1 within the
+        prompt."""
+        if not 0 <= keep_length <= self.length:
+            raise ScriptError(f"{keep_length} tokens kept, but {self.length} are cached")
+        if not feed:
+            raise ScriptError("feed is empty, but must hold at least one token")
+        if keep_length <= self.off_at:
+            self.off_at = _NEVER
+        script = self.script
+        if script is None:
+            return self._read_prompt(keep_length, feed)
+        index = keep_length - self.prompt_length
+        self.length = keep_length + len(feed)
+        if self.off_at == _NEVER:
+            tokens = script.tokens
+            for token in feed:
+                # The last tokens of the prompt may be fed again: nothing to compare them with.
+                if index >= 0 and (index >= len(tokens) or tokens[index] != token):
+                    self.off_at = self.prompt_length + index
+                    break
+                index += 1
+        return self.length - self.prompt_length
+
+    def _read_prompt(self, keep_length: int, feed: Sequence[int]) -> int:
+        missing = self.prompt_length - keep_length
+        self.prompt[keep_length:] = feed[:missing]
+        self.length = len(self.prompt)
+        if self.length < self.prompt_length:
+            return -1
+        self.script = self._find(tuple(self.prompt), self._max_tokens)
+        self.prompt.clear()
+        if len(feed) > missing:
+            return self.advance(self.length, feed[missing:])
+        return 0
+
+    @property
+    def on_script(self) -> bool:
+        return self.off_at == _NEVER
+
+
+class _Played(_Reading):
+    """A sequence of a target, with the tree of its last pass until that is kept or dropped."""
+
+    __slots__ = ("nodes", "parents")
+
+    def __init__(self, prompt_length: int, max_tokens: int, find: FindScript) -> None:
+        super().__init__(prompt_length, max_tokens, find)
+        self.nodes: tuple[int, ...] = ()
+        self.parents: tuple[int, ...] = ()
+
+
+class ScriptedTarget:
+    """``ports.TargetModel`` that acts scripts out. Raises ``ScriptError``."""
+
+    def __init__(self, info: ModelInfo, find: FindScript) -> None:
+        self.passes = 0
+        """Passes so far, and the rows they had."""
+        self.rows = 0
+        self._info, self._find = info, find
+        self._sequences: dict[str, _Played] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return None
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        if key in self._sequences:
+            raise ScriptError(f"sequence {key!r} is already open")
+        self._sequences[key] = _Played(prompt_length, sampling.max_tokens, self._find)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self.passes += 1
+        self.rows += sum(request.row_count for request in batch)
+        return [self._run(request) for request in batch]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        played = self._sequences[key]
+        if nodes:
+            parent = -1
+            for node in nodes:
+                if not 0 <= node < len(played.nodes) or played.parents[node] != parent:
+                    raise ScriptError(f"nodes {list(nodes)} of {key!r} are no path from the root")
+                parent = node
+            played.advance(played.length, [played.nodes[node] for node in nodes])
+        played.nodes = played.parents = ()
+
+    def close(self, key: str) -> None:
+        self._sequences.pop(key, None)
+
+    def _run(self, request: PassRequest) -> PassResult:
+        key, nodes = request.key, request.tokens
+        if key not in self._sequences:
+            raise ScriptError(f"sequence {key!r} is not open")
+        played = self._sequences[key]
+        index = played.advance(request.cache_length, request.feed)
+        if not played.on_script:
+            raise ScriptError(f"{key!r}: committed tokens are not the target's own")
+        played.nodes, played.parents = nodes, request.parents
+        if not request.sample:
+            return PassResult(key, ())
+        if played.script is None:
+            raise ScriptError(f"{key!r}: a token is wanted before the prompt is complete")
+        tokens = played.script.tokens
+        end = len(tokens)
+        targets = [tokens[index] if index < end else 0]
+        # Depth of each node that is on script, -1 for those that are not.
+        depths: list[int] = []
+        for token, parent in zip(nodes, request.parents, strict=True):
+            depth = depths[parent] if parent >= 0 else 0
+            at = index + depth
+            if depth >= 0 and at < end and tokens[at] == token:
+                depths.append(depth + 1)
+                targets.append(tokens[at + 1] if at + 1 < end else 0)
+            else:
+                depths.append(-1)
+                targets.append(0)
+        return PassResult(key, tuple(targets))
+
+
+class ScriptedDrafter:
+    """``ports.Drafter`` that guesses scripts at their ranks; it knows ranks below ``max_width``.
+
+    Raises ``ScriptError``.
+    """
+
+    def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
+        self._info, self._find, self._max_width = info, find, max_width
+        self._size = info.vocabulary_size
+        self._reading = _Reading(1, 1, find)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._reading = _Reading(prompt_length, sampling.max_tokens, self._find)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if not 1 <= width <= self._max_width:
+            raise ScriptError(f"width is {width}, but the ranks known are below {self._max_width}")
+        reading = self._reading
+        index = reading.advance(keep_length, feed)
+        script = reading.script
+        if script is None:
+            raise ScriptError("a guess is wanted before the prompt is complete")
+        rank, token = -1, feed[-1]
+        if reading.off_at == _NEVER and index < len(script.tokens):
+            rank, token = script.ranks[index], script.tokens[index]
+        # Off script nobody knows: as it was somewhere else in the text.
+        place = index if reading.off_at == _NEVER else index * 31 + token
+        first, further = _at(script.logprobs, place), _at(script.second_logprobs, place)
+        # Neighbours of the right token are wrong and different, and have varints of its length.
+        size = self._size
+        return tuple(
+            [
+                Candidate(
+                    token if at == rank else (token + 1 + at) % size, further if at else first
+                )
+                for at in range(width)
+            ]
+        )
+
+    def close(self) -> None:
+        self._reading = _Reading(1, 1, self._find)
+
+
+def _at(logprobs: Sequence[float], place: int) -> float:
+    return logprobs[place % len(logprobs)] if logprobs else 0.0
+
+
+# --- tokens from a match tape ------------------------------------------------------------------
+# real texts, and how well a real draft did on them.
+# Request number n plays generation n of the tape, in an order that ``seed`` shuffles and that
+# begins anew when the tape is through. With a prompt length of 0 the request has the recorded
+# prompt; with any other, a prompt of that length which names the generation, for worlds that say
+# how long prompts are. The text and its ranks are the recorded ones either way.
+
+
+LEAST_VOCABULARY = 32_000
+_FOLDER = "data/tapes"
+
+
+def tape_named(name: str, folder: Path = Path()) -> MatchTape:
+    """The tape in a file, looked for in ``folder``, or a bundled one. Raises ``TapeError``."""
+    path = folder / name
+    if path.is_file():
+        return read_tape(path)
+    tapes = resources.files("edgespec_sim").joinpath(_FOLDER)
+    bundled = sorted(
+        one.name.removesuffix(".jsonl") for one in tapes.iterdir() if one.name.endswith(".jsonl")
+    )
+    if name not in bundled:
+        raise TapeError(f"{name}: no such file in {folder}, and bundled are {', '.join(bundled)}")
+    with resources.as_file(tapes.joinpath(f"{name}.jsonl")) as file:
+        return read_tape(file)
+
+
+class TapeSource:
+    """``tokens.TokenSource`` over a tape."""
+
+    def __init__(self, tape: MatchTape, seed: int = 0) -> None:
+        self.tape = tape
+        ends = frozenset(tape.eos_token_ids)
+        self._scripts = [
+            Script(_until(ends, g.tokens), g.ranks, g.logprobs, g.second_logprobs)
+            for g in tape.generations
+        ]
+        self._order = list(range(len(tape.generations)))
+        random.Random(seed).shuffle(self._order)
+        self._index = {g.prompt: i for i, g in enumerate(tape.generations)}
+        largest = max(max(*g.prompt, *g.tokens) for g in tape.generations)
+        size = max(LEAST_VOCABULARY, largest + 2)
+        self._info = ModelInfo(
+            "tape", f"tape-{tape.target}", size, CONTEXT_LENGTH, tape.eos_token_ids
+        )
+
+    @property
+    def about(self) -> str:
+        tape = self.tape
+        positions = sum(len(g.tokens) for g in tape.generations)
+        return (
+            f"match tape of {tape.draft} drafting for {tape.target}: {len(tape.generations)} texts,"
+            f" {positions} tokens, {tape.acceptance():.1%} accepted"
+        )
+
+    def target(self) -> ScriptedTarget:
+        return ScriptedTarget(self._info, self._find)
+
+    def drafter(self) -> ScriptedDrafter:
+        return ScriptedDrafter(self._info, self._find, self.tape.width)
+
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+        """``prompt_length`` 0: the recorded prompt."""
+        index = self._order[number % len(self._order)]
+        size = self._info.vocabulary_size
+        # Two generations of one prompt (under different seeds) cannot be told apart by it.
+        own = self.tape.generations[index].prompt
+        if prompt_length == 0 and self._index[own] == index:
+            prompt = own
+        else:
+            prompt = coded_prompt(index, prompt_length or len(own), size)
+        tokens = self._scripts[index].tokens
+        # Nobody knows of an end token beforehand; where the recording stopped, a request must.
+        ends = tokens[-1] in self.tape.eos_token_ids
+        length = max_tokens if ends else min(max_tokens, len(tokens))
+        return Request(prompt, SamplingParams(max_tokens=length))
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        length = min(count, request.sampling.max_tokens)
+        return self._find(request.prompt, length).tokens[:length]
+
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
+
+    def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
+        index = self._index.get(prompt)
+        if index is None:
+            index = number_of(prompt, self._info.vocabulary_size)
+        if index >= len(self._scripts):
+            raise ScriptError(f"a prompt names text {index}, but there are {len(self._scripts)}")
+        return self._scripts[index]
+
+
+def _until(ends: frozenset[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Up to the first end token, itself included."""
+    at = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: at + 1]
+
+
+# --- tokens from an acceptance process ---------------------------------------------------------
+# made-up texts with agreement as on a tape, as many as wanted.
+# Text and ranks of request n are drawn from generators seeded by (seed, n), the text's apart from
+# the ranks', so that equal seeds give equal texts under any law. They are drawn when the prompt
+# is read, for all of ``max_tokens``, and kept for the other side of the same request.
+
+
+VOCABULARY_SIZE = 32_000
+
+# A request's drafter and target read its prompt within a round trip; later readers draw it again.
+_KEPT_SCRIPTS = 1024
+
+
+class ProcessSource:
+    """``tokens.TokenSource`` over an ``AcceptanceLaw``; texts never end before ``max_tokens``."""
+
+    def __init__(self, law: AcceptanceLaw, seed: int = 0) -> None:
+        self.law = law
+        self._seed = seed
+        self._info = ModelInfo("process", "process", VOCABULARY_SIZE, CONTEXT_LENGTH)
+        self._kept: OrderedDict[tuple[int, int], Script] = OrderedDict()
+
+    @property
+    def about(self) -> str:
+        return f"acceptance process {self.law.origin}: {self.law.acceptance():.1%} accepted"
+
+    def target(self) -> ScriptedTarget:
+        return ScriptedTarget(self._info, self._find)
+
+    def drafter(self) -> ScriptedDrafter:
+        return ScriptedDrafter(self._info, self._find, self.law.width)
+
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+        prompt = coded_prompt(number, prompt_length, VOCABULARY_SIZE)
+        return Request(prompt, SamplingParams(max_tokens=max_tokens))
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        max_tokens = request.sampling.max_tokens
+        return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
+
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
+
+    def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
+        number = number_of(prompt, VOCABULARY_SIZE)
+        key = number, max_tokens
+        script = self._kept.get(key)
+        if script is None:
+            script = self._kept[key] = self._draw(number, max_tokens)
+            if len(self._kept) > _KEPT_SCRIPTS:
+                self._kept.popitem(last=False)
+        return script
+
+    def _draw(self, number: int, length: int) -> Script:
+        text, agreement = (
+            np.random.default_rng([self._seed, number, stream]) for stream in range(2)
+        )
+        tokens = (text.random(length) * VOCABULARY_SIZE).astype(int).tolist()
+        return Script(tokens, self.law.ranks(length, agreement))
+
+
+# --- tokens from the toy model -----------------------------------------------------------------
+# a real law of a few lines, sampled as any model is.
+# Prompts are drawn from (seed of the sampling, number), and the sampling of request n has a seed
+# of its own, so that its noise is not another request's. Slower than a tape or a process, and the
+# only source in which wrong guesses have laws of their own.
+
+
+# Enough to say the acceptance rate to a few per cent, in a fraction of a second.
+_TRIAL_TOKENS = 256
+
+
+class ToySource:
+    """``tokens.TokenSource`` over a toy model and its perturbed draft."""
+
+    def __init__(self, model: ToyModel, noise: float, sampling: SamplingParams) -> None:
+        self._model, self._noise, self._sampling = model, noise, sampling
+
+    @cached_property
+    def about(self) -> str:
+        request = self.request(0, 3, _TRIAL_TOKENS)
+        tokens = self.expected(request, _TRIAL_TOKENS)
+        drafter = self.drafter()
+        drafter.begin(len(request.prompt), request.sampling)
+        ranks = ranks_along(drafter.step, request.prompt, tokens, 1)
+        return (
+            f"toy model of {self._model.vocabulary_size} tokens, draft noise {self._noise:g},"
+            f" temperature {self._sampling.temperature:g}:"
+            f" {ranks.count(0) / len(ranks):.0%} accepted"
+        )
+
+    def target(self) -> ToyTarget:
+        return ToyTarget(
+            self._model,
+            vocabulary=toy_info(self._model).vocabulary,
+            context_length=DEFAULT_CONTEXT_LENGTH,
+            max_sessions=1 << 20,
+            max_cached_tokens=1 << 30,
+        )
+
+    def drafter(self) -> ToyDrafter:
+        return ToyDrafter(self._model.perturbed(self._noise))
+
+    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
+        seed = self._sampling.seed
+        dice = random.Random(f"{seed}/{number}")
+        size = self._model.vocabulary_size
+        prompt = tuple(dice.randrange(size) for _ in range(prompt_length))
+        mine = replace(self._sampling, seed=seed + number, max_tokens=max_tokens)
+        return Request(prompt, mine)
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        length = min(count, request.sampling.max_tokens)
+        mine = replace(request.sampling, max_tokens=length)
+        return target_tokens(self._model, request.prompt, mine, DEFAULT_CONTEXT_LENGTH)[0]
+
+
+def target_tokens(
+    model: ToyModel, prompt: Sequence[int], sampling: SamplingParams, context_length: int
+) -> tuple[tuple[int, ...], FinishReason]:
+    """The target's own output, token by token from the law itself, and why it ends."""
+    eos = () if model.eos_token is None else (model.eos_token,)
+    ending = Ending.of(sampling, len(prompt), context_length, eos)
+    tokens: list[int] = []
+    while True:
+        text = (*prompt, *tokens)
+        token = choose(model.logits(text), sampling, len(text), prompt, tokens)
+        tokens.append(token)
+        if token in ending.stops:
+            return tuple(tokens), FinishReason.STOP
+        if len(text) + 1 >= ending.end:
+            full = len(tokens) >= sampling.max_tokens
+            return tuple(tokens), FinishReason.LENGTH if full else FinishReason.CONTEXT

@@ -13,24 +13,155 @@ at most ``MAX_GENERATED_ROWS`` of them.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 
-from edgespec_sim.traces.generator_laws import (
-    LAWS,
-    WIFI_BASE_S,
-    WIFI_JITTER_S,
-    WIFI_STEP_S,
-    CapacityLaw,
-    LossLaw,
-    NetworkLaw,
-    OutageLaw,
-)
-from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
-from edgespec_sim.traces.statistics import Array
+from edgespec_sim.traces.network_trace import Array, NetworkTrace, TraceError
 
+# --- the numbers behind the generators, each with the data it was fitted to, or called assumed ---
+# A law says how round-trip times are distributed (quantiles), how they depend on one another in
+# time (shares of a Gaussian process, see ``generators.py``), and how often packets and whole
+# seconds are lost. Delay statistics were taken over the recorded traces of the class:
+# lte        PAM 2025 multi-carrier driving study (NUWiNS, CC0-1.0): ping at 5 Hz on US highways,
+#            three operators, two days; LTE and 5G mixed. 11 runs of losses in 9880 s: 7 of 1 to
+#            2.8 s and 4 of at least 30 s, where the recordings end.
+# 5g         CICV5G (CC-BY-4.0): application echo over public n78 and private n8, urban and arterial
+#            runs of a car, to a server near the track. Nothing was out for a second in 1473 s.
+# starlink   FjordLink (CC-BY-4.0): a dish on a ship, dish to point of presence, 1 Hz. No second was
+#            lost whole in 6 h. Satellites are reassigned every 15 s (arXiv 2310.09242).
+# wan        Jitterbug (MIT): one interdomain path over 10 days, congested from 13 to 19 h UTC.
+# wifi       No permissive recording: steps of 1 ms, Poisson(1); for a share x of the packets
+#            Poisson(12) steps of 7.5 ms more; released in order; x = (jitter - 1 ms) / 90 ms.
+# broadband  No recording. Assumed: cable with an idle RTT of about 20 ms and a tail from others in
+#            the household. The FCC's Measuring Broadband America reports take a loss below 0.4 %
+#            as their best class; 0.1 % is assumed.
+# What the recordings cannot say is assumed, and said here. Outages of 5g (1 an hour) and starlink
+# (0.5 an hour, the upper end that 6 h without any leave open by the rule of three) with their
+# lengths. Median capacities: starlink 117 Mbit/s down and 18 up (Ookla Speedtest, Maine, end of
+# 2024), 5g 160 down (Ookla, Poland, first quarter of 2025); the others, and every spread and
+# correlation of a capacity over time, are round figures. wifi and wan have none.
+
+
+@dataclass(frozen=True, slots=True)
+class OutageLaw:
+    """Outages that start as a Poisson process, lengths log-normal."""
+
+    per_hour: float
+    median_s: float
+    log_spread: float
+    least_s: float = 1.0
+    """Shorter ones are drawn again: below a second it is loss, not an outage."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityLaw:
+    """Log-normal capacity with exponential correlation."""
+
+    median_mbps: float
+    log_spread: float
+    correlation_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossLaw:
+    """Windows with losses and windows without."""
+
+    window_s: float
+    share: float
+    """Of the windows that have losses."""
+    loss: float
+    """Share of packets lost in these."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLaw:
+    """``quantiles_ms``: (probability, RTT), increasing; between them the logarithm is linear in the
+    normal quantile. ``parts``: (share of the variance, correlation time in s), exponential.
+    ``epoch_share`` has one value an epoch, blended into the next; ``daily_share`` follows the hour;
+    what the shares leave is independent from row to row."""
+
+    step_s: float
+    quantiles_ms: tuple[tuple[float, float], ...]
+    parts: tuple[tuple[float, float], ...] = ()
+    epoch_s: float = 0.0
+    epoch_share: float = 0.0
+    daily_share: float = 0.0
+    peak_hour: float = 16.0
+    loss: LossLaw | None = None
+    outages: tuple[OutageLaw, ...] = ()
+    up: CapacityLaw | None = None
+    down: CapacityLaw | None = None
+
+
+LAWS: Final[dict[str, NetworkLaw]] = {
+    "lte": NetworkLaw(
+        step_s=0.2,
+        quantiles_ms=(
+            (0.001, 15.3), (0.01, 26.2), (0.05, 32.8), (0.1, 38.2), (0.25, 46.6), (0.5, 55.9),
+            (0.75, 68.3), (0.9, 87.7), (0.95, 121.0), (0.98, 197.0), (0.99, 271.5), (0.995, 446.0),
+            (0.999, 1297.0), (0.9995, 1729.0),
+        ),
+        parts=((0.38, 28.0), (0.25, 1.1)),
+        loss=LossLaw(5.0, 0.065, 0.05),
+        outages=(OutageLaw(2.55, 1.7, 0.35), OutageLaw(1.46, 35.0, 0.3, least_s=20.0)),
+        up=CapacityLaw(10.0, 0.7),
+        down=CapacityLaw(30.0, 0.8),
+    ),
+    "5g": NetworkLaw(
+        step_s=0.055,
+        quantiles_ms=(
+            (0.001, 12.0), (0.01, 12.6), (0.05, 13.2), (0.1, 13.8), (0.25, 14.9), (0.5, 16.0),
+            (0.75, 18.0), (0.9, 21.0), (0.95, 23.0), (0.98, 26.0), (0.99, 28.0), (0.995, 36.0),
+            (0.999, 227.0), (0.9995, 264.0),
+        ),
+        parts=((0.10, 0.5), (0.07, 5.0)),
+        outages=(OutageLaw(1.0, 1.5, 0.3),),
+        up=CapacityLaw(30.0, 0.5),
+        down=CapacityLaw(160.0, 0.6),
+    ),
+    "starlink": NetworkLaw(
+        step_s=1.0,
+        quantiles_ms=(
+            (0.001, 19.7), (0.01, 20.5), (0.05, 21.8), (0.1, 22.8), (0.25, 25.0), (0.5, 29.6),
+            (0.75, 36.6), (0.9, 44.7), (0.95, 50.5), (0.98, 59.7), (0.99, 66.5), (0.995, 73.3),
+            (0.999, 95.2), (0.9995, 106.2),
+        ),
+        parts=((0.25, 100.0),),
+        epoch_s=15.0,
+        epoch_share=0.74,
+        loss=LossLaw(1.0, 0.03, 0.065),
+        outages=(OutageLaw(0.5, 2.0, 0.5),),
+        up=CapacityLaw(18.0, 0.4, 15.0),
+        down=CapacityLaw(117.0, 0.4, 15.0),
+    ),
+    "broadband": NetworkLaw(
+        step_s=0.2,
+        quantiles_ms=(
+            (0.001, 12.0), (0.05, 15.0), (0.25, 17.5), (0.5, 20.0), (0.75, 23.0), (0.9, 28.0),
+            (0.95, 35.0), (0.99, 60.0), (0.999, 120.0),
+        ),
+        parts=((0.5, 60.0), (0.2, 2.0)),
+        loss=LossLaw(5.0, 0.02, 0.05),
+        up=CapacityLaw(20.0, 0.1, 300.0),
+        down=CapacityLaw(300.0, 0.15, 300.0),
+    ),
+    "wan": NetworkLaw(
+        step_s=15.0,
+        quantiles_ms=(
+            (0.001, 7.9), (0.01, 8.3), (0.05, 8.8), (0.1, 9.1), (0.25, 10.2), (0.5, 12.4),
+            (0.65, 30.0), (0.75, 44.7), (0.9, 68.8), (0.95, 78.9), (0.98, 90.7), (0.99, 100.3),
+            (0.995, 109.0), (0.999, 126.6),
+        ),
+        parts=((0.30, 600.0),),
+        daily_share=0.65,
+    ),
+}  # fmt: skip
+WIFI_STEP_S: Final = 0.02
+WIFI_BASE_S: Final = 0.002
+WIFI_JITTER_S: Final = 0.002
 KINDS: Final = ("wifi", *LAWS)
 MAX_GENERATED_ROWS: Final = 500_000
 _DAY_S: Final = 86_400.0

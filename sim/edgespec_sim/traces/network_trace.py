@@ -9,10 +9,15 @@ back. A column that was not measured is None, never a guess.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 MAX_ROWS: Final = 1_000_000
 
@@ -77,3 +82,207 @@ class NetworkTrace:
                 raise TraceError(
                     f"{self.name}: row {row}: {name} is {value}, not in [{low}, {below})"
                 )
+
+
+# --- what a trace is like, in a few numbers that can be compared between traces ----------------
+# Statistics are over time, not over rows: the trace is read on an even grid, so that a burst of
+# rows counts for as long as it lasted. Times in an outage have no delay and are left out. The
+# autocorrelation is that of the logarithm of the RTT, because a few spikes would decide it
+# otherwise; pairs that span an outage count too.
+
+
+_GRID_S: Final = 0.1
+_MAX_GRID_POINTS: Final = 1_000_000
+_LEAST_RTT_S: Final = 1e-6
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStatistics:
+    """Of the RTT, the losses and the outages; lengths of outages are 0 when there is none."""
+
+    rtt_mean_s: float
+    rtt_median_s: float
+    rtt_p95_s: float
+    rtt_p99_s: float
+    autocorrelation: float
+    """Of log RTT at ``lag_s``; 0 when it does not vary or the trace is too short."""
+    lag_s: float
+    """1 s, or the grid's step in a trace of more than 10**6 s."""
+    loss: float
+    """Mean share of packets lost outside outages; 0 when it was not measured."""
+    outage_count: int
+    outage_share: float
+    """Of the time."""
+    outage_median_s: float
+    outage_p95_s: float
+    outage_max_s: float
+
+    @classmethod
+    def of(cls, trace: NetworkTrace) -> TraceStatistics:
+        times_s, step_s = even_times(trace)
+        rtt_s = values_at(trace, trace.rtt_s, times_s)
+        up = ~in_outage(trace, times_s)
+        heard_s = rtt_s[up] if up.any() else rtt_s
+        lengths_s = np.array([end_s - start_s for start_s, end_s in trace.outages_s] or [0.0])
+        lag = max(round(1.0 / step_s), 1)
+        loss = 0.0
+        if trace.loss is not None and up.any():
+            loss = float(values_at(trace, trace.loss, times_s)[up].mean())
+        median_s, p95_s, p99_s = (float(x) for x in np.percentile(heard_s, (50, 95, 99)))
+        return cls(
+            rtt_mean_s=float(heard_s.mean()),
+            rtt_median_s=median_s,
+            rtt_p95_s=p95_s,
+            rtt_p99_s=p99_s,
+            autocorrelation=_autocorrelation(rtt_s, up, lag),
+            lag_s=lag * step_s,
+            loss=loss,
+            outage_count=len(trace.outages_s),
+            outage_share=float(lengths_s.sum()) / trace.duration_s,
+            outage_median_s=float(np.median(lengths_s)),
+            outage_p95_s=float(np.percentile(lengths_s, 95)),
+            outage_max_s=float(lengths_s.max()),
+        )
+
+
+def even_times(trace: NetworkTrace) -> tuple[Array, float]:
+    """A grid over the trace, from 0 on, and its step in seconds."""
+    step_s = max(_GRID_S, trace.duration_s / _MAX_GRID_POINTS)
+    count = max(int(trace.duration_s / step_s), 1)
+    return np.arange(count, dtype=np.float64) * np.float64(step_s), step_s
+
+
+def values_at(trace: NetworkTrace, column: tuple[float, ...], times_s: Array) -> Array:
+    """The column's values in force at these times."""
+    rows = np.searchsorted(np.array(trace.time_s), times_s, side="right") - 1
+    return np.array(column)[rows]
+
+
+def in_outage(trace: NetworkTrace, times_s: Array) -> npt.NDArray[np.bool_]:
+    """Whether each of these times lies in an outage."""
+    if not trace.outages_s:
+        return np.zeros(len(times_s), dtype=np.bool_)
+    edges_s = np.array(trace.outages_s).ravel()
+    return np.asarray(np.searchsorted(edges_s, times_s, side="right") % 2 == 1)
+
+
+def _autocorrelation(rtt_s: Array, up: npt.NDArray[np.bool_], lag: int) -> float:
+    if len(rtt_s) <= lag + 1:
+        return 0.0
+    both = up[:-lag] & up[lag:]
+    logs = np.log(np.maximum(rtt_s, _LEAST_RTT_S))
+    early, late = logs[:-lag][both], logs[lag:][both]
+    if len(early) < 2 or early.std() == 0.0 or late.std() == 0.0:
+        return 0.0
+    return float(np.corrcoef(early, late)[0, 1])
+
+
+# --- a trace as plain data of bounded size, for a page or a terminal to draw -------------------
+# ``describe`` returns only dicts, lists, strings and numbers, ready for JSON: the statistics,
+# every column in ``buckets`` stretches of equal length (least, median and greatest value, so that
+# no spike is lost), the outages, and the RTT's distribution. Its size does not grow with the
+# trace's.
+
+
+MAX_BUCKETS: Final = 2000
+MAX_OUTAGES_SHOWN: Final = 1000
+_HISTOGRAM_BINS: Final = 40
+_CDF_PERCENT: Final = (*range(0, 100, 2), 99, 99.5, 99.9, 100)
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_OUT: Final = "×"
+_LEAST_SHOWN_S: Final = 1e-6
+
+
+def describe(trace: NetworkTrace, *, buckets: int = 400) -> dict[str, Any]:
+    """Raises ``ValueError`` for a number of buckets not in 1 to ``MAX_BUCKETS``."""
+    if not 1 <= buckets <= MAX_BUCKETS:
+        raise ValueError(f"buckets is {buckets}, but must be in 1 to {MAX_BUCKETS}")
+    times_s, _ = even_times(trace)
+    out = in_outage(trace, times_s)
+    heard_s = values_at(trace, trace.rtt_s, times_s)
+    heard_s = heard_s if out.all() else heard_s[~out]
+    return {
+        "name": trace.name,
+        "source": trace.source,
+        "duration_s": trace.duration_s,
+        "row_count": len(trace.time_s),
+        "statistics": dataclasses.asdict(TraceStatistics.of(trace)),
+        "series": {
+            name: _series(trace, column, buckets)
+            for name, column in (
+                ("rtt_s", trace.rtt_s),
+                ("loss", trace.loss),
+                ("up_bits_per_s", trace.up_bits_per_s),
+                ("down_bits_per_s", trace.down_bits_per_s),
+            )
+            if column is not None
+        },
+        "outages_s": [list(outage_s) for outage_s in trace.outages_s[:MAX_OUTAGES_SHOWN]],
+        "outages_left_out": max(len(trace.outages_s) - MAX_OUTAGES_SHOWN, 0),
+        "rtt_histogram": _histogram(heard_s),
+        "rtt_cdf": [
+            [float(value), percent / 100.0]
+            for percent, value in zip(
+                _CDF_PERCENT, np.percentile(heard_s, _CDF_PERCENT), strict=True
+            )
+        ],
+    }
+
+
+def _series(trace: NetworkTrace, column: tuple[float, ...], buckets: int) -> dict[str, Any]:
+    """Rows, not the even grid, because a short spike between two grid points must show. A bucket
+    also holds the value that was in force when it began."""
+    edges_s = np.linspace(0.0, trace.duration_s, buckets + 1)
+    times_s, values = np.array(trace.time_s), np.array(column)
+    first = np.searchsorted(times_s, edges_s[:-1], side="right") - 1
+    last = np.searchsorted(times_s, edges_s[1:], side="left")
+    parts = [values[start : max(end, start + 1)] for start, end in zip(first, last, strict=True)]
+    return {
+        "start_s": edges_s[:-1].tolist(),
+        "min": [float(part.min()) for part in parts],
+        "median": [float(np.median(part)) for part in parts],
+        "max": [float(part.max()) for part in parts],
+    }
+
+
+def _histogram(heard_s: Array) -> dict[str, list[float]]:
+    """Bins of equal width in the logarithm; shares of the time."""
+    low = max(float(heard_s.min()), _LEAST_SHOWN_S)
+    high = max(float(heard_s.max()), low * 1.001)
+    edges_s = np.geomspace(low, high, _HISTOGRAM_BINS + 1)
+    counts, _ = np.histogram(np.clip(heard_s, edges_s[0], edges_s[-1]), edges_s)
+    return {"edges_s": edges_s.tolist(), "share": (counts / len(heard_s)).tolist()}
+
+
+def sparkline(values: Sequence[float], *, logarithmic: bool = False) -> str:
+    """One block a value, from the least to the greatest; NaN is an outage's ``×``."""
+    scaled = [math.log(max(x, _LEAST_SHOWN_S)) if logarithmic else x for x in values]
+    known = [value for value in scaled if not math.isnan(value)]
+    if not known:
+        return _OUT * len(scaled)
+    low, span = min(known), max(known) - min(known)
+    text = []
+    for value in scaled:
+        if math.isnan(value):
+            text.append(_OUT)
+        else:
+            share = (value - low) / span if span else 0.0
+            text.append(_BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)])
+    return "".join(text)
+
+
+def rtt_line(trace: NetworkTrace, *, width: int = 60) -> str:
+    """The greatest RTT of each of ``width`` stretches as blocks, logarithmic; stretches that lie in
+    an outage altogether are crossed out."""
+    series = describe(trace, buckets=width)["series"]["rtt_s"]
+    length_s = trace.duration_s / width
+    values = [
+        math.nan if _lies_out(trace, start_s, start_s + length_s) else greatest_s
+        for start_s, greatest_s in zip(series["start_s"], series["max"], strict=True)
+    ]
+    return sparkline(values, logarithmic=True)
+
+
+def _lies_out(trace: NetworkTrace, start_s: float, end_s: float) -> bool:
+    return any(down_s <= start_s and end_s <= up_s for down_s, up_s in trace.outages_s)

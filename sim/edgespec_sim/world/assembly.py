@@ -10,34 +10,246 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.protocol.messages import Limits
-from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station, VerifierSummary, Watched
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.telemetry.run_summary import (
+    Interruption,
+    LinkLoad,
+    Series,
+    Station,
+    VerifierSummary,
+    Watched,
+    WatchedRequest,
+)
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.costs import Operation, law_of
+from edgespec_sim.links.radio import Change
+from edgespec_sim.scenario.network import Sessions
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.traces.condition_course import course_of
-from edgespec_sim.world.allocation import FixedAssociation
+from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, Conservation
-from edgespec_sim.world.handing_over import HandingOver
-from edgespec_sim.world.hardware import Hardware, build_site
-from edgespec_sim.world.metered_stream import MeteredStream
-from edgespec_sim.world.meters import Meters, never_begun
+from edgespec_sim.world.governors import course_of
+from edgespec_sim.world.meters import MeteredStream, Meters, RequestRecord, never_begun
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.site import Site, SiteCounters
-from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.radio_network import Cells
+from edgespec_sim.world.site import Hardware, Powered, Site, SiteCounters, build_site, charge
+from edgespec_sim.world.surrounding import FixedAssociation, Surrounding
 from edgespec_sim.world.user import User, UserSettings
-from edgespec_sim.world.verifier_energy import Powered, charge
-from edgespec_sim.world.watch import MOST_WATCHED, Watch
+
+# --- what one device of a world goes through ---------------------------------------------------
+# sampled while the world is played, for pictures.
+# Nothing here touches the world: samples are taken between events, and no die is cast. What is
+# kept is bounded however long the world lasts.
+
+
+MOST: Final = 300
+"""Requests, and interruptions, that are kept."""
+MOST_WATCHED: Final = 6
+"""Devices of a world, of which a page tells of one: it is to have a request that counts."""
+ROUND_TRIP: Final = "round trip of the network"
+QUEUE: Final = "wait for a pass"
+RUNG: Final = "rung of the ladder"
+"""0: all is drafted, 3: nothing."""
+
+
+class Watch:
+    """``sample`` is called at the end of each step of the run."""
+
+    def __init__(self, user: User, scenario: Scenario, network: Network) -> None:
+        self.user, self._scenario, self._network = user, scenario, network
+        self._round_trips_ms: list[float | None] = []
+        self._queues_ms: list[float | None] = []
+        self._rungs: list[float | None] = []
+        self._session: DraftSession | None = None
+        self._waited: tuple[float, int] = (0.0, 0)
+        self.moved: list[Interruption] = []
+        """Changes of cell, and of what the device may draft, as they happen."""
+
+    def sample(self, now_s: float) -> None:
+        user = self.user
+        group, site = user.settings.group, user.site
+        rtt_s = (
+            None
+            if site is None
+            else self._network.ways.round_trip_s(group, user.number, site.name, now_s)
+        )
+        self._round_trips_ms.append(None if rtt_s is None else 1e3 * rtt_s)
+        self._queues_ms.append(self._queue_ms())
+        if user.governors is not None:
+            self._rungs.append(float(user.governors.ladder.rung))
+
+    def _queue_ms(self) -> float | None:
+        """The mean wait of the passes since the last sample, of one session."""
+        device = self.user.device
+        if device is None:
+            return None
+        counters = device.session.counters
+        before_s, before = self._waited if device.session is self._session else (0.0, 0)
+        self._session = device.session
+        self._waited = (counters.queue_s, counters.passes)
+        passes = counters.passes - before
+        if passes <= 0 or not counters.tried:  # without drafts nothing waits
+            return None
+        return 1e3 * (counters.queue_s - before_s) / passes
+
+    def result(self, records: Sequence[RequestRecord]) -> Watched:
+        user, duration_s = self.user, self._scenario.duration_s
+        requests = [_request(one) for one in records if one.device == user.name]
+        told = self._network.interruptions(user.settings.group, user.number)
+        told += self.moved + _restarts(self._scenario)
+        told = sorted((one for one in told if one.start_s < duration_s), key=lambda o: o.start_s)
+        step_s = duration_s / max(1, len(self._round_trips_ms))
+        rungs = (Series(RUNG, "rung", step_s, tuple(self._rungs)),) if self._rungs else ()
+        return Watched(
+            device=user.name,
+            requests=tuple(requests[:MOST]),
+            series=(
+                Series(ROUND_TRIP, "ms", step_s, tuple(self._round_trips_ms)),
+                Series(QUEUE, "ms", step_s, tuple(self._queues_ms)),
+                *rungs,
+            ),
+            interruptions=tuple(told[:MOST]),
+            left_out=max(0, len(requests) - MOST) + max(0, len(told) - MOST),
+        )
+
+
+def _request(record: RequestRecord) -> WatchedRequest:
+    first_s = None if record.ttft_s is None else record.started_s + record.ttft_s
+    return WatchedRequest(record.started_s, first_s, record.ended_s, record.verifier, record.tokens)
+
+
+def _restarts(scenario: Scenario) -> list[Interruption]:
+    """Of verifiers, and of nodes that hold a part of one."""
+    told = []
+    for name, section in scenario.verifiers.items():
+        told += [
+            Interruption(at_s, at_s + section.restart_s, f"{name} restarts")
+            for at_s in section.restarts_at_s
+        ]
+        stages = section.stages
+        if stages is not None:
+            told += [
+                Interruption(at_s, at_s + stages.reroute_s, f"{name} loses a node")
+                for at_s in stages.lost_at_s
+            ]
+    return told
+
+
+# --- what becomes of a running session whose phone changes its cell ----------------------------
+# The session stays with its verifier, over the backhaul, or moves to the new cell's. To move, the
+# device lets go of its stream and opens the session at the new verifier with all it has
+# delivered, as after any lost link: the text is the target's own wherever it goes on. There the
+# prefix is computed again, or its keys and values come over the backhaul and only what they lack
+# is computed. ``cheapest`` compares what is left of the answer:
+#     stay                 tokens left x a token's time at the old verifier
+#     move, by either way  tokens left x a token's time at the new one + the way there
+# A token's time is a pass with the sessions that are there, and for an arm that waits for each
+# verdict the round trip as well, over the tokens that a pass brought so far.
+
+
+@dataclass(frozen=True, slots=True)
+class _Price:
+    """In seconds for the rest of an answer."""
+
+    stay_s: float
+    recompute_s: float
+    kv_s: float
+
+    @property
+    def best(self) -> Sessions:
+        if self.stay_s <= min(self.recompute_s, self.kv_s):
+            return Sessions.STAY
+        return Sessions.KV if self.kv_s < self.recompute_s else Sessions.RECOMPUTE
+
+
+class HandingOver:
+    """``sites`` in the order of the stations."""
+
+    def __init__(
+        self,
+        network: Network,
+        cells: Cells,
+        sites: Sequence[tuple[Site, Hardware]],
+        users: Sequence[User],
+        noticed: Callable[[User, str], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._network, self._cells, self._sites, self._users = network, cells, sites, users
+        self._noticed, self._now_s = noticed, now_s
+        cells.changed = self._changed
+
+    def _changed(self, change: Change) -> None:
+        user = self._users[change.device]
+        device, old = user.device, user.site
+        site, hardware = self._sites[change.new]
+        if device is None or old is None:
+            self._noticed(user, "handover")
+            return
+        user.handed.handovers += 1
+        how = Sessions.STAY
+        if site is not old and site.reachable and not hardware.sliced and _has_room(site):
+            how = self._how(user, old, site, hardware)
+        if how is Sessions.STAY:
+            self._noticed(user, "handover")
+            return
+        self._move(user, old, site, hardware, how)
+
+    def _how(self, user: User, old: Site, site: Site, hardware: Hardware) -> Sessions:
+        wanted = self._cells.section.sessions
+        return self.price(user, old, site, hardware).best if wanted is Sessions.CHEAPEST else wanted
+
+    def price(self, user: User, old: Site, site: Site, hardware: Hardware) -> _Price:
+        """Of the three ways, for the session that runs."""
+        left = user.tokens_left
+        setup_s = self._network.connecting_s(user.settings.group, user.number, site.name)
+        there_s = left * self._token_s(user, site, 1) + setup_s
+        first_s = hardware.prefill_s(user.prefix_tokens)
+        kv_s = self._cells.transfer_s(self._kv_bytes(user))
+        return _Price(
+            stay_s=left * self._token_s(user, old, 0),
+            recompute_s=there_s + first_s,
+            kv_s=there_s + max(0.0, kv_s - setup_s),
+        )
+
+    def _token_s(self, user: User, site: Site, more: int) -> float:
+        view = site.view
+        pass_s = view.pass_s + view.session_s * max(0, view.sessions - 1 + more)
+        if user.run_ahead is RunAhead.NEVER:
+            pass_s += self._rtt_s(user, site)
+        return pass_s / user.tokens_per_pass
+
+    def _rtt_s(self, user: User, site: Site) -> float:
+        return self._network.view(user.settings.group, user.number, site.name).rtt_s
+
+    def _kv_bytes(self, user: User) -> int:
+        return user.prefix_tokens * self._cells.section.kv_bytes_per_token
+
+    def _move(self, user: User, old: Site, site: Site, hardware: Hardware, how: Sessions) -> None:
+        ready_s = self._now_s() + self._cells.gap_s
+        if how is Sessions.KV:
+            ready_s = max(ready_s, self._cells.transfer(old.name, self._kv_bytes(user)))
+            hardware.bring(user.key, user.prefix_tokens)
+            user.handed.with_kv += 1
+        else:
+            user.handed.recomputed += 1
+        self._noticed(user, "session moved")
+        user.move_to(site, ready_s)
+
+
+def _has_room(site: Site) -> bool:
+    view = site.view
+    return view.sessions < view.max_sessions
+
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
@@ -185,7 +397,7 @@ class World:
         watch = None
         if self.conservation is not None:
             least_s = self.network.ways.least_ways_s(user.settings.group, site.name)
-            watch = self.conservation.watch(site, key, *least_s)
+            watch = self.conservation.watch(site.session, user.name, key, *least_s)
         stream = MeteredStream(self.queue, up, down, sending, watch, user.radio)
         site.accept(stream, key)
         self.network.connections.watch(user.settings.group, user.number, stream)

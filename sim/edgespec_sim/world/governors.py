@@ -7,21 +7,277 @@ looked at as a real device looks: every two seconds while a text is generated. N
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import bisect
+import csv
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
 
 from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, MachineReading, Rung
 from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
-from edgespec.core.ports import Drafter
+from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters.draft_window import DraftWindow
 from edgespec.device.drafters.guarded import GuardedDrafter
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.device_machine import DeviceMachine, DraftRestricted, LadderMoved
-from edgespec_sim.actors.windowed_drafter import WindowedDrafter
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.condition_sections import ConditionsSection
-from edgespec_sim.traces.condition_course import ConditionCourse
+from edgespec_sim.scenario.sections import (
+    MOST_ROWS,
+    ConditionSection,
+    ConditionsSection,
+    check_order,
+)
+from edgespec_sim.sessions import SimulatedDevice
+from edgespec_sim.traces.network_trace import TraceError
+
+# -----------------------------------------------------------------------------------------------
+# A device's battery, heat and other programs in virtual time, and the product's ladder on them.
+# The ladder (``core.device.draft_ladder``) is the one that a real device walks; here its readings
+# are a function of the time and of how long the drafter has been at work, so that drafting may
+# empty the battery that it is to spare.
+
+
+LOOK_EVERY_S = 2.0
+"""As often as a real device looks."""
+ReadAt = Callable[[float, float], MachineReading]
+"""What the machine says at a time, after so many seconds of drafting."""
+
+
+@dataclass(frozen=True, slots=True)
+class LadderMoved:
+    """A line of the trace: the rung that holds from now on, and what asked for it."""
+
+    rung: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRestricted:
+    """A line of the trace: what the guard leaves of the draft from now on; window 0 rests."""
+
+    window: int
+    width: int
+
+
+@dataclass(slots=True)
+class DeviceMachine:
+    """``ladder`` is that of the device's ``LadderPolicy``; ``rungs`` has (time, rung), one for each
+    change."""
+
+    ladder: DraftLadder
+    read: ReadAt
+    rungs: list[tuple[float, Rung]] = field(default_factory=list)
+    every_s: float = LOOK_EVERY_S
+    looked_at_s: float = -math.inf
+
+    def watch(
+        self,
+        queue: EventQueue,
+        drafting_s: Callable[[], float],
+        ended: Callable[[], bool],
+        on_move: Callable[[Rung], None] = lambda rung: None,
+    ) -> None:
+        """Look now and then from now on, until ``ended``; not before a look is due, as a device
+        does whose text before has just ended."""
+
+        def look() -> None:
+            if ended():
+                return
+            self.looked_at_s = queue.now
+            rung = self.ladder.observe(self.read(queue.now, drafting_s()), queue.now)
+            if rung is not None:
+                self.rungs.append((queue.now, rung))
+                on_move(rung)
+            queue.after(self.every_s, look)
+
+        due_s = self.looked_at_s + self.every_s
+        if due_s <= queue.now:
+            look()
+        else:
+            queue.at(due_s, look)
+
+
+def battery(charge: float, per_drafting_s: float, per_s: float = 0.0) -> ReadAt:
+    """A battery with ``charge`` (0 to 1) at first; a second of drafting takes ``per_drafting_s`` of
+    it, a second of anything ``per_s``. Charge 0.32 less 0.001 * 40 s of drafting is 0.28."""
+
+    def read(now: float, drafting_s: float) -> MachineReading:
+        left = charge - per_drafting_s * drafting_s - per_s * now
+        return MachineReading(battery=max(0.0, left))
+
+    return read
+
+
+# --- a simulated draft with keys and values that take memory -----------------------------------
+# what the product's guard can restrict.
+# The product's own window (``drafters/draft_window.py``) says which tokens are held and which a
+# step has to feed again; guesses are those of the drafter inside, whose texts do not depend on
+# how far it looks back. So a window costs time here, and acceptance it does not.
+
+
+class WindowedDrafter:
+    """``inner`` with rows of ``row_bytes`` each; ``on_restricted`` hears of (window, width)."""
+
+    def __init__(
+        self,
+        inner: Drafter,
+        window: int,
+        width: int,
+        row_bytes: int,
+        on_restricted: Callable[[int, int], None] = lambda window, width: None,
+    ) -> None:
+        self.fed = self.kept = 0
+        """Of the last step: tokens that it fed, and rows that it found."""
+        self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
+        self._window, self._width = DraftWindow(window), width
+        self._touched = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    @property
+    def held_tokens(self) -> int:
+        return self._touched
+
+    @property
+    def held_bytes(self) -> int:
+        """What the rows that are held take."""
+        return self._touched * self._row_bytes
+
+    def growth_bytes(self, length: int) -> int:
+        rows = min(length, self._window.size) - self._touched
+        return max(0, rows) * self._row_bytes
+
+    def restrict(self, window: int, width: int) -> None:
+        if window > self._window.size:
+            self._window.clear()
+        self._window.size, self._width = window, width if window else 0
+        self._touched = min(self._touched, window)
+        self._on_restricted(window, width)
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.begin(prompt_length, sampling)
+        self._window.clear()
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        found = self._inner.step(keep_length, feed, width, cancelled)
+        length = keep_length + len(feed)
+        if not self._width:
+            self._window.clear()
+            self.fed = self.kept = 0
+            return ()
+        first = self._window.place(keep_length, length)
+        self.kept, self.fed = first - self._window.first, length - first
+        self._window.held = length - self._window.first
+        self._touched = max(self._touched, self._window.held)
+        return found[: self._width]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# --- a device's conditions over time -----------------------------------------------------------
+# stated in a scenario, or recorded in a file.
+# Rows hold until the next one; a cell that is empty holds what the row before said.
+
+
+MAX_BYTES: Final = 64 << 20
+_NAMES: Final = tuple(field.name for field in fields(ConditionSection))
+_MIB_BYTES: Final = 1 << 20
+
+
+class ConditionCourse:
+    """``rows`` begin at 0, each later than the one before."""
+
+    def __init__(self, rows: Sequence[ConditionSection]) -> None:
+        self._rows = tuple(_carried(rows))
+        self._times_s = [row.at_s for row in self._rows]
+
+    @property
+    def most_slowdown(self) -> float:
+        return max(row.slowdown or 1.0 for row in self._rows)
+
+    def reading(self, now_s: float, battery: float | None) -> MachineReading:
+        """What the device reads of itself; ``battery`` counts where the course has none."""
+        row = self._at(now_s)
+        charge = battery if row.battery is None else row.battery
+        return MachineReading(charge, row.celsius, row.others_load)
+
+    def resident_bytes(self, now_s: float) -> int:
+        return int((self._at(now_s).resident_mib or 0.0) * _MIB_BYTES)
+
+    def slowdown(self, now_s: float) -> float:
+        return self._at(now_s).slowdown or 1.0
+
+    def _at(self, now_s: float) -> ConditionSection:
+        return self._rows[max(0, bisect.bisect_right(self._times_s, now_s) - 1)]
+
+
+def course_of(section: ConditionsSection, folder: Path) -> ConditionCourse:
+    """``folder`` is where relative file names start. Raises ``TraceError``."""
+    if not section.file:
+        return ConditionCourse(section.course)
+    return ConditionCourse(read_course(folder / section.file))
+
+
+def read_course(path: Path) -> tuple[ConditionSection, ...]:
+    """Raises ``TraceError`` that names file, line and what is wrong."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise TraceError(f"{path}: {size} bytes, but at most {MAX_BYTES} are read")
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = tuple(_rows(csv.reader(file), path))
+        check_order(rows)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    except TraceError:
+        raise
+    except (csv.Error, ValueError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    if not rows:
+        raise TraceError(f"{path}: no conditions in it")
+    return rows
+
+
+def _rows(lines: Iterator[list[str]], path: Path) -> Iterator[ConditionSection]:
+    header = [name.strip() for name in next(lines, [])]
+    unknown = [name for name in header if name not in _NAMES]
+    if unknown or "at_s" not in header or len(set(header)) != len(header):
+        said, known = ", ".join(header), ", ".join(_NAMES)
+        raise TraceError(f"{path}: columns are {said}, but must be at_s and some of {known}")
+    for count, cells in enumerate((one for one in lines if one), start=1):
+        where = f"{path}: row {count}"
+        if count > MOST_ROWS:
+            raise TraceError(f"{path}: more than {MOST_ROWS} rows, the limit")
+        if len(cells) != len(header):
+            raise TraceError(f"{where}: {len(cells)} cells, but the header has {len(header)}")
+        try:
+            named = zip(header, cells, strict=True)
+            given: dict[str, Any] = {name: float(cell) for name, cell in named if cell.strip()}
+            yield ConditionSection(**given)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{where}: {error}") from error
+
+
+def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
+    """Each with what the rows before it said and it does not."""
+    held: dict[str, Any] = {}
+    for row in rows:
+        told = {name: getattr(row, name) for name in _NAMES}
+        held |= {name: value for name, value in told.items() if value is not None}
+        yield ConditionSection(**held)
+
 
 _MIB, _KIB = 1 << 20, 1 << 10
 LESS_MEMORY, MORE_MEMORY = "the draft gets less memory", "the draft gets more memory"

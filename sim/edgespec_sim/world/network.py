@@ -13,23 +13,470 @@ TCP connections out of there, whose packets would have to change their way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 
 from edgespec.core.association.policies import LinkView
+from edgespec.core.link_model import LinkModel, LinkSettings, OutageSchedule, SharedQueue
 from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station
-from edgespec_sim.actors.stream import FixedDelay
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Link, ManyHops, OneHop, Path
-from edgespec_sim.links.tcp_connection import Lossless, PacketLink, TcpConnection
+from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
+from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
+from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import Scenario
-from edgespec_sim.world.allocation import Allocation
-from edgespec_sim.world.cells import Cells
-from edgespec_sim.world.connections import AGENT, Connections
-from edgespec_sim.world.link_instances import LinkInstances
-from edgespec_sim.world.radio_network import RadioNetwork
-from edgespec_sim.world.ways import Ways
+from edgespec_sim.sessions import FixedDelay, Stream
+from edgespec_sim.traces.formats import read_trace
+from edgespec_sim.traces.generators import generate
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics
+from edgespec_sim.world.conservation import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.world.meters import Sending
+from edgespec_sim.world.radio_network import Cells, RadioNetwork
+from edgespec_sim.world.surrounding import Allocation
+
+# --- how busy a link of a scenario was, from the time for which messages occupied its queues ---
+
+
+Queues = tuple[SharedQueue, SharedQueue]
+"""Up and down."""
+
+
+def load_of(
+    name: str,
+    section: LinkSection,
+    queues: Sequence[Queues],
+    duration_s: float,
+    *,
+    measured: bool = False,
+) -> LinkLoad | None:
+    """The mean over its ``queues``, a device's or one for all, with the share of other people's
+    traffic. None where the capacity has no limit (unless a trace ``measured`` it), or nobody
+    sent."""
+    if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
+        return None
+    crosses = (section.cross_up, section.cross_down)
+    up, down = (
+        min(1.0, sum(queue.sent_s for queue in way) / (len(way) * duration_s) + cross)
+        for way, cross in zip(zip(*queues, strict=True), crosses, strict=True)
+    )
+    return LinkLoad(name, up, down)
+
+
+# --- the trace that a link of a scenario names -------------------------------------------------
+# from a file, or generated.
+
+
+_GENERATE = "generate:"
+
+
+def trace_of(
+    section: LinkSection, seed: str, duration_s: float, folder: FilePath
+) -> NetworkTrace | None:
+    """None without one. Raises ``TraceError`` or ``ValueError``."""
+    if not section.trace:
+        return None
+    if section.trace.startswith(_GENERATE):
+        kind = section.trace.removeprefix(_GENERATE)
+        trace = generate(kind, number_of(seed), max(60.0, min(2 * duration_s, 3600.0)))
+    else:
+        beside = folder / section.trace
+        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
+    if section.rtt_ms:
+        trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
+    return trace
+
+
+def number_of(seed: str) -> int:
+    """A seed for what wants a number."""
+    return random.Random(seed).getrandbits(31)
+
+
+# --- what interrupts a device's way ------------------------------------------------------------
+# outages and handovers, drawn once, before anything moves.
+
+
+OUTAGE, HANDOVER = "outage", "handover"
+_MOST = 1000
+Gaps = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What one device sees of a link over time."""
+
+    handovers_s: tuple[float, ...]
+    outages_s: Gaps
+    """In order, those of handovers included."""
+
+    @classmethod
+    def of(cls, section: LinkSection, duration_s: float, seed: str) -> Weather:
+        gaps = [(one.at_s, one.at_s + one.for_s) for one in section.outages]
+        times_s: list[float] = []
+        handover = section.handover
+        if handover is not None:
+            dice = random.Random(seed)
+            at_s = dice.uniform(0.0, handover.every_s)
+            while at_s < duration_s:
+                times_s.append(at_s)
+                at_s += handover.every_s * dice.uniform(0.75, 1.25)
+            if handover.gap_ms:
+                gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
+        return cls(tuple(times_s), _joined(gaps))
+
+    def interruptions(self, section: LinkSection) -> list[Interruption]:
+        """As a reader is told: outages apart from handovers, each with its gap."""
+        told = [Interruption(one.at_s, one.at_s + one.for_s, OUTAGE) for one in section.outages]
+        gap_s = section.handover.gap_ms / 1e3 if section.handover is not None else 0.0
+        return told + [Interruption(at_s, at_s + gap_s, HANDOVER) for at_s in self.handovers_s]
+
+
+def recorded_outages(
+    schedule: OutageSchedule | None, offset_s: float, until_s: float
+) -> list[Interruption]:
+    """Those of a trace that repeats, entered ``offset_s`` into it; at most a thousand."""
+    told: list[Interruption] = []
+    at_s = 0.0
+    while schedule is not None and schedule.intervals_s and at_s < until_s and len(told) < _MOST:
+        found = schedule.next_after(at_s + offset_s)
+        if found is None or found[0] - offset_s >= until_s:
+            break
+        told.append(Interruption(max(0.0, found[0] - offset_s), found[1] - offset_s, OUTAGE))
+        at_s = max(found[1] - offset_s, at_s + 1e-6)
+    return told
+
+
+def _joined(gaps: list[tuple[float, float]]) -> Gaps:
+    """In order, and one where they overlap."""
+    joined: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(gaps):
+        if joined and start_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
+        else:
+            joined.append((start_s, end_s))
+    return tuple(joined)
+
+
+# --- one link of a scenario in as many instances as it has devices -----------------------------
+# queues, weather, models.
+# Queues last as long as the world, one for all devices or one each; models, with their order of
+# messages, as long as a stream or a connection. Outages and handovers of a device are drawn once,
+# before anything moves.
+
+
+class LinkInstances:
+    """One link of the scenario, in as many instances as it has devices."""
+
+    def __init__(
+        self, section: LinkSection, duration_s: float, seed: str, folder: FilePath, audited: bool
+    ) -> None:
+        self.section = section
+        self._duration_s, self._seed, self._audited = duration_s, seed, audited
+        self._trace = trace_of(section, seed, duration_s, folder)
+        self._traced = (
+            TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
+        )
+        self._queues: dict[int, Queues] = {}
+        self._weather: dict[int, Weather] = {}
+        least_rtt_s = section.rtt_ms / 1e3
+        self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
+        if self._trace is not None:
+            least_rtt_s = min(self._trace.rtt_s)
+            self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
+        self.least_ways_s = (
+            least_rtt_s * section.up_share,
+            least_rtt_s * (1.0 - section.up_share),
+        )
+        """What a small message takes up and down when nothing is in the way."""
+
+    @property
+    def plain(self) -> bool:
+        """It only takes time."""
+        section = self.section
+        bare = LinkSection(
+            rtt_ms=section.rtt_ms, up_share=section.up_share, framing_bytes=section.framing_bytes
+        )
+        return replace(section, shared=False) == bare
+
+    @property
+    def lossy(self) -> bool:
+        if self._trace is not None:
+            return self._trace.loss is not None and max(self._trace.loss) > 0.0
+        return self.section.loss > 0.0
+
+    def models(
+        self, number: int, stream: int, *, packets: bool = False
+    ) -> tuple[LinkModel, LinkModel]:
+        """Up and down, for one stream of one device; ``packets``: it carries these."""
+        framing_bytes = self.section.framing_bytes
+        if packets:
+            framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
+        section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
+        queues, outages_s = self._queues_of(number), self._weather_of(number).outages_s
+        if self._traced is not None:
+            return self._traced.pair(
+                offset_s=self._offset_s(number),
+                seed=seed,
+                overhead_bytes=framing_bytes,
+                outages_s=outages_s,
+                queues=queues,
+            )
+        up, down = (
+            LinkSettings(
+                one_way_s=one_way_s,
+                jitter_s=section.jitter_ms / 1e3,
+                loss=section.loss,
+                overhead_bytes=framing_bytes,
+                outages_s=outages_s,
+                seed=link_seed,
+            )
+            for one_way_s, link_seed in zip(
+                self.least_ways_s, (2 * seed, 2 * seed + 1), strict=True
+            )
+        )
+        return LinkModel(up, queues[0]), LinkModel(down, queues[1])
+
+    def handovers_s(self, number: int) -> tuple[float, ...]:
+        return self._weather_of(number).handovers_s
+
+    def _queues_of(self, number: int) -> Queues:
+        key = 0 if self.section.shared else number
+        if key not in self._queues:
+            self._queues[key] = self._make_queues(key)
+        return self._queues[key]
+
+    def _make_queues(self, key: int) -> Queues:
+        section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
+        if self._traced is not None and self._traced.up_capacity is not None:
+            return self._traced.queues(self._offset_s(key))
+        make = _audited_queue if self._audited else _queue
+        return (
+            make(section.up_mbps * 1e6, section.cross_up, seed),
+            make(section.down_mbps * 1e6, section.cross_down, seed + 1),
+        )
+
+    def _offset_s(self, number: int) -> float:
+        return self.section.trace_spread_s * number
+
+    def _weather_of(self, number: int) -> Weather:
+        if number not in self._weather:
+            seed = f"{self._seed}/handover/{number}"
+            self._weather[number] = Weather.of(self.section, self._duration_s, seed)
+        return self._weather[number]
+
+    # --- what a reader is told -------------------------------------------------------------
+
+    def round_trip_s(self, number: int, now_s: float) -> float:
+        """Now, without queues and jitter."""
+        if self._traced is None:
+            return self.section.rtt_ms / 1e3
+        at_s = now_s + self._offset_s(number)
+        return self._traced.up_delay.at(at_s) + self._traced.down_delay.at(at_s)
+
+    def interruptions(self, number: int) -> list[Interruption]:
+        told = self._weather_of(number).interruptions(self.section)
+        if self._traced is not None:
+            offset_s = self._offset_s(number)
+            told += recorded_outages(self._traced.outages, offset_s, self._duration_s)
+        return told
+
+    def load(self, name: str) -> LinkLoad | None:
+        """None where the capacity is not known, or nothing was sent."""
+        traced = self._traced
+        measured = traced is not None and traced.up_capacity is not None
+        return load_of(
+            name, self.section, tuple(self._queues.values()), self._duration_s, measured=measured
+        )
+
+
+def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
+    return LoadedQueue(bits_per_s, share, seed=seed) if share else SharedQueue(bits_per_s)
+
+
+def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
+    if bits_per_s == math.inf:
+        return SharedQueue()
+    return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
+
+
+# --- what is known of the way between a device and a verifier ----------------------------------
+# its delay, capacity, air, energy.
+# Everything here is asked and nothing is changed: a device's view before it chooses a verifier,
+# what a small message takes on a good day, what the round trip is now, what sending costs the
+# radio.
+
+
+# A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
+_ASSUMED_UP_BITS_PER_S = 20e6
+
+
+class Ways:
+    """``stations``: the number of each verifier's. ``radio`` and ``cells`` are None in a world
+    without."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        links: Mapping[str, LinkInstances],
+        stations: Mapping[str, int],
+        radio: RadioNetwork | None,
+        cells: Cells | None,
+    ) -> None:
+        self._scenario, self._links, self._stations = scenario, links, stations
+        self._radio, self._cells = radio, cells
+        self._wired: dict[tuple[str, str], LinkView] = {}
+        """What does not change: asked for by each request, of each verifier."""
+
+    def links(self, group: str, verifier: str) -> tuple[str, ...]:
+        """Names of the links from device to verifier."""
+        kind = self._kind(verifier)
+        return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+
+    def fixed_s(self, group: str, verifier: str) -> float:
+        """What each way takes at least, whatever the links do."""
+        kind = self._kind(verifier)
+        distance_ms = self._scenario.distances_ms.get(group, {}).get(kind, 0.0)
+        return distance_ms / 2e3 + self._scenario.message_ms / 1e3
+
+    def view(self, group: str, number: int, verifier: str) -> LinkView:
+        """What a device could know: typical round trip, capacities, signal."""
+        view = self._wired.get((group, verifier))
+        if view is None:
+            view = self._wired[group, verifier] = self._wired_view(group, verifier)
+        if self._radio is None:
+            return view
+        signal = self._radio.signal(number, self._station(number, verifier))
+        return LinkView(
+            view.rtt_s + self._access_s + self._backhaul_rtt_s(number, verifier),
+            min(view.up_bits_per_s, signal.up_bits_per_s),
+            min(view.down_bits_per_s, signal.down_bits_per_s),
+            signal.snr_db,
+        )
+
+    def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
+        """What a small message takes up and down on a good day."""
+        names = self.links(group, verifier)
+        fixed_s = self.fixed_s(group, verifier) + self._access_s / 2.0
+        up_s = sum(self._links[name].least_ways_s[0] for name in names)
+        down_s = sum(self._links[name].least_ways_s[1] for name in names)
+        return fixed_s + up_s, fixed_s + down_s
+
+    def round_trip_s(self, group: str, number: int, verifier: str, now_s: float) -> float:
+        """Of a small message there and back now, without queues, jitter and loss."""
+        fixed_s = 2 * self.fixed_s(group, verifier) + self._access_s
+        fixed_s += self._backhaul_rtt_s(number, verifier)
+        return fixed_s + sum(
+            self._links[name].round_trip_s(number, now_s) for name in self.links(group, verifier)
+        )
+
+    def sending(self, group: str, number: int, verifier: str) -> Callable[[int], Sending]:
+        """What a message of a size makes the device's radio do."""
+        if self._radio is not None:
+            return partial(self._on_air, self._radio, number, verifier)
+        path = self._scenario.devices[group].path
+        section = self._links[path[0]].section if path else LinkSection()
+        bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
+        framing = section.framing_bytes
+        return lambda size_bytes: Sending((size_bytes + framing) * 8 / bits_per_s, 0.0)
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _on_air(self, radio: RadioNetwork, number: int, verifier: str, size_bytes: int) -> Sending:
+        return radio.sending(number, self._station(number, verifier), size_bytes)
+
+    def _wired_view(self, group: str, verifier: str) -> LinkView:
+        links = [self._links[name] for name in self.links(group, verifier)]
+        rtt_s = 2 * self.fixed_s(group, verifier) + sum(link.typical_rtt_s for link in links)
+        up = min((link.section.up_mbps for link in links), default=math.inf)
+        down = min((link.section.down_mbps for link in links), default=math.inf)
+        return LinkView(rtt_s, up * 1e6, down * 1e6, None)
+
+    def _station(self, number: int, verifier: str) -> int:
+        """Whose air a device is on when it uses that verifier."""
+        return self._stations[verifier] if self._cells is None else self._cells.of(number)
+
+    def _backhaul_rtt_s(self, number: int, verifier: str) -> float:
+        return 0.0 if self._cells is None else self._cells.backhaul_rtt_s(number, verifier)
+
+    def _kind(self, verifier: str) -> str:
+        if verifier in self._scenario.verifiers:
+            return verifier
+        return verifier.rpartition("-")[0]
+
+    @property
+    def _access_s(self) -> float:
+        """Round trip on the air, if there is any."""
+        radio = self._scenario.radio
+        return 0.0 if radio is None else radio.access_ms / 1e3
+
+
+# --- which device is connected to which verifier, and what ends a connection -------------------
+# A device connects once to a verifier; later streams share the connection and pay nothing for it.
+# Where packets are lost that is one TCP connection, played packet by packet, or one for all
+# devices behind one agent. A handover that changes a device's address ends all of its
+# connections, and cuts the stream that runs.
+
+
+AGENT = -1
+"""In the place of a device's number: of the connection that all of them share."""
+
+
+class Connections:
+    """Handovers that break connections are on the queue from the start."""
+
+    def __init__(
+        self, queue: EventQueue, scenario: Scenario, links: Mapping[str, LinkInstances]
+    ) -> None:
+        self._scenario, self._links = scenario, links
+        self._connected: set[tuple[int, str]] = set()
+        """Devices and verifiers that have a connection."""
+        self._tcp: dict[tuple[int, str], TcpConnection] = {}
+        self._current: dict[int, Stream] = {}
+        """Of devices whose handovers break streams."""
+        self._schedule(queue)
+
+    def known(self, number: int, verifier: str) -> bool:
+        return (number, verifier) in self._connected
+
+    def note(self, number: int, verifier: str) -> None:
+        """The device has a connection to that verifier now."""
+        self._connected.add((number, verifier))
+
+    def tcp(self, owner: int, verifier: str, make: Callable[[], TcpConnection]) -> TcpConnection:
+        """The connection of ``owner``, a device or ``AGENT``; it is made where there is none."""
+        if (owner, verifier) not in self._tcp:
+            self._tcp[owner, verifier] = make()
+        return self._tcp[owner, verifier]
+
+    def watch(self, group: str, number: int, stream: Stream) -> None:
+        """This is the stream that a handover of the device would cut, if one can."""
+        if any(self._breaks(name) for name in self._scenario.devices[group].path):
+            self._current[number] = stream
+
+    def _breaks(self, name: str) -> bool:
+        handover = self._links[name].section.handover
+        return handover is not None and handover.breaks
+
+    def _schedule(self, queue: EventQueue) -> None:
+        number = 0
+        for section in self._scenario.devices.values():
+            breaking = [self._links[name] for name in section.path if self._breaks(name)]
+            for _ in range(section.count):
+                for link in breaking:
+                    for at_s in link.handovers_s(number):
+                        queue.at(at_s, partial(self._break, number))
+                number += 1
+
+    def _break(self, number: int) -> None:
+        self._connected = {key for key in self._connected if key[0] != number}
+        for key in [key for key in self._tcp if key[0] == number]:
+            del self._tcp[key]
+        stream = self._current.get(number)
+        if stream is not None:
+            stream.cut(0.0, 1.0, "the address changed at a handover")
+
 
 # Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
 _HEADERS_BYTES = 60

@@ -19,28 +19,38 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import numpy as np
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Link
-from edgespec_sim.radio.attachment import Attachment, Change
-from edgespec_sim.radio.gains import Floats, Gains, RecordedGains, UmiGains, UmiSettings
-from edgespec_sim.radio.mobility import RandomWaypoint
-from edgespec_sim.radio.uplink_power import PowerControl, UplinkPower
-from edgespec_sim.scenario.network_sections import FRAMING_BYTES, RadioSection
-from edgespec_sim.world.audit import AuditedQueue
-from edgespec_sim.world.metered_stream import Sending
+from edgespec_sim.links.path import Handover, Link, Path
+from edgespec_sim.links.radio import (
+    Attachment,
+    Change,
+    Floats,
+    Gains,
+    PowerControl,
+    RandomWaypoint,
+    RecordedGains,
+    UmiGains,
+    UmiSettings,
+    UplinkPower,
+)
+from edgespec_sim.scenario.network import FRAMING_BYTES, CellHandoverSection, RadioSection
+from edgespec_sim.world.conservation import AuditedQueue
+from edgespec_sim.world.meters import Sending
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
 # device that hears less is served at the lowest, as coverage extensions do.
 MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
 NOISE_DBM_HZ = -174.0
+
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
 STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
+
 # A queue of airtime holds nanoseconds where others hold bytes.
 _TICKS_PER_S = 1e9
 
@@ -70,7 +80,7 @@ class RadioNetwork:
         devices: int,
         stations: int,
         seed: str,
-        folder: Path,
+        folder: FilePath,
         *,
         bandwidth: Mapping[int, float] | None = None,
         audited: bool = False,
@@ -275,7 +285,7 @@ def _control_of(section: RadioSection) -> PowerControl | None:
     return PowerControl(control.p0_dbm, control.alpha, control.filter_k)
 
 
-def _recorded(name: str, folder: Path) -> Gains:
+def _recorded(name: str, folder: FilePath) -> Gains:
     if not (folder / name).is_file():
         raise ValueError(f"radio.gains is {name!r}, but there is no such file in {folder}")
     return RecordedGains.load(folder / name)
@@ -322,3 +332,94 @@ def _bits_per_hz(snr: Floats) -> Floats:
 
 def _watts(dbm: float) -> float:
     return float(10.0 ** (dbm / 10.0 - 3.0))
+
+
+# --- the ways of phones that change their cells ------------------------------------------------
+# the air of the cell each is attached to, and the backhaul from there to its verifier.
+# A station has one line to all others, a queue each way; what a phone sends to another station's
+# verifier leaves its cell by that cell's line, and comes back by it. Keys and values of a session
+# take the line out of the station that has them. At a change of cell the paths of the phone's
+# stream are made anew (``links/handover.py``), all others stay.
+
+
+Paths = tuple[Path, Path]
+"""Up and down."""
+
+
+class Cells:
+    """``stations``: the number of each verifier's. ``changed`` hears of changes of cell, after the
+    paths have been changed."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        radio: RadioNetwork,
+        section: CellHandoverSection,
+        stations: Mapping[str, int],
+        *,
+        audited: bool = False,
+    ) -> None:
+        self._queue, self._radio, self.section, self._stations = queue, radio, section, stations
+        self.gap_s = section.gap_ms / 1e3
+        self._one_way_s = section.backhaul.rtt_ms / 2e3
+        bits_per_s = section.backhaul.mbps * 1e6
+        make = AuditedQueue if audited else SharedQueue
+        self._lines = [(make(bits_per_s), make(bits_per_s)) for _ in stations]
+        """Of each station: out and in."""
+        self._riding: dict[int, tuple[Handover, Handover, Callable[[], Paths]]] = {}
+        """Of each device its last stream's paths, and how to make them anew."""
+        self.changed: Callable[[Change], None] = lambda change: None
+        radio.on_change = self._change
+
+    def of(self, number: int) -> int:
+        """The cell of a device."""
+        return int(self._radio.serving[number])
+
+    def hops(self, number: int, verifier: str) -> list[tuple[Link, Link]]:
+        """Up and down from a device as it is attached now to the verifier's station."""
+        cell, station = self.of(number), self._stations[verifier]
+        air = self._radio.hop(number, cell)
+        if cell == station:
+            return [air]
+        settings = LinkSettings(one_way_s=self._one_way_s)
+        out, back = self._lines[cell]
+        return [air, (LinkModel(settings, out), LinkModel(settings, back))]
+
+    def backhaul_rtt_s(self, number: int, verifier: str) -> float:
+        """0 where the verifier stands in the device's own cell."""
+        return 0.0 if self.of(number) == self._stations[verifier] else 2.0 * self._one_way_s
+
+    def ride(self, number: int, make: Callable[[], Paths]) -> Paths:
+        """The paths of a new stream, which follow the device from cell to cell."""
+        up, down = (Handover(self._queue, path, self.gap_s) for path in make())
+        self._riding[number] = (up, down, make)
+        return up, down
+
+    def transfer_s(self, size_bytes: int) -> float:
+        """What keys and values take from one station to another that have the line to
+        themselves."""
+        return self._one_way_s + size_bytes * 8 / (self.section.backhaul.mbps * 1e6)
+
+    def transfer(self, verifier: str, size_bytes: int) -> float:
+        """Send them from that verifier's station now; when they are there."""
+        out, _ = self._lines[self._stations[verifier]]
+        line = LinkModel(LinkSettings(one_way_s=self._one_way_s), out)
+        return line.arrival(self._queue.now, size_bytes)
+
+    def loads(self, duration_s: float) -> list[LinkLoad]:
+        """Of each station's line: up is out of the station."""
+        return [
+            LinkLoad(
+                f"backhaul of {name}",
+                *(min(1.0, queue.sent_s / duration_s) for queue in self._lines[number]),
+            )
+            for name, number in self._stations.items()
+        ]
+
+    def _change(self, change: Change) -> None:
+        riding = self._riding.get(change.device)
+        if riding is not None:
+            up, down, make = riding
+            for path, new in zip((up, down), make(), strict=True):
+                path.change(new)
+        self.changed(change)

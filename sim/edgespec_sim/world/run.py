@@ -7,6 +7,7 @@ job's outcome is plain data, so it can travel between processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.run_summary import (
     ArmSummary,
+    Attainment,
     LinkLoad,
     RunSummary,
     VerifierSummary,
@@ -32,22 +34,222 @@ from edgespec.telemetry.run_summary import (
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.planning.bounds import RunLengths, lower_bounds
-from edgespec_sim.planning.replication import Interval, ratio_interval, speedup
-from edgespec_sim.scenario.costs import Operation, law_of
-from edgespec_sim.scenario.sections import Scenario, TokensFrom, VerifierSection
-from edgespec_sim.scenario.stage_links import link_delays_s
+from edgespec_sim.planning.replication import (
+    Interval,
+    quantile_interval,
+    ratio_interval,
+    share_interval,
+    speedup,
+)
+from edgespec_sim.scenario.sections import (
+    DeviceSection,
+    Scenario,
+    SloSection,
+    TokensFrom,
+    VerifierSection,
+)
+from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, measured
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
-from edgespec_sim.token_sources.process import ProcessSource
 from edgespec_sim.token_sources.relaxed_rule import LossySource
-from edgespec_sim.token_sources.source import TokenSource
-from edgespec_sim.token_sources.tape import TapeSource, tape_named
-from edgespec_sim.token_sources.toy import ToySource
+from edgespec_sim.token_sources.source import (
+    ProcessSource,
+    TapeSource,
+    TokenSource,
+    ToySource,
+    tape_named,
+)
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
-from edgespec_sim.world.attainment import attainment, service_notes
-from edgespec_sim.world.meters import Meters, pace, pooled_series
+from edgespec_sim.world.meters import SERIES_STEPS, Meters, RequestRecord, pace, pooled_series
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.notes import is_lossy, losses_of, notes_of
 from edgespec_sim.world.surrounding import Surrounding
+
+# --- what a reader of a run has to know --------------------------------------------------------
+# where times and energies come from, and what was relaxed.
+
+
+def notes_of(scenario: Scenario) -> tuple[str, ...]:
+    """Where times and energies come from."""
+    notes = [
+        f"Draft steps of {name}: {measured(section.draft)}."
+        for name, section in scenario.devices.items()
+    ]
+    notes += [
+        f"Passes of {name}: {measured(section.pass_time)}."
+        for name, section in scenario.verifiers.items()
+    ]
+    notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
+    notes += [
+        _power_note(name, section)
+        for name, section in scenario.verifiers.items()
+        if section.power_busy_w
+    ]
+    return tuple(notes)
+
+
+def _energy_note(name: str, section: DeviceSection) -> str:
+    if section.radio_power and section.draft_w:
+        return (
+            f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
+            f" powers of a {section.radio_power} radio (phones of 2012) while it sends, receives,"
+            " stays connected and idles, until the next question."
+        )
+    missing = "radio_power" if not section.radio_power else "draft_w"
+    return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
+
+
+def _power_note(name: str, section: VerifierSection) -> str:
+    idle_w, busy_w = section.power_idle_w, section.power_busy_w
+    if idle_w is None:
+        return f"Energy of {name}: {busy_w:g} W while a pass runs, at most; idle time is not known."
+    return (
+        f"Energy of {name}: {busy_w:g} W while a pass runs, at most, and {idle_w:g} W while it is"
+        " powered and idle. Host, fans and power supply are not in it."
+    )
+
+
+def is_lossy(scenario: Scenario, arm: Arm) -> bool:
+    """Whether its output may differ from the target's own."""
+    return scenario.tokens.lossy_threshold is not None and arm.drafts
+
+
+def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> tuple[str, ...]:
+    """One note an arm whose output is not the target's own."""
+    notes = []
+    for arm in scenario.arms:
+        if is_lossy(scenario, arm):
+            counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
+            changed, tokens = (sum(column) for column in zip(*counts, strict=True))
+            share = changed / tokens if tokens else 0.0
+            rising = ", more for what matters" if scenario.tokens.lossy_by_importance else ""
+            notes.append(
+                f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
+                f" the best token's probability on{rising}; {share:.1%} of its tokens are"
+                " not the target's."
+            )
+    return tuple(notes)
+
+
+# -----------------------------------------------------------------------------------------------
+# What requests came to beside their objectives, how sure that is, and whether load was too much.
+# A request that counts is judged once it has ended, or, where it was given time to end (a drain),
+# in any case: one that is still under way then has missed. Requests of one world depend on one
+# another, so intervals are those of clusters (``replication.py``): a cluster is a world, or, of
+# few worlds, a stretch of one's window (batch means: Law and Kelton, "Simulation Modeling and
+# Analysis", 9.5), which is long beside a request.
+
+
+P95 = 0.95
+
+# Fewer say little of a spread: Student's t for 7 degrees of freedom is 2.4, for one 12.7.
+_CLUSTERS = 8
+
+# Steps of the series around the middle of the window and at its end.
+_STEPS = 5
+_GROWTH_SHARE, _DEVIATIONS = 0.05, 3.0
+Records = Sequence[RequestRecord]
+
+
+def attainment(
+    scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int
+) -> Attainment | None:
+    """Of one arm, whose worlds these are; None where neither objectives nor arrivals are given."""
+    slo = scenario.slo
+    if scenario.arrivals is None and not slo.given:
+        return None
+    groups = clusters(scenario, outcomes)
+    judged = [[one for one in group if is_judged(one, scenario)] for group in groups]
+    good = [(sum(attains(one, slo) for one in group), len(group)) for group in judged]
+    share, ends = share_interval(good)
+    ttft = p95(groups, lambda one: one.ttft_s)
+    tpot = p95(groups, lambda one: one.tpot_s)
+    return Attainment(
+        asked=sum(map(len, judged)),
+        share=0.0 if math.isnan(share) else share,
+        share_interval=ends,
+        goodput=sum(hits for hits, _ in good) / (scenario.window_s * seeds),
+        ttft_p95_interval=ttft and ttft[1:],
+        tpot_p95_interval=tpot and tpot[1:],
+        slo_ttft_s=None if slo.ttft_p95_ms is None else slo.ttft_s,
+        slo_tpot_s=None if slo.tpot_p95_ms is None else slo.tpot_s,
+        unstable="" if scenario.arrivals is None else instability(scenario, outcomes, seeds),
+    )
+
+
+def clusters(scenario: Scenario, outcomes: Sequence[WorldOutcome]) -> list[Records]:
+    """The requests that count, world by world, or stretch by stretch."""
+    parts = math.ceil(_CLUSTERS / len(outcomes))
+    found: list[Records] = []
+    for outcome in outcomes:
+        stretches: list[list[RequestRecord]] = [[] for _ in range(parts)]
+        for one in outcome.meters.records:
+            place = (one.started_s - scenario.warm_up_s) / scenario.window_s
+            stretches[min(int(place * parts), parts - 1)].append(one)
+        found += stretches
+    return found
+
+
+def p95(
+    groups: Sequence[Records], value: Callable[[RequestRecord], float | None]
+) -> tuple[float, float, float] | None:
+    """With its interval, of the requests that have one."""
+    known = [[v for one in group if (v := value(one)) is not None] for group in groups]
+    return quantile_interval(known, P95)
+
+
+def is_judged(one: RequestRecord, scenario: Scenario) -> bool:
+    """Whether it ended, or had time to."""
+    return one.complete or bool(one.failed) or scenario.longest_drain_s > 0.0
+
+
+def attains(one: RequestRecord, slo: SloSection) -> bool:
+    """It ended well and kept to each objective; a single token has no TPOT to miss with."""
+    if not one.complete or one.failed or one.ttft_s is None:
+        return False
+    return one.ttft_s <= slo.ttft_s and (one.tpot_s is None or one.tpot_s <= slo.tpot_s)
+
+
+def instability(scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int) -> str:
+    """In words, if what is under way grows by more than two numbers of a steady state differ by (as
+    of Poisson), and by a share of what comes."""
+    middle_s = scenario.duration_s - scenario.window_s / 2.0
+    middle = int(middle_s / scenario.duration_s * SERIES_STEPS)
+    active = [sum(o.meters.active_at[step] for o in outcomes) for step in range(SERIES_STEPS)]
+    around = active[max(0, middle - _STEPS // 2) : middle + _STEPS // 2 + 1]
+    before, after = sum(around) / len(around), sum(active[-_STEPS:]) / _STEPS
+    came = sum(one.started_s >= middle_s for o in outcomes for one in o.meters.records)
+    growth = after - before
+    noise = _DEVIATIONS * math.sqrt(2.0 * before + 1.0)
+    if growth <= max(noise, _GROWTH_SHARE * came):
+        return ""
+    half_s = seeds * scenario.window_s / 2.0
+    return (
+        f"more comes than is served: {came / half_s:.2f} requests/s came in the second half and"
+        f" {max(0.0, came - growth) / half_s:.2f}/s ended; {before / seeds:.0f} were under way at"
+        f" its start and {after / seeds:.0f} at its end. There is no steady state at this load, and"
+        " times grow for as long as it lasts"
+    )
+
+
+def service_notes(scenario: Scenario, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
+    """What a reader has to know of load and window."""
+    notes = []
+    if scenario.arrivals is not None:
+        notes.append(f"Open loop: {scenario.arrivals.about}. TTFT is from arrival.")
+    if scenario.warm_up_s or scenario.longest_drain_s:
+        notes.append(
+            f"Requests that were asked from {scenario.warm_up_s:g} to {scenario.duration_s:g} s"
+            f" count; they had up to {scenario.longest_drain_s:g} s more to end."
+        )
+    for one in arms:
+        if one.attainment is not None and one.attainment.unstable:
+            notes.append(f"{one.arm}: {one.attainment.unstable}.")
+        if scenario.longest_drain_s and one.all.unfinished:
+            notes.append(
+                f"{one.arm}: {one.all.unfinished} requests were not over by then; they have missed"
+                " their objectives, and stand in no percentile that they have no time for."
+            )
+    return tuple(notes)
+
 
 LABELS = {
     Arm.TARGET_ONLY: "plain cloud streaming",
@@ -56,6 +258,7 @@ LABELS = {
     Arm.WINDOWED: "streamed drafts, waits for them",
     Arm.EDGESPEC: "ours: streamed drafts, width 2, run-ahead",
 }
+
 # Watches of a city's streams would be kept to its end; its laws are those of a household.
 _CHECKED_DEVICES = 64
 _TRACED_DEVICES = 2

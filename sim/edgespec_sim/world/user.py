@@ -26,18 +26,15 @@ from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.actors.device import SimulatedDevice
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.radio.power import RADIOS, TRANSMIT_FACTOR, RadioMeter
+from edgespec_sim.scenario.power import RADIOS, TRANSMIT_FACTOR, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
+from edgespec_sim.sessions import SimulatedDevice
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
-from edgespec_sim.traces.condition_course import ConditionCourse
-from edgespec_sim.world.arrivals import Arrival
-from edgespec_sim.world.governors import Governors, Walked
-from edgespec_sim.world.lengths import drawn_length
-from edgespec_sim.world.metered_stream import MeteredStream
-from edgespec_sim.world.meters import MAX_ROWS, Handed, Meters, RequestRecord
+from edgespec_sim.world.arrivals import Arrival, drawn_length
+from edgespec_sim.world.governors import ConditionCourse, Governors, Walked
+from edgespec_sim.world.meters import MAX_ROWS, Handed, MeteredStream, Meters, RequestRecord
 from edgespec_sim.world.site import REQUEST_MARK, Site
 
 # Requests of different users never meet: each has this many numbers of its own.

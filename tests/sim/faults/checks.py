@@ -20,7 +20,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import VerifyState
-from edgespec_sim.token_sources.toy import target_tokens
+from edgespec_sim.token_sources.source import target_tokens
 
 # A verifier takes at most so many nodes of a device it has not greeted (``device/session.py``).
 _NODES_BEFORE_OPENED = 16

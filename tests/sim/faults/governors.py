@@ -13,9 +13,8 @@ from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restrictio
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
-from edgespec_sim.actors.device_machine import DeviceMachine
-from edgespec_sim.actors.windowed_drafter import WindowedDrafter
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.world.governors import DeviceMachine, WindowedDrafter
 from tests.sim.faults.options import WorldOptions
 
 BUDGET: Final = 1 << 20

@@ -21,10 +21,8 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.drafts import run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.actors.device import SimulatedDevice
-from edgespec_sim.actors.server import PassTime, SimulatedVerifier
-from edgespec_sim.actors.stream import Stream
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from tests.sim.faults.checked_models import (
     CheckedDrafter,
     CheckedTarget,

@@ -1,22 +1,53 @@
-"""What a device's radio takes: sending, receiving, staying connected, its tail, and idling.
+"""What a verifier's GPU draws while a pass runs and while it waits, each figure with its source.
 
-Theory of operation. A radio that has just moved a packet stays connected for a while (RRC
-CONNECTED, or Wi-Fi awake) and then in a tail (discontinuous reception) before it idles; waking it
-costs a promotion. So a packet every 25 ms keeps it on all the time, and what a stream of tokens
-costs is mostly the time for which it lasts, not its bytes. Each packet, either way, settles what
-the radio took since the one before.
-
-Figures are the defaults of the LTE and Wi-Fi profiles in AT&T's Application Resource Optimizer, an
-open tool that attributes the energy of recorded traffic. The LTE ones come from work like Huang et
-al., "A Close Examination of Performance and Power Characteristics of 4G LTE Networks", MobiSys
-2012: phones of that time; newer ones take less, in unknown proportion. For 5G no figures in watts
-were found that could be cited, so there is no such radio here.
+Busy is the data sheet's most, and so an upper bound: a pass that is bound by memory draws less
+(517 of 700 W were published for an H200 that decodes a batch of 128). Data sheets say nothing of
+idle boards; where no measurement was found that could be cited there is none here, and idle energy
+is not reported. Host, fans and power supply are in none of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPower:
+    """In watts, of one board."""
+
+    busy_w: float
+    idle_w: float | None
+    """Powered, its memory refreshed, no kernel running."""
+
+
+GPU_POWERS: Final = {
+    # Busy: NVIDIA H200 data sheet, SXM, "up to 700 W". Idle: 80.3 W measured on an H200 SXM by
+    # nvidia-smi ("ghost power" of the ALICE GPU energy benchmark, June 2026); a second published
+    # figure is 73.7 W, over boards of one provider (ConserveMode, 2026).
+    "h200": GpuPower(700.0, 80.3),
+    # NVIDIA H100 data sheet, SXM.
+    "h100": GpuPower(700.0, None),
+    # NVIDIA A100 data sheet, 80 GB SXM.
+    "a100-80g": GpuPower(400.0, None),
+    # NVIDIA L4 data sheet.
+    "l4": GpuPower(72.0, None),
+}
+
+
+# --- what a device's radio takes ---------------------------------------------------------------
+# sending, receiving, staying connected, its tail, and idling.
+# A radio that has just moved a packet stays connected for a while (RRC CONNECTED, or Wi-Fi awake)
+# and then in a tail (discontinuous reception) before it idles; waking it costs a promotion. So a
+# packet every 25 ms keeps it on all the time, and what a stream of tokens costs is mostly the
+# time for which it lasts, not its bytes. Each packet, either way, settles what the radio took
+# since the one before.
+# Figures are the defaults of the LTE and Wi-Fi profiles in AT&T's Application Resource Optimizer,
+# an open tool that attributes the energy of recorded traffic. The LTE ones come from work like
+# Huang et al., "A Close Examination of Performance and Power Characteristics of 4G LTE Networks",
+# MobiSys 2012: phones of that time; newer ones take less, in unknown proportion. For 5G no
+# figures in watts were found that could be cited, so there is no such radio here.
+
 
 TRANSMIT_FACTOR: Final = 2.6
 """Joules that a handset's amplifier draws a joule radiated, as in arXiv 2511.01695."""

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
 LIGHT_M_S = 3.0e8
 """The report's own value (7.4.1)."""
 LOS_SHADOWING_DB, NLOS_SHADOWING_DB = 4.0, 7.82
@@ -163,3 +162,155 @@ class RecordedGains:
         self._slot = (self._slot + 1) % len(self._gains)
         gains: Floats = self._gains[self._slot]
         return gains
+
+
+# --- random-waypoint mobility ------------------------------------------------------------------
+# where devices are, slot after slot.
+# Each device walks straight to a point drawn uniformly in a square, at a speed drawn for that
+# leg, then draws the next one; there is no pause (Johnson and Maltz, 1996, with pause time 0).
+# Speeds stay above zero, without which the model's mean speed decays for ever (Yoon, Liu and
+# Noble, 2003).
+
+
+class RandomWaypoint:
+    """``positions_m`` of shape (devices, 2), inside a square with a corner at the origin."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        devices: int,
+        *,
+        side_m: float,
+        speed_m_s: tuple[float, float],
+    ) -> None:
+        low, high = speed_m_s
+        if not 0 < low <= high:
+            raise ValueError(f"speeds {speed_m_s} m/s: wanted 0 < lowest <= highest")
+        self._rng = rng
+        self._side_m = side_m
+        self._speeds = speed_m_s
+        self.positions_m: Floats = rng.uniform(0.0, side_m, (devices, 2))
+        self._goals_m: Floats = rng.uniform(0.0, side_m, (devices, 2))
+        self._speed_m_s: Floats = rng.uniform(low, high, devices)
+
+    def advance(self, seconds: float) -> Floats:
+        """Move everyone; returns the way each has gone, in metres, shape (devices,)."""
+        left_s = np.full(len(self.positions_m), seconds)
+        gone_m = np.zeros(len(self.positions_m))
+        while True:
+            gap = self._goals_m - self.positions_m
+            distance_m = np.hypot(gap[:, 0], gap[:, 1])
+            step_m = np.minimum(distance_m, self._speed_m_s * left_s)
+            share = np.divide(step_m, distance_m, out=np.ones_like(step_m), where=distance_m > 0)
+            self.positions_m = self.positions_m + gap * share[:, None]
+            gone_m += step_m
+            left_s = left_s - step_m / self._speed_m_s
+            arrived = np.flatnonzero(left_s > 1e-9)
+            if not arrived.size:
+                return gone_m
+            self._goals_m[arrived] = self._rng.uniform(0.0, self._side_m, (arrived.size, 2))
+            self._speed_m_s[arrived] = self._rng.uniform(*self._speeds, arrived.size)
+
+
+# --- which cell a phone is attached to ---------------------------------------------------------
+# the one it hears best, once that is clear.
+# Measured is the received power of each station (not its interference), averaged in dB by the
+# layer 3 filter of 3GPP TS 38.331, 5.5.3.2: F = (1 - a) F + a M with a = 1 / 2^(k/4). A phone
+# changes when another station is stronger by a margin (event A3, 5.5.4.4, without time to
+# trigger: a step of the radio is longer than any).
+
+
+class Change(NamedTuple):
+    """A phone goes from one cell to another, by number."""
+
+    device: int
+    old: int
+    new: int
+
+
+class Attachment:
+    """``gains``: linear, of shape (devices, stations); each device begins where it hears best."""
+
+    def __init__(self, gains: Floats, margin_db: float, filter_k: int) -> None:
+        self._margin_db, self._weight = margin_db, 2.0 ** (-filter_k / 4.0)
+        self._heard_db = _db(gains)
+        self.cells = self._heard_db.argmax(axis=1)
+
+    def measure(self, gains: Floats) -> list[Change]:
+        """The changes that these gains, a step later, bring about; ``cells`` are the new ones."""
+        self._heard_db += self._weight * (_db(gains) - self._heard_db)
+        best = self._heard_db.argmax(axis=1)
+        devices = np.arange(len(best))
+        lead_db = self._heard_db[devices, best] - self._heard_db[devices, self.cells]
+        changes = [
+            Change(int(device), int(self.cells[device]), int(best[device]))
+            for device in np.flatnonzero((best != self.cells) & (lead_db > self._margin_db))
+        ]
+        for change in changes:
+            self.cells[change.device] = change.new
+        return changes
+
+
+def _db(gains: Floats) -> Floats:
+    heard: Floats = 10.0 * np.log10(np.maximum(gains, 1e-30))
+    return heard
+
+
+# --- with what power a phone sends -------------------------------------------------------------
+# open-loop fractional power control, as 3GPP does it.
+# TS 38.213, 7.1.1, without closed-loop corrections, in dBm:
+# P = min(Pmax, P0 + 10 log10(M) + alpha PL)
+# M counts resource blocks of 180 kHz (12 subcarriers of 15 kHz; the formula's factor of 2^mu
+# makes wider ones count as several). PL is the path loss to the station that is sent to, from
+# received powers averaged by the layer 3 filter of TS 38.331, 5.5.3.2, as for handovers. alpha
+# below 1 lets a phone at the edge of a cell arrive weaker than one near by, and disturb the next
+# cell less.
+
+
+RESOURCE_BLOCK_HZ: Final = 180e3
+LEAST_DBM: Final = -40.0
+"""What a phone sends at least: TS 38.101-1, table 6.3.1-1, channels of up to 20 MHz."""
+
+
+@dataclass(frozen=True, slots=True)
+class PowerControl:
+    """``filter_k``: the newest measurement has weight 1 / 2^(k/4)."""
+
+    p0_dbm: float
+    alpha: float
+    filter_k: int
+
+    def dbm(self, path_loss_db: Floats, band_hz: Floats, most_dbm: float) -> Floats:
+        """Of shape (devices, stations); ``band_hz`` of shape (devices, 1)."""
+        blocks_db = 10.0 * np.log10(band_hz / RESOURCE_BLOCK_HZ)
+        wanted = self.p0_dbm + blocks_db + self.alpha * path_loss_db
+        sent: Floats = np.clip(wanted, LEAST_DBM, most_dbm)
+        return sent
+
+
+class UplinkPower:
+    """Follows the path losses of devices. ``shares``: of the band that each device has, of shape
+    (devices,)."""
+
+    def __init__(
+        self, control: PowerControl | None, most_dbm: float, band_hz: float, shares: Floats
+    ) -> None:
+        self._control, self._most_dbm = control, most_dbm
+        self._shares = shares[:, None]
+        self._band_hz = band_hz * self._shares
+        self._loss_db: Floats | None = None
+
+    def measure(self, gains: Floats) -> Floats:
+        """How dense in power each device's signal to each station is, over what full power on the
+        whole band would be; 1 everywhere without power control. Shape of ``gains``."""
+        if self._control is None:
+            return np.ones_like(gains)
+        loss_db = -10.0 * np.log10(np.maximum(gains, 1e-30))
+        if self._loss_db is None:
+            self._loss_db = loss_db
+        else:
+            weight = 2.0 ** (-self._control.filter_k / 4.0)
+            self._loss_db += weight * (loss_db - self._loss_db)
+        dbm = self._control.dbm(self._loss_db, self._band_hz, self._most_dbm)
+        density: Floats = 10.0 ** ((dbm - self._most_dbm) / 10.0) / self._shares
+        return density

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from edgespec_sim.traces.network_trace import NetworkTrace, TraceError
 
-FORMAT: Final = "rtt-matrix"
+MATRIX_FORMAT: Final = "rtt-matrix"
 SLICE_S: Final = 16.0
 _MAX_SLICES: Final = 10_000
 _MAX_SLICE_BYTES: Final = 2**23
@@ -28,7 +28,6 @@ _MAX_NODES: Final = 2000
 _MEMBER: Final = re.compile(r"(?:.*/)?(?P<set>Seattle|PlanetLab)Data_(?P<slice>[0-9]{1,9})")
 _UNIT_S: Final = {"Seattle": 1.0, "PlanetLab": 1e-3}
 MAGIC: Final = b"\xfd7zXZ\x00"
-
 Matrix = npt.NDArray[np.float64]
 
 
@@ -79,7 +78,9 @@ def _matrix(path: Path, member: str, content: bytes, unit_s: float) -> Matrix:
     return np.stack(rows) * unit_s
 
 
-def read(path: Path, name: str, data: bytes, pair: tuple[int, int] | None = None) -> NetworkTrace:
+def read_matrix(
+    path: Path, name: str, data: bytes, pair: tuple[int, int] | None = None
+) -> NetworkTrace:
     """The RTT from node ``pair[0]`` to ``pair[1]`` (from 0) over the slices; None: the first pair
     that the first slice has measured."""
     every = slices(path, data)
@@ -104,7 +105,7 @@ def read(path: Path, name: str, data: bytes, pair: tuple[int, int] | None = None
         raise TraceError(f"{path}: pair {pair} was never measured")
     return NetworkTrace(
         f"{name}[{here},{there}]",
-        FORMAT,
+        MATRIX_FORMAT,
         (0.0, *(time_s for time_s, _ in rows[1:])),
         tuple(rtt_s for _, rtt_s in rows),
         (every[-1][0] - first + 1) * SLICE_S,

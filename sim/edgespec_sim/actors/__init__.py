@@ -1,1 +1,0 @@
-"""Devices, verifiers and streams in virtual time: the product's own sessions, acting."""

@@ -1,0 +1,689 @@
+"""A TCP connection in virtual time: packets both ways over links that lose some, messages in order.
+
+Theory of operation. Each end has a sender and a receiver; packets of one end carry bytes of its
+stream and the receiver's answer about the other one. Messages are stretches of the stream, and are
+delivered when all before them has arrived: what is lost holds up everything behind it, of whichever
+session, as on the one HTTP/2 connection of a device. Each message is a packet of its own, as gRPC
+was seen to do (1.1 a message, of 16 sessions in one pass), unless the window makes them wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.path import Link, PathCounts
+
+# --- what one end of a TCP connection has sent and not yet heard of, and the constants of Linux ---
+
+
+SEGMENT_BYTES: Final = 1448
+"""Of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
+HEADER_BYTES: Final = 52
+FIRST_WINDOW: Final = 10
+"""Packets (RFC 6928)."""
+LEAST_TIMEOUT_S: Final = 0.2
+"""TCP_RTO_MIN; RFC 6298 asks for a second."""
+MOST_TIMEOUT_S: Final = 120.0
+FIRST_TIMEOUT_S: Final = 1.0
+DUPLICATES: Final = 3
+"""As many packets that arrived behind a missing one end the wait for reordering (RFC 5681)."""
+_TICK_S: Final = 0.004
+"""Timers run on jiffies, 250 a second as most distributions build it."""
+SLACK_S: Final = 0.002
+"""TCP_TIMEOUT_MIN_US: on top of what a loss timer has to wait."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """Bytes [start, end) of the stream, as they went in one packet."""
+
+    start: int
+    end: int
+    sent_s: float
+    """The last time."""
+    retransmitted: bool = False
+    sacked: bool = False
+    lost: bool = False
+    """Called lost, and not sent again since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """What a packet says of the other direction (RFC 2018, 2883)."""
+
+    upto: int
+    """All bytes before this one have arrived."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """What arrived behind a gap."""
+    duplicate: bool = False
+    """What it answers had arrived before."""
+
+
+def ticks_s(wait_s: float) -> float:
+    """When a timer set to ``wait_s`` runs, on the average over the phase of the clock."""
+    return (math.ceil(max(wait_s, 1e-6) / _TICK_S) - 0.5) * _TICK_S
+
+
+class RoundTrips:
+    """Smoothed round trip and timeout as Linux computes them (RFC 6298, tcp_rtt_estimator)."""
+
+    def __init__(self) -> None:
+        self.smoothed_s = self.least_s = math.inf
+        self.timeout_s = FIRST_TIMEOUT_S
+        self._deviation_s = 0.0
+
+    def sample(self, rtt_s: float) -> None:
+        self.least_s = min(self.least_s, rtt_s)
+        if self.smoothed_s == math.inf:
+            self.smoothed_s, self._deviation_s = rtt_s, rtt_s / 2.0
+        else:
+            error_s = rtt_s - self.smoothed_s
+            self.smoothed_s += error_s / 8.0
+            self._deviation_s += (abs(error_s) - self._deviation_s) / 4.0
+        # The deviation's share, and not the whole, is bounded from below.
+        self.timeout_s = self.smoothed_s + max(4.0 * self._deviation_s, LEAST_TIMEOUT_S)
+
+
+# --- the receiving half of a TCP connection, as Linux does it ----------------------------------
+# in order, and when it answers.
+# A packet that arrives behind a gap, fills one or came before is answered at once. Any other one
+# is answered as soon as the application has read it, unless this end is in a conversation (it
+# sent data shortly after it had got some): then the answer waits for data to ride on, or for a
+# second packet, for 40 ms at most.
+
+
+_DELAY_S: Final = 0.040
+"""TCP_DELACK_MIN and TCP_ATO_MIN."""
+_REPORTED: Final = 3
+"""Ranges that fit beside the timestamps."""
+
+
+class TcpReceiver:
+    """``arrived`` says whether to answer now; ``timer_s`` when to answer without being asked."""
+
+    def __init__(self) -> None:
+        self.timer_s = math.inf
+        self.upto = 0
+        """All bytes before this one may be read."""
+        self._behind: list[tuple[int, int]] = []
+        self._last: tuple[int, int] | None = None
+        self._duplicate = False
+        self._conversing = False
+        self._last_data_s = -math.inf
+        self._waiting = 0
+        """Packets not yet answered."""
+
+    def arrived(self, now_s: float, start: int, end: int) -> bool:
+        """A packet with these bytes."""
+        self._last_data_s = now_s
+        if end <= self.upto:
+            self._duplicate = True
+            return self._at_once()
+        if start > self.upto:
+            self._duplicate = any(a <= start and end <= b for a, b in self._behind)
+            self._add(start, end)
+            return self._at_once()
+        self.upto = end
+        if self._behind:
+            while self._behind and self._behind[0][0] <= self.upto:
+                self.upto = max(self.upto, self._behind.pop(0)[1])
+            return self._at_once()
+        self._waiting += 1
+        if not self._conversing or self._waiting > 1 or end - start >= SEGMENT_BYTES:
+            return True
+        self.timer_s = now_s + ticks_s(_DELAY_S)
+        return False
+
+    def sent_data(self, now_s: float) -> None:
+        if now_s - self._last_data_s < _DELAY_S:
+            self._conversing = True
+
+    def timer_ran(self) -> None:
+        self._conversing = False
+
+    def answer(self) -> Acknowledgement:
+        """For a packet that leaves now."""
+        duplicate, self._duplicate = self._duplicate, False
+        self.timer_s, self._waiting = math.inf, 0
+        ranges = list(self._behind)
+        if self._last in ranges:  # the latest comes first
+            ranges.remove(self._last)
+            ranges.insert(0, self._last)
+        return Acknowledgement(self.upto, tuple(ranges[:_REPORTED]), duplicate)
+
+    def _at_once(self) -> bool:
+        self._conversing = False
+        return True
+
+    def _add(self, start: int, end: int) -> None:
+        joined = []
+        for a, b in self._behind:
+            if b < start or end < a:
+                joined.append((a, b))
+            else:
+                start, end = min(a, start), max(b, end)
+        joined.append((start, end))
+        self._last = (start, end)
+        self._behind = sorted(joined)
+
+
+# --- how many packets TCP lets be under way ----------------------------------------------------
+# Linux's congestion window, for flows of small messages.
+# Slow start and a friendly CUBIC (RFC 9438, 4.3: its region for small products of bandwidth and
+# delay, where it grows as Reno would), the reduction in proportion to what arrives (RFC 6937),
+# and what Linux does to a window that is not used: it does not grow, decays when a window's worth
+# is not sent for a timeout, and is halved for each timeout of silence (RFC 2861). CUBIC's convex
+# growth of long fast transfers is not here.
+
+
+_KEPT: Final = 717 / 1024
+"""Share of the window after a loss (CUBIC's beta)."""
+_ACKED_PER_GROWTH: Final = 1.875
+"""Windows that have to arrive for one packet more (bictcp_update's friendly region)."""
+_LEAST: Final = 2
+
+
+class CongestionWindow:
+    """In packets; the sender says what happened."""
+
+    def __init__(self) -> None:
+        self.packets = FIRST_WINDOW
+        self._threshold = math.inf
+        self._grown_by = 0
+        self._limited = False
+        self._most_used = 0
+        self._used_since_s = 0.0
+        self._before = 0
+        """Window at the start of a reduction."""
+        self._delivered = self._sent = 0
+
+    @property
+    def slow_start(self) -> bool:
+        return self.packets < self._threshold
+
+    def sent(self, now_s: float, in_flight: int, timeout_s: float, *, reducing: bool) -> None:
+        """A packet left; ``in_flight`` with it."""
+        if reducing:
+            self._sent += 1
+        self._limited = in_flight >= self.packets
+        self._most_used = max(self._most_used, in_flight)
+        if self._limited:
+            self._most_used, self._used_since_s = 0, now_s
+        elif now_s - self._used_since_s >= timeout_s and not reducing:
+            used = max(self._most_used, FIRST_WINDOW)
+            if used < self.packets:
+                self._remember()
+                self.packets = (self.packets + used) // 2
+            self._most_used, self._used_since_s = 0, now_s
+
+    def idle(self, for_s: float, timeout_s: float) -> None:
+        """Something is to leave after ``for_s`` of silence."""
+        if for_s <= timeout_s:
+            return
+        self._remember()
+        least = min(FIRST_WINDOW, self.packets)
+        left_s = for_s - timeout_s
+        while left_s > 0.0 and self.packets > least:
+            self.packets //= 2
+            left_s -= timeout_s
+        self.packets = max(self.packets, least)
+
+    def acknowledged(self, count: int) -> None:
+        """So many arrived while nothing was missing."""
+        if not self._limited and not (self.slow_start and self.packets < 2 * self._most_used):
+            return
+        if self.slow_start:
+            self.packets += count
+            return
+        self._grown_by += count
+        if self._grown_by >= _ACKED_PER_GROWTH * self.packets:
+            self._grown_by = 0
+            self.packets += 1
+
+    def begin_reduction(self) -> None:
+        self._before = self.packets
+        self._threshold = max(int(self.packets * _KEPT), _LEAST)
+        self._delivered = self._sent = 0
+
+    def reduce(self, in_flight: int, delivered: int, *, advanced: bool) -> None:
+        """In a reduction: ``delivered`` packets arrived."""
+        if not delivered:
+            return
+        self._delivered += delivered
+        room = int(self._threshold) - in_flight
+        if room < 0:
+            share = -(-int(self._threshold) * self._delivered // self._before)
+            allowed = share - self._sent
+        else:
+            allowed = min(room, max(self._delivered - self._sent, delivered) + advanced)
+        self.packets = in_flight + max(allowed, 0 if self._sent else 1)
+
+    def end_reduction(self) -> None:
+        self.packets = int(self._threshold)
+
+    def collapse(self, in_flight: int, *, again: bool) -> None:
+        """A timeout; ``again``: one after another."""
+        if not again:
+            self.begin_reduction()
+        self.packets = in_flight + 1
+
+    def _remember(self) -> None:
+        if self._threshold < math.inf:
+            self._threshold = max(self._threshold, 3 * self.packets // 4)
+
+
+# --- the sending half of a TCP connection, as Linux does it ------------------------------------
+# what leaves when, and what is lost.
+# Bytes are cut into packets when the congestion window lets them leave; Nagle is off, as gRPC has
+# it. A packet is lost once one that was sent after it has arrived and a quarter of a round trip
+# has passed (RACK, RFC 8985) or three have; that wait is on a timer. When the tail is silent a
+# probe sends the last packet again after two round trips, so that its answer shows the losses
+# before it; a lone packet waits as long as a timeout, since its answer may be delayed. The
+# timeout (RFC 6298, from 200 ms beyond the round trip on) calls the first packet lost, and
+# doubles.
+# Not here: undoing a reduction that was for nothing (F-RTO, Eifel), and pacing.
+
+
+class _State(Enum):
+    OPEN = "open"
+    RECOVERY = "recovery"
+    LOSS = "loss"
+
+
+class _Timer(Enum):
+    TIMEOUT = "timeout"
+    PROBE = "probe"
+    REORDERING = "reordering"
+
+
+class TcpSender:
+    """``write``, ``acknowledged`` and ``timer_ran`` return the packets that leave, as ranges of
+    bytes; ``timer_s`` is when ``timer_ran`` wants to be called."""
+
+    def __init__(self) -> None:
+        self.timer_s = math.inf
+        self.window = CongestionWindow()
+        self.round_trips = RoundTrips()
+        self.retransmissions = self.timeouts = self.probes = 0
+        self._timer = _Timer.TIMEOUT
+        self._state = _State.OPEN
+        self._segments: deque[Segment] = deque()
+        self._written = self._next = 0
+        self._recover_at = 0
+        """Recovery ends when everything before this byte has arrived."""
+        self._backoff = 1.0
+        self._last_sent_s = -math.inf
+        # RACK: the latest-sent packet that has arrived.
+        self._rack_sent_s, self._rack_end, self._rack_rtt_s = -math.inf, 0, 0.0
+        self._probe_end: int | None = None
+        self._probe_repeats = False
+        self._outgoing: list[tuple[int, int]] = []
+
+    # --- what happens ----------------------------------------------------------------------
+
+    def write(self, now_s: float, size_bytes: int) -> list[tuple[int, int]]:
+        self._written += size_bytes
+        return self._transmit(now_s)
+
+    def acknowledged(self, now_s: float, ack: Acknowledgement) -> list[tuple[int, int]]:
+        advanced, delivered = self._take_in(now_s, ack)
+        if not delivered and not advanced:
+            self._end_probe(ack, advanced=False)
+            return self._transmit(now_s)
+        self._end_probe(ack, advanced=advanced)
+        if self._state is not _State.OPEN and self._first >= self._recover_at:
+            self._end_recovery()
+        reducing = self._state is _State.RECOVERY
+        if self._find_losses(now_s) and self._state is _State.OPEN:
+            self._begin_recovery()
+            reducing = True
+        if reducing:
+            self.window.reduce(self.in_flight, delivered, advanced=advanced)
+        elif delivered:
+            self.window.acknowledged(delivered)
+        if advanced:
+            self._backoff = 1.0
+        if self._timer is not _Timer.REORDERING or self.timer_s == math.inf:
+            if advanced or not self._segments:
+                self._set_timer(now_s)
+        return self._transmit(now_s)
+
+    def timer_ran(self, now_s: float) -> list[tuple[int, int]]:
+        timer, self.timer_s = self._timer, math.inf
+        if not self._segments:
+            return []
+        match timer:
+            case _Timer.REORDERING:
+                if self._find_losses(now_s) and self._state is _State.OPEN:
+                    self._begin_recovery()
+                    self.window.reduce(self.in_flight, 1, advanced=False)
+                if self.timer_s == math.inf:
+                    self._set_timeout(now_s)
+            case _Timer.PROBE:
+                self._probe(now_s)
+            case _Timer.TIMEOUT:
+                self._time_out(now_s)
+        return self._transmit(now_s)
+
+    @property
+    def in_flight(self) -> int:
+        """Packets sent that have neither arrived nor been called lost."""
+        return sum(not segment.sacked and not segment.lost for segment in self._segments)
+
+    # --- acknowledgements ------------------------------------------------------------------
+
+    @property
+    def _first(self) -> int:
+        return self._segments[0].start if self._segments else self._next
+
+    def _take_in(self, now_s: float, ack: Acknowledgement) -> tuple[bool, int]:
+        """Whether the first missing byte moved, and how many packets are known to have arrived."""
+        advanced, delivered = False, 0
+        sample_s: float | None = None
+        while self._segments and self._segments[0].end <= ack.upto:
+            segment = self._segments.popleft()
+            advanced = True
+            if not segment.sacked:
+                delivered += 1
+                self._arrived(now_s, segment)
+                if sample_s is None and not segment.retransmitted:
+                    sample_s = now_s - segment.sent_s
+        for start, end in ack.ranges:
+            for segment in self._segments:
+                if not segment.sacked and start <= segment.start and segment.end <= end:
+                    segment.sacked, segment.lost = True, False
+                    delivered += 1
+                    self._arrived(now_s, segment)
+                    if sample_s is None and not segment.retransmitted:
+                        sample_s = now_s - segment.sent_s
+        if sample_s is not None:
+            self.round_trips.sample(sample_s)
+        return advanced, delivered
+
+    def _arrived(self, now_s: float, segment: Segment) -> None:
+        rtt_s = now_s - segment.sent_s
+        if segment.retransmitted and rtt_s < self.round_trips.least_s:
+            return  # it was the first copy that arrived
+        if (segment.sent_s, segment.end) > (self._rack_sent_s, self._rack_end):
+            self._rack_sent_s, self._rack_end = segment.sent_s, segment.end
+            self._rack_rtt_s = rtt_s
+
+    def _find_losses(self, now_s: float) -> bool:
+        """Call lost what RACK says; sets the timer for what it is not sure of yet."""
+        trips, found, wait_s = self.round_trips, False, 0.0
+        sacked = sum(segment.sacked for segment in self._segments)
+        patience_s = 0.0
+        if self._state is _State.OPEN and sacked < DUPLICATES:
+            patience_s = min(trips.least_s / 4.0, trips.smoothed_s)
+        for segment in self._segments:
+            sent = (segment.sent_s, segment.end)
+            if segment.sacked or segment.lost or sent > (self._rack_sent_s, self._rack_end):
+                continue
+            left_s = self._rack_rtt_s + patience_s - (now_s - segment.sent_s)
+            if left_s <= 1e-9:
+                segment.lost = found = True
+            else:
+                wait_s = max(wait_s, left_s)
+        if wait_s:
+            self._timer, self.timer_s = _Timer.REORDERING, now_s + ticks_s(wait_s + SLACK_S)
+        return found
+
+    def _begin_recovery(self) -> None:
+        self._state, self._recover_at = _State.RECOVERY, self._next
+        self._probe_end = None
+        self.window.begin_reduction()
+
+    def _end_recovery(self) -> None:
+        if self._state is _State.RECOVERY:
+            self.window.end_reduction()
+        self._state = _State.OPEN
+
+    # --- timers ----------------------------------------------------------------------------
+
+    def _set_timer(self, now_s: float) -> None:
+        """The probe where one may be sent, and else the timeout."""
+        if not self._segments:
+            self.timer_s = math.inf
+            return
+        trips = self.round_trips
+        sacked = any(segment.sacked for segment in self._segments)
+        if self._state is not _State.OPEN or sacked or trips.smoothed_s == math.inf:
+            self._set_timeout(now_s)
+            return
+        wait_s = 2.0 * trips.smoothed_s
+        wait_s += LEAST_TIMEOUT_S if len(self._segments) == 1 else SLACK_S
+        timeout_s = self._segments[0].sent_s + trips.timeout_s * self._backoff - now_s
+        if timeout_s > 0.0:
+            wait_s = min(wait_s, timeout_s)
+        self._timer, self.timer_s = _Timer.PROBE, now_s + ticks_s(wait_s)
+
+    def _set_timeout(self, now_s: float) -> None:
+        wait_s = min(self.round_trips.timeout_s * self._backoff, MOST_TIMEOUT_S)
+        left_s = self._segments[0].sent_s + wait_s - now_s
+        self._timer, self.timer_s = _Timer.TIMEOUT, now_s + ticks_s(left_s)
+
+    def _probe(self, now_s: float) -> None:
+        if self._probe_end is None:
+            self.probes += 1
+            if self._next < self._written:
+                self._probe_repeats = False
+                self._send_new(now_s)
+            else:
+                self._probe_repeats = True
+                self._again(now_s, self._segments[-1])
+            self._probe_end = self._next
+        self._set_timeout(now_s)
+
+    def _end_probe(self, ack: Acknowledgement, *, advanced: bool) -> None:
+        """A probe that repaired a loss costs window, or losses of the tail would be free."""
+        if self._probe_end is None or ack.upto < self._probe_end:
+            return
+        if ack.duplicate or not self._probe_repeats:
+            self._probe_end = None
+        elif ack.upto > self._probe_end:
+            self._probe_end = None
+            self.window.begin_reduction()
+            self.window.end_reduction()
+        elif not advanced and not ack.ranges:
+            self._probe_end = None
+
+    def _time_out(self, now_s: float) -> None:
+        self.timeouts += 1
+        again = self._state is _State.LOSS
+        for index, segment in enumerate(self._segments):
+            overdue = self._rack_rtt_s - (now_s - segment.sent_s) <= 0.0
+            before = (segment.sent_s, segment.end) <= (self._rack_sent_s, self._rack_end)
+            if not segment.sacked and (index == 0 or (overdue and before)):
+                segment.lost = True
+        self.window.collapse(self.in_flight, again=again)
+        self._state, self._recover_at = _State.LOSS, self._next
+        self._probe_end = None
+        self._backoff *= 2.0
+
+    # --- sending ---------------------------------------------------------------------------
+
+    def _transmit(self, now_s: float) -> list[tuple[int, int]]:
+        trips, sent_new, first_again = self.round_trips, False, False
+        if not self._segments and self._next < self._written and self._last_sent_s > -math.inf:
+            self.window.idle(now_s - self._last_sent_s, trips.timeout_s)
+        in_flight = self.in_flight
+        for segment in self._segments:
+            if segment.lost and in_flight < self.window.packets:
+                self._again(now_s, segment)
+                first_again |= segment is self._segments[0]
+                in_flight += 1
+        while self._next < self._written and in_flight < self.window.packets:
+            self._send_new(now_s)
+            sent_new = True
+            in_flight += 1
+        waits_for_order = self._timer is _Timer.REORDERING and self.timer_s < math.inf
+        if first_again and not waits_for_order:
+            self._set_timeout(now_s)
+        elif sent_new and not waits_for_order:
+            self._set_timer(now_s)
+        elif self._segments and self.timer_s == math.inf:
+            self._set_timeout(now_s)
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def _send_new(self, now_s: float) -> None:
+        end = min(self._written, self._next + SEGMENT_BYTES)
+        segment = Segment(self._next, end, now_s)
+        self._next = end
+        self._segments.append(segment)
+        self._out(now_s, segment)
+
+    def _again(self, now_s: float, segment: Segment) -> None:
+        self.retransmissions += 1
+        segment.sent_s, segment.retransmitted, segment.lost = now_s, True, False
+        self._out(now_s, segment)
+
+    def _out(self, now_s: float, segment: Segment) -> None:
+        self._last_sent_s = now_s
+        reducing = self._state is _State.RECOVERY
+        timeout_s = self.round_trips.timeout_s
+        self.window.sent(now_s, self.in_flight, timeout_s, reducing=reducing)
+        self._outgoing.append((segment.start, segment.end))
+
+
+MESSAGE_BYTES: Final = 14
+"""HTTP/2's frame header and gRPC's prefix; the rest of the framing is a packet's."""
+
+
+class PacketLink(Protocol):
+    def packet(self, now_s: float, size_bytes: int, /) -> float | None:
+        """When a packet handed over now arrives; None: it is lost."""
+
+
+class Lossless:
+    """A link that loses nothing, for packets."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def packet(self, now_s: float, size_bytes: int) -> float | None:
+        return self._link.arrival(now_s, size_bytes)
+
+
+class TcpConnection:
+    """``up`` and ``down`` are its paths. ``delays_s``: what packets take besides their links, each
+    way; ``message_s``: what a message takes at its ends besides."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        up: Sequence[PacketLink],
+        down: Sequence[PacketLink],
+        delays_s: tuple[float, float] = (0.0, 0.0),
+        message_s: float = 0.0,
+    ) -> None:
+        self.device = _End(queue, up, delays_s[0], message_s)
+        self.verifier = _End(queue, down, delays_s[1], message_s)
+        self.device.peer, self.verifier.peer = self.verifier, self.device
+        self.up, self.down = TcpPath(self.device), TcpPath(self.verifier)
+
+
+class TcpPath:
+    """One direction of a connection, as a ``Path``."""
+
+    def __init__(self, end: _End) -> None:
+        self._end = end
+        self.counts = PathCounts()
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.counts.enter(size_bytes)
+
+        def arrive() -> None:
+            self.counts.leave(size_bytes)
+            deliver()
+
+        self._end.write(size_bytes + MESSAGE_BYTES, arrive)
+
+
+class _End:
+    """One end: what it writes goes over ``links`` to its peer."""
+
+    peer: _End
+
+    def __init__(
+        self, queue: EventQueue, links: Sequence[PacketLink], delay_s: float, message_s: float
+    ) -> None:
+        self.sender, self.receiver = TcpSender(), TcpReceiver()
+        self.packets = self.lost = 0
+        self._queue, self._links, self._delay_s = queue, tuple(links), delay_s
+        self._message_s = message_s
+        self._written = 0
+        self._messages: deque[tuple[int, Callable[[], None]]] = deque()
+        """Under way from here: the byte behind each, and what delivers it."""
+        self._wake_s = math.inf
+
+    def write(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self._written += size_bytes
+        self._messages.append((self._written, deliver))
+        self._send(self.sender.write(self._queue.now, size_bytes))
+
+    def _send(self, ranges: Sequence[tuple[int, int]]) -> None:
+        for start, end in ranges:
+            self.receiver.sent_data(self._queue.now)
+            self._packet(start, end)
+        self._set_timer()
+
+    def _packet(self, start: int, end: int) -> None:
+        self.packets += 1
+        ack = self.receiver.answer()
+        self._over(0, end - start, lambda: self.peer.arrive(start, end, ack))
+
+    def _over(self, hop: int, size_bytes: int, arrive: Callable[[], None]) -> None:
+        """Over the link of that number and those behind it."""
+        if hop == len(self._links):
+            self._queue.after(self._delay_s, arrive)
+            return
+        arrival_s = self._links[hop].packet(self._queue.now, size_bytes)
+        if arrival_s is None:
+            self.lost += 1
+        elif hop + 1 == len(self._links):
+            self._queue.at(arrival_s + self._delay_s, arrive)
+        else:
+            self._queue.at(arrival_s, lambda: self._over(hop + 1, size_bytes, arrive))
+
+    def arrive(self, start: int, end: int, ack: Acknowledgement) -> None:
+        """A packet of the peer; an empty one if ``start`` is ``end``."""
+        now_s = self._queue.now
+        outgoing = self.sender.acknowledged(now_s, ack)
+        answer = False
+        if end > start:
+            answer = self.receiver.arrived(now_s, start, end)
+            self.peer.deliver(self.receiver.upto)
+        self._send(outgoing)
+        if answer and not outgoing:
+            self._packet(0, 0)
+        self._set_timer()
+
+    def deliver(self, upto: int) -> None:
+        """Everything before byte ``upto`` of this end's stream has arrived."""
+        while self._messages and self._messages[0][0] <= upto:
+            self._queue.after(self._message_s, self._messages.popleft()[1])
+
+    def _set_timer(self) -> None:
+        due_s = min(self.sender.timer_s, self.receiver.timer_s)
+        if due_s < self._wake_s:
+            self._wake_s = due_s
+            self._queue.at(due_s, self._wake)
+
+    def _wake(self) -> None:
+        now_s = self._queue.now
+        if now_s != self._wake_s:
+            return  # an earlier one was wanted meanwhile
+        self._wake_s = math.inf
+        if self.receiver.timer_s <= now_s:
+            self.receiver.timer_ran()
+            self._packet(0, 0)
+        if self.sender.timer_s <= now_s:
+            self._send(self.sender.timer_ran(now_s))
+        self._set_timer()

@@ -1,1 +1,0 @@
-"""The air: gains between places, who moves where, and what the radio takes from a battery."""

@@ -1,0 +1,359 @@
+"""What a scenario says of its verifiers: how long their passes take, on what, at which power."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from edgespec.core.protocol.checks import bounded
+from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
+from edgespec_sim.scenario.power import GPU_POWERS
+from edgespec_sim.traces.network_trace import TraceError
+from edgespec_sim.traces.rtt_matrix import slices
+
+MAX_DEVICES = 1_000_000
+_MINUTE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostSection:
+    """Time of a draft step or a pass: given, from a profile, or from a machine's data sheet."""
+
+    ms: float | None = None
+    """A step or pass of one row."""
+    row_ms: float = 0.0
+    """More for each further row."""
+    context_us: float = 0.0
+    """More for each cached token."""
+    jitter: float = 0.0
+    """Relative standard deviation, log-normal."""
+    profile: str = ""
+    """A file of ``edgespec profile``, or the name of a bundled one."""
+    roofline: str = ""
+    """MODEL@MACHINE of ``rooflines.py``: computed from data sheets, not measured."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "ms": self.ms is not None,
+            "profile": bool(self.profile),
+            "roofline": bool(self.roofline),
+        }
+        _exactly_one("a cost", given)
+        if self.ms is not None:
+            bounded("ms", self.ms, 0.0, _MINUTE_MS)
+        bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
+        bounded("context_us", self.context_us, 0.0, 1e6)
+        bounded("jitter", self.jitter, 0.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StagesSection:
+    """A target whose layers lie on several nodes, one behind another (decentralized)."""
+
+    nodes: int = 4
+    link_ms: float = 10.0
+    """One way, between two neighbouring nodes; the last answers to the first for free, as the
+    last one samples and the first one only needs the tokens (they travel with the next pass)."""
+    slots: int = 1
+    """Passes under way at once; sessions are divided among them."""
+    link_mbps: float = math.inf
+    """Of each link between two neighbours; passes go through it one after another."""
+    hidden_bytes: int = 8192
+    """What a row takes there: 4096 activations of two bytes in an 8 B model."""
+    lost_at_s: tuple[float, ...] = ()
+    """A node is gone then: passes under way fail, its layers' part of every cache is lost, and
+    devices resume with what they hold."""
+    spares: int = 0
+    """Nodes that wait with the weights; without one left, the others take over the layers."""
+    reroute_s: float = 2.0
+    """Until the way around a lost node stands. The others keep their weights meanwhile."""
+    jitter_ms: float = 0.0
+    """Mean of an exponential extra delay of each pass on each link."""
+    stragglers: float = 0.0
+    """Share of the passes of each node that take ``straggle_factor`` times as long."""
+    straggle_factor: float = 4.0
+    rtt_matrix: str = ""
+    """An archive of RTT matrices: its first slice takes the place of ``link_ms``, half each way."""
+    nodes_at: tuple[int, ...] = ()
+    """Which rows of the matrix the nodes are (from 0), in order; empty: the first ones."""
+
+    def __post_init__(self) -> None:
+        bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
+        bounded("stragglers", self.stragglers, 0.0, 0.5)
+        bounded("straggle_factor", self.straggle_factor, 1.0, 1000.0)
+        if self.nodes_at and (not self.rtt_matrix or len(self.nodes_at) != self.nodes):
+            raise ValueError(
+                f"nodes_at names {len(self.nodes_at)} rows of the matrix {self.rtt_matrix!r},"
+                f" but it takes a matrix, and as many rows as nodes, {self.nodes}"
+            )
+        bounded("nodes", self.nodes, 1, 128)
+        bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
+        bounded("slots", self.slots, 1, 128)
+        if self.link_mbps != math.inf:
+            bounded("link_mbps", self.link_mbps, 1e-3, 1e6)
+        bounded("hidden_bytes", self.hidden_bytes, 1, 1 << 24)
+        for at_s in self.lost_at_s:
+            bounded("lost_at_s", at_s, 0.0, 1e6)
+        bounded("spares", self.spares, 0, 128)
+        bounded("reroute_s", self.reroute_s, 0.0, 1e6)
+        if len(self.lost_at_s) >= self.nodes + self.spares:
+            raise ValueError(
+                f"lost_at_s names {len(self.lost_at_s)} losses,"
+                f" but {self.nodes} nodes and {self.spares} spares survive fewer"
+            )
+
+    def hop_s(self, rows: int, link_s: float | None = None) -> float:
+        """What one link (of ``link_ms``, or of that delay) adds at least to a pass that has it
+        alone."""
+        delay_s = self.link_ms / 1e3 if link_s is None else link_s
+        return delay_s + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
+
+    @property
+    def links_s(self) -> float:
+        """All links together, for a pass of one row, when the fewest nodes are left."""
+        return self.least_links_s((self.link_ms / 1e3,) * (self.nodes - 1))
+
+    def least_links_s(self, delays_s: tuple[float, ...]) -> float:
+        """The same for links of these delays, one way, first to last."""
+        left = min(self.nodes, self.nodes + self.spares - len(self.lost_at_s))
+        return sum(self.hop_s(1, delay_s) for delay_s in delays_s[: left - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSection:
+    count: int = 1
+    pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
+    path: tuple[str, ...] = ()
+    """Links behind the devices' own: the way to this verifier's site."""
+    stages: StagesSection | None = None
+    max_sessions: int = 64
+    max_rows_per_pass: int = 1024
+    max_rows_per_session: int = 512
+    restarts_at_s: tuple[float, ...] = ()
+    """The process dies there, and every session with it; lost nodes are in ``stages``."""
+    restart_s: float = 5.0
+    """Until it can be reached again."""
+    gpu_power: str = ""
+    """h200, h100, a100-80g or l4: published powers of each machine (``gpu_power.py``)."""
+    busy_w: float = 0.0
+    """Of each machine while a pass runs, in place of that; the data sheet's most is an upper bound.
+    Fans and the host are not in it. 0: not known, and not reported."""
+    idle_w: float | None = None
+    """While it is powered and no pass runs. null: as ``gpu_power`` has it, else not known."""
+
+    def __post_init__(self) -> None:
+        bounded("count", self.count, 1, 10_000)
+        bounded("max_sessions", self.max_sessions, 1, MAX_DEVICES)
+        bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 20)
+        bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 20)
+        for at_s in self.restarts_at_s:
+            bounded("restarts_at_s", at_s, 0.0, 1e6)
+        bounded("restart_s", self.restart_s, 0.0, 1e6)
+        bounded("busy_w", self.busy_w, 0.0, 1e6)
+        if self.gpu_power and self.gpu_power not in GPU_POWERS:
+            known = ", ".join(GPU_POWERS)
+            raise ValueError(f"gpu_power is {self.gpu_power!r}, but must be one of {known}")
+        if self.idle_w is not None:
+            bounded("idle_w", self.idle_w, 0.0, 1e6)
+
+    @property
+    def power_busy_w(self) -> float:
+        """Of a machine while a pass runs; 0: not known."""
+        if self.busy_w or not self.gpu_power:
+            return self.busy_w
+        return GPU_POWERS[self.gpu_power].busy_w
+
+    @property
+    def power_idle_w(self) -> float | None:
+        """Of a machine between passes; None: not known."""
+        if self.idle_w is not None or not self.gpu_power:
+            return self.idle_w
+        return GPU_POWERS[self.gpu_power].idle_w
+
+
+def _exactly_one(what: str, given: dict[str, bool]) -> None:
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) != 1:
+        said = " and ".join(chosen) if chosen else "none of them"
+        raise ValueError(f"{what} needs exactly one of {', '.join(given)}, but names {said}")
+
+
+# --- pass times from data sheets ---------------------------------------------------------------
+# what a machine could do at best, until someone measures it.
+# A pass reads the weights once and the cached keys and values of its sessions, and multiplies
+# every row with every weight; it takes as long as the slower of the two, plus the engine's own
+# time (Williams, Waterman, Patterson, CACM 2009; Chen, "Transformer Inference Arithmetic", 2022).
+# Real engines reach a share of either limit: ``_EFFICIENCY``, which published serving figures lie
+# around. A report that used one of these says "computed, not measured".
+
+
+_EFFICIENCY: Final = 0.7
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    bytes_per_s: float
+    flops: float
+    """Dense, in the precision of the model's products."""
+    overhead_s: float
+    """Launches, sampling, scheduling: a pass takes at least this beyond the work itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    parameters: float
+    weight_bytes: float
+    """Of one parameter."""
+    context_bytes: float
+    """Keys and values of one cached token, over all layers."""
+
+
+# Vendors' data sheets: memory bandwidth, dense throughput (bf16 where weights are 16 or 8 bit).
+MACHINES: Final = {
+    "h200": Machine(4.8e12, 989e12, 2e-3),
+    "h100": Machine(3.35e12, 989e12, 2e-3),
+    "a100-80g": Machine(2.04e12, 312e12, 2e-3),
+    "rtx-4090": Machine(1.01e12, 165e12, 2e-3),
+    "jetson-orin-nano": Machine(102e9, 20e12, 3e-3),
+    "laptop-cpu": Machine(60e9, 1e12, 1e-3),
+}
+
+# Published configurations: 2 (K and V) * layers * KV heads * head dimension * 2 bytes.
+MODELS: Final = {
+    "llama-3.1-70b-fp8": Model(70.6e9, 1.0, 2 * 80 * 8 * 128 * 2),
+    "llama-3.1-8b-bf16": Model(8.03e9, 2.0, 2 * 32 * 8 * 128 * 2),
+    "qwen3-32b-fp8": Model(32.8e9, 1.0, 2 * 64 * 8 * 128 * 2),
+    "llama-3.2-1b-int4": Model(1.24e9, 0.56, 2 * 16 * 8 * 64 * 2),
+    "qwen3-0.6b-int4": Model(0.6e9, 0.56, 2 * 28 * 8 * 128 * 2),
+}
+
+
+def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
+    """The law of MODEL@MACHINE, ``share`` of whose layers lie on this machine. Raises
+    ``ValueError`` that names what is known."""
+    model_name, _, machine_name = name.partition("@")
+    if model_name not in MODELS or machine_name not in MACHINES:
+        raise ValueError(
+            f"roofline is {name!r}, but must be MODEL@MACHINE with a model of "
+            f"{', '.join(MODELS)} and a machine of {', '.join(MACHINES)}"
+        )
+    model, machine = MODELS[model_name], MACHINES[machine_name]
+    read_s = share * model.parameters * model.weight_bytes / machine.bytes_per_s
+    row_s = share * 2.0 * model.parameters / machine.flops
+    table = tuple(
+        (float(rows), machine.overhead_s + max(read_s, rows * row_s) / _EFFICIENCY)
+        for rows in _ROWS
+    )
+    context_s = share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY
+    return TimeLaw(table, context_s)
+
+
+# --- from a scenario's cost section to the law that the simulator asks for seconds -------------
+
+
+_SPREAD_POINTS = 21
+
+
+class Operation(Enum):
+    DRAFT_STEP = "draft_step"
+    TARGET_PASS = "target_pass"
+
+
+def law_of(section: CostSection, operation: Operation, folder: Path, share: float = 1.0) -> TimeLaw:
+    """``folder`` is where relative file names start, ``share`` that of the layers a node holds.
+    Raises ``ProfileError`` or ``ValueError``."""
+    if section.profile:
+        profile = profile_named(section.profile, folder)
+        law = profile.draft_step if operation is Operation.DRAFT_STEP else profile.target_pass
+        law = _scaled(law, share)
+    elif section.roofline:
+        law = roofline_law(section.roofline, share)
+    else:
+        assert section.ms is not None
+        first_s, row_s = share * section.ms / 1e3, share * section.row_ms / 1e3
+        table = ((1.0, first_s), (2.0, first_s + row_s)) if row_s else ((1.0, first_s),)
+        law = TimeLaw(table, share * section.context_us / 1e6)
+    return replace(law, spread=_log_normal(section.jitter)) if section.jitter else law
+
+
+def profile_named(name: str, folder: Path) -> CostProfile:
+    """A bundled profile by its name, or a file. Raises ``ProfileError``."""
+    bundled = files("edgespec_sim") / "data" / "profiles" / f"{name}.json"
+    return read_profile(Path(str(bundled)) if bundled.is_file() else folder / name)
+
+
+def measured(section: CostSection) -> str:
+    """What a report has to say of where these times come from."""
+    if section.profile:
+        return f"measured (profile {section.profile})"
+    if section.roofline:
+        return f"computed from data sheets, not measured ({section.roofline})"
+    return f"assumed ({section.ms:g} ms)"
+
+
+def _scaled(law: TimeLaw, share: float) -> TimeLaw:
+    if share == 1.0:
+        return law
+    table = tuple((rows, share * seconds) for rows, seconds in law.table)
+    return TimeLaw(table, share * law.context_s, law.spread, share * law.session_s)
+
+
+def _log_normal(deviation: float) -> tuple[float, ...]:
+    """Quantiles of a log-normal ratio of mean 1 with this relative standard deviation."""
+    sigma = math.sqrt(math.log1p(deviation * deviation))
+    normal = statistics.NormalDist(-sigma * sigma / 2.0, sigma)
+    shares = ((index + 0.5) / _SPREAD_POINTS for index in range(_SPREAD_POINTS))
+    return tuple(math.exp(normal.inv_cdf(share)) for share in shares)
+
+
+# --- the links between the nodes of a target in stages, and how their passes straggle ----------
+
+
+_POINTS = 101
+
+
+def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
+    """One way between each node and the next, in seconds, without jitter: ``link_ms``, or half the
+    RTT in the first slice of the matrix. Raises ``TraceError`` or ``OSError``."""
+    if not section.rtt_matrix:
+        return (section.link_ms / 1e3,) * (section.nodes - 1)
+    beside = folder / section.rtt_matrix
+    path = beside if beside.is_file() else Path(section.rtt_matrix)
+    if not path.is_file():
+        raise TraceError(f"{section.rtt_matrix}: no such file in {folder}")
+    matrix = slices(path, path.read_bytes())[0][1]
+    rows = section.nodes_at or tuple(range(section.nodes))
+    if max(rows) >= len(matrix):
+        raise TraceError(f"{path}: node {max(rows)} is asked for, but it has {len(matrix)}")
+    delays_s = []
+    for here, there in itertools.pairwise(rows):
+        rtt_s = float(matrix[here, there])
+        if rtt_s <= 0.0:
+            raise TraceError(f"{path}: from node {here} to {there} nothing was measured")
+        delays_s.append(rtt_s / 2.0)
+    return tuple(delays_s)
+
+
+def straggling(law: TimeLaw, section: StagesSection) -> TimeLaw:
+    """``law`` with a share of its times so many times as long, whatever their own spread."""
+    if not section.stragglers:
+        return law
+    slow = round(section.stragglers * (_POINTS - 1))
+    usual = [_at(law.spread, index / (_POINTS - 1)) for index in range(_POINTS - slow)]
+    late = [_at(law.spread, index / max(1, slow - 1)) for index in range(slow)]
+    spread = sorted([*usual, *(section.straggle_factor * one for one in late)])
+    return replace(law, spread=tuple(spread))
+
+
+def _at(spread: tuple[float, ...], share: float) -> float:
+    place = min(share, 1.0) * (len(spread) - 1)
+    low = int(place)
+    high = min(low + 1, len(spread) - 1)
+    return spread[low] + (place - low) * (spread[high] - spread[low])

@@ -1,0 +1,456 @@
+"""One generation's stream in virtual time: a path each way, delivered in order, breakable."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+from edgespec.core.device.events import (
+    Connect,
+    Connected,
+    Deliver,
+    Disconnect,
+    DraftAction,
+    DraftEvent,
+    Fail,
+    Finish,
+    LinkDown,
+    Start,
+    StartStep,
+    StepDone,
+    Tick,
+    TokenKind,
+    Transmit,
+)
+from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import CapacityError, Drafter, TargetModel
+from edgespec.core.protocol.messages import Cancel, Commit, Downlink, Draft, Open, Uplink
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import (
+    BatchDone,
+    BatchFailed,
+    CloseSequence,
+    CloseStream,
+    EngineAction,
+    EngineEvent,
+    GiveUp,
+    KeepNodes,
+    OpenSequence,
+    Poll,
+    ProbeDone,
+    ReportFailure,
+    RunBatch,
+    RunProbe,
+    SendTo,
+    SequenceFailed,
+    StreamLost,
+    StreamMessage,
+    StreamOpened,
+)
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.path import Path
+from edgespec_sim.wire_size import message_bytes
+
+
+class FixedDelay:
+    """A path that takes the same time for everything."""
+
+    def __init__(self, queue: EventQueue, delay_s: float) -> None:
+        self._queue, self._delay_s = queue, delay_s
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self._queue.after(self._delay_s, deliver)
+
+
+def _never() -> bool:
+    return False
+
+
+class Stream:
+    """Drafts and commits arrive twice whenever ``duplicate`` says so; neither may do harm.
+
+    ``to_verifier`` and ``to_device`` are called as messages arrive; both ends hear of a cut."""
+
+    __slots__ = (
+        "_down",
+        "_duplicate",
+        "_queue",
+        "_up",
+        "lost_at_device",
+        "lost_at_verifier",
+        "open",
+        "to_device",
+        "to_verifier",
+    )
+
+    def __init__(
+        self, queue: EventQueue, up: Path, down: Path, duplicate: Callable[[], bool] = _never
+    ) -> None:
+        self._queue, self._up, self._down, self._duplicate = queue, up, down, duplicate
+        self.open = True
+        self.to_verifier: Callable[[Uplink], None] = lambda message: None
+        self.to_device: Callable[[Downlink], None] = lambda message: None
+        self.lost_at_verifier: Callable[[], None] = lambda: None
+        self.lost_at_device: Callable[[str], None] = lambda why: None
+
+    def send_up(self, message: Uplink) -> None:
+        size = message_bytes(message)
+        self._up.send(size, lambda: self._arrive_up(message))
+        if isinstance(message, Draft) and self._duplicate():
+            self._up.send(size, lambda: self._arrive_up(message))
+
+    def send_down(self, message: Downlink) -> None:
+        size = message_bytes(message)
+        self._down.send(size, lambda: self._arrive_down(message))
+        if isinstance(message, Commit) and self._duplicate():
+            self._down.send(size, lambda: self._arrive_down(message))
+
+    def _arrive_up(self, message: Uplink) -> None:
+        if self.open:
+            self.to_verifier(message)
+
+    def _arrive_down(self, message: Downlink) -> None:
+        if self.open:
+            self.to_device(message)
+
+    def cut(self, device_notice_s: float, verifier_notice_s: float, why: str = "link cut") -> None:
+        """The link breaks now: what is under way is lost, and each end notices in its own time."""
+        if self.open:
+            self.open = False
+            self._queue.after(verifier_notice_s, lambda: self.lost_at_verifier())
+            self._queue.after(device_notice_s, lambda: self.lost_at_device(why))
+
+    def close_from_device(self) -> None:
+        """The device lets go: what it sent before still arrives, then the verifier hears of it."""
+        self.to_device = lambda message: None
+        self.lost_at_device = lambda why: None
+        self._up.send(0, self._end_at_verifier)
+
+    def close_from_verifier(self) -> None:
+        self.to_verifier = lambda message: None
+        self.lost_at_verifier = lambda: None
+        self._down.send(0, self._end_at_device)
+
+    def _end_at_verifier(self) -> None:
+        if self.open:
+            self.open = False
+            self.lost_at_verifier()
+
+    def _end_at_device(self) -> None:
+        if self.open:
+            self.open = False
+            self.lost_at_device("the verifier closed the stream")
+
+
+# --- a device in virtual time ------------------------------------------------------------------
+# the product's draft session, with a drafter whose steps take time.
+
+
+StepTime = Callable[[int, int], float]
+"""Seconds of a draft step that keeps so many tokens in the cache and feeds so many, on whatever
+branches."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What the user of the device saw."""
+
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    ended: Finish | Fail | None = None
+
+
+class SimulatedDevice:
+    """Interprets a ``DraftSession``'s actions on an event queue.
+
+    ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
+    set-up time. ``on_end`` hears when the session is over. A session draws with a drafter that
+    nothing else uses meanwhile.
+    """
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        session: DraftSession,
+        drafter: Drafter,
+        step_s: StepTime,
+        connect: Callable[[], tuple[Stream, float] | None],
+        tracer: Tracer | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.session, self.delivery = session, Delivery()
+        self.stream: Stream | None = None
+        self.drafting_s = 0.0
+        """Time the drafter was at work."""
+        self._tracer, self._on_end = tracer, on_end
+        self._tick_at_s = math.inf
+        self._queue, self._drafter, self._step_s, self._connect = queue, drafter, step_s, connect
+        request = session.request
+        drafter.begin(len(request.prompt), request.sampling)
+
+    def start(self) -> None:
+        self.handle(Start())
+
+    def handle(self, event: DraftEvent) -> None:
+        actions = self.session.handle(event, self._queue.now)
+        if self._tracer is not None:
+            self._trace(self._tracer, event, actions)
+        for action in actions:
+            self._do(action)
+        if self.session.deadline is not None:
+            self._schedule_tick()
+
+    def _schedule_tick(self) -> None:
+        deadline = self.session.deadline
+        if deadline is not None and deadline < self._tick_at_s:
+            self._tick_at_s = max(deadline, self._queue.now)
+            self._queue.at(self._tick_at_s, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at_s = math.inf
+        deadline = self.session.deadline
+        if deadline is not None and deadline <= self._queue.now:
+            self.handle(Tick())
+        else:
+            self._schedule_tick()
+
+    def _trace(self, tracer: Tracer, event: DraftEvent, actions: tuple[DraftAction, ...]) -> None:
+        now, key = self._queue.now, self.session.request.session_id
+        tracer.record(now, "device", key, "event", event)
+        for action in actions:
+            tracer.record(now, "device", key, "action", action)
+
+    def _do(self, action: DraftAction) -> None:
+        match action:
+            case Transmit(message):
+                if self.stream is not None:
+                    self.stream.send_up(message)
+            case StartStep(keep, feed, width):
+                done = StepDone(self._drafter.step(keep, feed, width))
+                step_s = self._step_s(keep, len(feed))
+                self.drafting_s += step_s
+                self._queue.after(step_s, lambda: self.handle(done))
+            case Deliver(position, tokens, kinds):
+                prompt_length = len(self.session.request.prompt)
+                assert position == prompt_length + len(self.delivery.tokens)
+                self.delivery.tokens += tokens
+                self.delivery.kinds += kinds
+                self.delivery.times_s += [self._queue.now] * len(tokens)
+            case Connect():
+                self._open_stream()
+            case Disconnect():
+                if self.stream is not None:
+                    self.stream.close_from_device()
+                    self.stream = None
+            case Finish() | Fail():
+                self.delivery.ended = action
+                self._on_end()
+            case _:
+                assert_never(action)
+
+    def reconnect(self, why: str) -> None:
+        """Let go of the stream, if there is one, and open another at once. The session that it
+        leads to is told that it is over, so that nothing there waits for its return."""
+        if self.stream is None:
+            return
+        self.stream.send_up(Cancel())
+        self.stream.close_from_device()
+        self.stream = None
+        self.handle(LinkDown(why, again_s=0.0))
+
+    def _open_stream(self) -> None:
+        opened = self._connect()
+        if opened is None:
+            self._queue.after(0.0, lambda: self.handle(LinkDown("no verifier there")))
+            return
+        stream, setup_s = opened
+
+        def lost(why: str) -> None:
+            if self.stream is stream:
+                self.stream = None
+                self.handle(LinkDown(why))
+
+        self.stream = stream
+        stream.to_device = self.handle
+        stream.lost_at_device = lost
+
+        def ready() -> None:
+            if self.stream is stream:
+                self.handle(Connected())
+
+        self._queue.after(setup_s, ready)
+
+
+# --- a verifier in virtual time ----------------------------------------------------------------
+# the product's engine, with a target whose passes take model time.
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class Compute(Protocol):
+    """What a pass runs on."""
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        """Call ``done`` when a pass over these requests that starts now is over."""
+
+
+class PassTime:
+    """A machine that does one pass at a time and nothing else."""
+
+    def __init__(
+        self, queue: EventQueue, pass_s: Callable[[tuple[PassRequest, ...]], float]
+    ) -> None:
+        self._queue, self._pass_s = queue, pass_s
+        self.busy_s = 0.0
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        pass_s = self._pass_s(requests)
+        self.busy_s += pass_s
+        self._queue.after(pass_s, done)
+
+
+class SimulatedVerifier:
+    """Interprets a ``VerifyEngine``'s actions on an event queue."""
+
+    def __init__(
+        self,
+        queue: EventQueue,
+        engine: VerifyEngine,
+        target: TargetModel,
+        compute: Compute,
+        tracer: Tracer | None = None,
+        name: str = "",
+    ) -> None:
+        self.engine, self.name = engine, name
+        self._queue, self._target, self._compute = queue, target, compute
+        self._tracer = tracer
+        self._streams: dict[int, Stream] = {}
+        self._count = 0
+        self._poll_at_s = math.inf
+        self._stopped = False
+        self._failed: set[str] = set()
+        """Keys of sequences that miss the next pass."""
+        self.gave_up: str | None = None
+        """Why the engine ended everything, if it has."""
+
+    def accept(self, stream: Stream, credential: Credential = ANYBODY) -> None:
+        self._count += 1
+        number = self._count
+        self._streams[number] = stream
+
+        def receive(message: Uplink) -> None:
+            if isinstance(message, Open):
+                self._handle(StreamOpened(number, message, credential=credential))
+            else:
+                self._handle(StreamMessage(number, message))
+
+        stream.to_verifier = receive
+        stream.lost_at_verifier = lambda: self._handle(StreamLost(number))
+
+    def stop(self, device_notice_s: float = 0.0) -> None:
+        """The process is gone: every stream breaks, nothing more is committed."""
+        for stream in tuple(self._streams.values()):
+            stream.cut(device_notice_s, 0.0, "the verifier is gone")
+        self.halt()
+
+    def halt(self) -> None:
+        """The process is gone, and its streams are somebody else's to break."""
+        self._streams.clear()
+        self._stopped = True
+
+    def _handle(self, event: EngineEvent) -> None:
+        if self._stopped:
+            return
+        actions = self.engine.handle(event, self._queue.now)
+        if self._tracer is not None:
+            self._trace(self._tracer, event, actions)
+        for action in actions:
+            self._do(action)
+        if self.engine.deadline is not None:
+            self._schedule_poll()
+
+    def _schedule_poll(self) -> None:
+        deadline = self.engine.deadline
+        if deadline is not None and deadline < self._poll_at_s:
+            self._poll_at_s = max(deadline, self._queue.now)
+            self._queue.at(self._poll_at_s, self._poll)
+
+    def _poll(self) -> None:
+        self._poll_at_s = math.inf
+        deadline = self.engine.deadline
+        if deadline is not None and deadline <= self._queue.now:
+            self._handle(Poll())
+        else:
+            self._schedule_poll()
+
+    def _trace(self, tracer: Tracer, event: EngineEvent, actions: tuple[EngineAction, ...]) -> None:
+        tracer.record(self._queue.now, "verifier", self.name, "event", event)
+        for action in actions:
+            tracer.record(self._queue.now, "verifier", self.name, "action", action)
+
+    def _do(self, action: EngineAction) -> None:
+        match action:
+            case SendTo(number, message):
+                self._streams[number].send_down(message)
+            case CloseStream(number):
+                self._streams.pop(number).close_from_verifier()
+            case OpenSequence(key, prompt_length, sampling, text):
+                self._failed.discard(key)
+                self._attempt(key, lambda: self._target.open(key, prompt_length, sampling, text))
+            case CloseSequence(key):
+                self._attempt(key, lambda: self._target.close(key))
+            case KeepNodes(key, nodes):
+                self._attempt(key, lambda: self._target.keep(key, nodes))
+            case RunBatch(requests):
+                self._run(requests)
+            case RunProbe(request):
+                self._probe(request)
+            case ReportFailure(key, details, _):
+                _LOG.warning("%s: session %s failed: %s", self.name, key, details)
+            case GiveUp(why):
+                _LOG.error("%s: %s", self.name, why)
+                self.gave_up = why
+            case _:
+                assert_never(action)
+
+    def _attempt(self, key: str, work: Callable[[], None]) -> None:
+        """Sequence work; what fails is told to the engine, and misses the next pass."""
+        try:
+            work()
+        except Exception as error:
+            failed = SequenceFailed(key, str(error), full=isinstance(error, CapacityError))
+            self._failed.add(key)
+            self._queue.after(0.0, lambda: self._handle(failed))
+
+    def _run(self, requests: tuple[PassRequest, ...]) -> None:
+        failed, self._failed = self._failed, set()
+        outcome: BatchDone | BatchFailed
+        try:
+            batch = tuple(request for request in requests if request.key not in failed)
+            outcome = BatchDone(tuple(self._target.forward(batch)))
+        except CapacityError as error:
+            outcome = BatchFailed(str(error), full=True)
+        except Exception as error:
+            if isinstance(error, AssertionError):
+                raise
+            outcome = BatchFailed(f"{type(error).__name__}: {error}")
+        self._compute.run(requests, lambda: self._handle(outcome))
+
+    def _probe(self, request: PassRequest) -> None:
+        why: str | None = None
+        try:
+            self._target.open(request.key, 1, SamplingParams())
+            self._target.forward((request,))
+            self._target.close(request.key)
+        except Exception as error:
+            why = str(error)
+        self._queue.after(0.0, lambda: self._handle(ProbeDone(why)))
