@@ -87,6 +87,8 @@ class Choice:
     top_logprobs: int
     token_bytes: TokenBytes
     tools: ToolUse | None = None
+    echo: str = ""
+    """Stands before the text."""
     parts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     scores: list[ScoredToken] = field(default_factory=list)
@@ -175,11 +177,6 @@ def event(data: Mapping[str, Any]) -> bytes:
     )
 
 
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that failed in the middle; clients raise it."""
-    return event(error.body)
-
-
 class Shape(Protocol):
     """The JSON of one kind of answer. Objects that it returns stand in ``choices``."""
 
@@ -187,7 +184,7 @@ class Shape(Protocol):
     delta_object: str
     id_prefix: str
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, choice: Choice) -> Json | None:
         """The first event of a choice, before any text; None: there is none."""
 
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
@@ -213,8 +210,8 @@ class ChatShape:
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that were streamed, by choice."""
 
-    def opening(self, index: int) -> Json | None:
-        return _chunk(index, {"role": "assistant", "content": ""})
+    def opening(self, choice: Choice) -> Json | None:
+        return _chunk(choice.index, {"role": "assistant", "content": ""})
 
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         found: list[Json] = []
@@ -261,8 +258,8 @@ class CompletionShape:
     _offsets: dict[int, int] = field(default_factory=dict)
     """Characters of the scored tokens so far, by choice."""
 
-    def opening(self, index: int) -> Json | None:
-        return None
+    def opening(self, choice: Choice) -> Json | None:
+        return self._choice(choice, choice.echo, ()) if choice.echo else None
 
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         text = "".join(part for part in delta.parts if isinstance(part, str))
@@ -275,7 +272,7 @@ class CompletionShape:
         return self._choice(choice, "", ()) | {"finish_reason": choice.finish}
 
     def whole(self, choice: Choice) -> Json:
-        found = self._choice(choice, choice.text, choice.scores)
+        found = self._choice(choice, choice.echo + choice.text, choice.scores)
         if choice.scored and not choice.scores:
             found["logprobs"] = self._scores(choice.index, ())
         return found | {"finish_reason": choice.finish}
@@ -316,8 +313,28 @@ class Envelope:
     with_usage: bool
     """Whether the events of a stream have a ``usage``, null but in the last one."""
 
-    def chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        """One event of a stream."""
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The first events of a stream."""
+        found = map(self.shape.opening, choices)
+        return b"".join(self._chunk([one]) for one in found if one is not None)
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        """Events of what came anew."""
+        return b"".join(self._chunk([one]) for one in self.shape.delta(choice, delta))
+
+    def closing(self, choice: Choice) -> bytes:
+        """The event of a choice that is complete."""
+        return self._chunk([self.shape.closing(choice)])
+
+    def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
+        """The last events of a stream."""
+        return (self._chunk([], usage) if self.with_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed in the middle; clients raise it."""
+        return event(error.body)
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         data = self._around(self.shape.delta_object, choices)
         if self.with_usage:
             data["usage"] = usage
@@ -336,9 +353,10 @@ class Envelope:
         data = self._around(self.shape.delta_object, [self.shape.aside(choice)])
         return event(data | {"edgespec": told})
 
-    def whole(self, choices: list[Json], usage: Json) -> Json:
+    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         """An answer at once."""
-        return self._around(self.shape.whole_object, choices) | {"usage": usage}
+        found = [self.shape.whole(one) for one in choices]
+        return self._around(self.shape.whole_object, found) | {"usage": usage}
 
     def _around(self, kind: str, choices: list[Json]) -> Json:
         return {

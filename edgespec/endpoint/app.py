@@ -17,8 +17,17 @@ import base64
 import contextlib
 import hashlib
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -37,7 +46,7 @@ from edgespec import __version__
 from edgespec.config.security import is_loopback
 from edgespec.device.reply import Chunk, ReplyEvent
 from edgespec.device.status import StatusSource
-from edgespec.endpoint.answer import DONE, KEEP_ALIVE, error_event
+from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.counts import registry_of
 from edgespec.endpoint.models import ALIAS, ServedModel
 from edgespec.endpoint.request_json import (
@@ -63,6 +72,9 @@ _EVENTS: Final = (
     (b"x-accel-buffering", b"no"),  # or a proxy such as nginx collects what should flow
 )
 
+_MOST_NAMES: Final = 16
+_LONGEST_NAME: Final = 40
+
 Prepare = Callable[[Mapping[str, Any]], Awaitable[Answer]]
 
 
@@ -82,8 +94,8 @@ class GenerationRoute:
                 del body
                 outcome = await while_connected(receive, work) or _GONE
         except TimeoutError:
-            late = f"the request did not arrive within {settings.body_within_s:g} s"
-            outcome = await self._refuse(ApiError(408, late), scope, receive, send)
+            late = ApiError(408, _late(settings.body_within_s))
+            outcome = await self._refuse(late, scope, receive, send)
         except ApiError as error:
             outcome = await self._refuse(error, scope, receive, send)
         finally:
@@ -109,15 +121,15 @@ class GenerationRoute:
                 data = await asyncio.to_thread(read_object, bodies.pop())
             answer = await self._prepare(data)
             del data
+            writer.answer(answer)
             async with self._turn(answer, writer) as run:
                 if answer.stream:
                     await self._stream(answer, run, writer)
                 else:
                     await self._at_once(answer, run)
             if not answer.stream:
-                choices = [answer.envelope.shape.whole(one) for one in answer.choices]
-                whole = answer.envelope.whole(choices, answer.usage())
-                await JSONResponse(whole)(scope, receive, send)
+                whole = answer.envelope.whole(answer.choices, answer.usage())
+                await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
             return _DONE
         except _ClientGoneError:
             return _GONE
@@ -130,14 +142,14 @@ class GenerationRoute:
             if not writer.begun:
                 return await self._refuse(error, scope, receive, send)
             with contextlib.suppress(_ClientGoneError):
-                await writer.end(error_event(error))
+                await writer.failed(error)
             return _CUT
 
     @asynccontextmanager
     async def _turn(self, answer: Answer, writer: _Writer) -> AsyncIterator[Run]:
         """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
         alive."""
-        waits = [asyncio.create_task(self._keep_alive(answer, writer))] if answer.stream else []
+        waits = [asyncio.create_task(self._keep_alive(writer))] if answer.stream else []
         try:
             async with self._endpoint.running(answer) as run:
                 await _cancelled(waits)
@@ -145,26 +157,21 @@ class GenerationRoute:
         finally:
             await _cancelled(waits)
 
-    async def _keep_alive(self, answer: Answer, writer: _Writer) -> None:
+    async def _keep_alive(self, writer: _Writer) -> None:
         while True:
             await asyncio.sleep(self._endpoint.settings.keep_alive_s)
-            opening = b"" if writer.begun else _opening(answer)
-            await writer.write(opening + KEEP_ALIVE)
+            await writer.write(KEEP_ALIVE)
 
     async def _at_once(self, answer: Answer, run: Run) -> None:
         while not run.over:
             self._add(answer, await run.next())
 
     async def _stream(self, answer: Answer, run: Run, writer: _Writer) -> None:
-        keep_alive_s, envelope = self._endpoint.settings.keep_alive_s, answer.envelope
+        keep_alive_s = self._endpoint.settings.keep_alive_s
         while not run.over:
             news = await run.next(keep_alive_s)
-            said = b"" if writer.begun else _opening(answer)
-            said += self._add(answer, news) if news else KEEP_ALIVE
-            await writer.write(said)
-        if envelope.with_usage:
-            await writer.write(envelope.chunk([], answer.usage()))
-        await writer.end(DONE)
+            await writer.write(self._add(answer, news) if news else KEEP_ALIVE)
+        await writer.end(answer.envelope.ending(answer.choices, answer.usage()))
 
     def _add(self, answer: Answer, news: list[tuple[int, ReplyEvent]]) -> bytes:
         """Takes in what came; returns the server-sent events that it is."""
@@ -181,10 +188,20 @@ class GenerationRoute:
             if not answer.stream:
                 continue
             if not delta.empty:
-                said += [envelope.chunk([one]) for one in envelope.shape.delta(choice, delta)]
+                said.append(envelope.delta(choice, delta))
             if choice.finish is not None:
-                said.append(envelope.chunk([envelope.shape.closing(choice)]))
+                said.append(envelope.closing(choice))
         return b"".join(said)
+
+
+def _names(names: Sequence[str]) -> str:
+    """For a header: a few of them, each of letters that may stand there."""
+    safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names[:_MOST_NAMES]]
+    return ", ".join(safe)
+
+
+def _late(within_s: float) -> str:
+    return f"the request did not arrive within {within_s:g} s"
 
 
 class _ClientGoneError(Exception):
@@ -198,6 +215,19 @@ class _Writer:
     def __init__(self, send: Send, within_s: float) -> None:
         self._send, self._within_s = send, within_s
         self.begun = False
+        self.headers: dict[str, str] = {}
+        self._answer: Answer | None = None
+
+    def answer(self, answer: Answer) -> None:
+        """What the stream is of: its first events stand before the first that is written."""
+        self._answer = answer
+        if answer.ignored:
+            self.headers = {"X-Edgespec-Ignored": _names(answer.ignored)}
+            _log.info("ignored: %s", self.headers["X-Edgespec-Ignored"])
+
+    async def failed(self, error: ApiError) -> None:
+        """End a stream in the middle."""
+        await self.end(b"" if self._answer is None else self._answer.envelope.failed(error))
 
     async def write(self, data: bytes) -> None:
         await self._body(data, more=True)
@@ -210,21 +240,15 @@ class _Writer:
             async with asyncio.timeout(self._within_s):
                 if not self.begun:
                     self.begun = True
-                    start = {
-                        "type": "http.response.start",
-                        "status": 200,
-                        "headers": _EVENTS,
-                    }
+                    own = [(n.lower().encode(), v.encode()) for n, v in self.headers.items()]
+                    headers = [*_EVENTS, *own]
+                    start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await self._send(start)
+                    if self._answer is not None:
+                        data = self._answer.envelope.opening(self._answer.choices) + data
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except (TimeoutError, OSError) as error:
             raise _ClientGoneError from error
-
-
-def _opening(answer: Answer) -> bytes:
-    envelope = answer.envelope
-    found = [envelope.shape.opening(choice.index) for choice in answer.choices]
-    return b"".join(envelope.chunk([one]) for one in found if one is not None)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, str]) -> str | None:
@@ -337,6 +361,8 @@ def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp
         Route("/v1/chat/completions", GenerationRoute(endpoint, endpoint.chat), methods=["POST"]),
         Route("/v1/completions", GenerationRoute(endpoint, endpoint.completion), methods=["POST"]),
         Route("/v1/models", places.models),
+        Route("/tokenize", places.tokenize, methods=["POST"]),
+        Route("/detokenize", places.detokenize, methods=["POST"]),
         Route("/v1/models/{name:path}", places.model),
         Route(HEALTH, places.health),
         Route("/metrics", places.metrics),
@@ -407,6 +433,24 @@ class _Places:
             self._status.ask_soon()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"Content-Type": content_type})
+
+    async def tokenize(self, request: Request) -> Response:
+        """As vLLM's server has it; llama.cpp's ``content`` is ``prompt``."""
+        tokens, most = await self._endpoint.tokenize(await self._json(request))
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+
+    async def detokenize(self, request: Request) -> Response:
+        text = await self._endpoint.detokenize(await self._json(request))
+        return JSONResponse({"prompt": text, "content": text})
+
+    async def _json(self, request: Request) -> Mapping[str, Any]:
+        settings = self._endpoint.settings
+        try:
+            async with asyncio.timeout(settings.body_within_s):
+                body = await read_body(request.receive, settings.max_body_bytes)
+        except TimeoutError:
+            raise ApiError(408, _late(settings.body_within_s)) from None
+        return await asyncio.to_thread(read_object, body or b"")
 
     async def models(self, request: Request) -> Response:
         listed = self._endpoint.models.listed

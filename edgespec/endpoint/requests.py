@@ -33,21 +33,17 @@ COMMON: Final = frozenset(
     # Not OpenAI's: those of the servers that people have at home.
     " top_k min_p repetition_penalty stop_token_ids ignore_eos".split()
 )
-
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
     " chat_template_kwargs".split()
 )
-
-COMPLETION: Final = COMMON | {"prompt"}
-
+COMPLETION: Final = COMMON | {"prompt", "echo"}
 IGNORED: Final = frozenset(
     "user store metadata service_tier safety_identifier prompt_cache_retention"
     " prediction cache_prompt request_id priority".split()
 )
-
-"""They say who asks, where to file it or how to be quick; the text is the same."""
-
+"""They say who asks, where to file it or how to be quick; the text is the same, and nobody has to
+be told."""
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -56,50 +52,93 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "json_schema": (),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "modalities": (["text"],),
     "prompt_logprobs": (0,),
-    "reasoning_effort": ("none",),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tfs_z": (1,),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
+"""They ask for another text than could be given, so they are refused; with these values, and with
+null, they ask for nothing."""
+_RENAMED: Final = {
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+}
+_SCHEMAS: Final = ("guided_json", "json_schema")
+_STRUCTURED: Final = {"json": "guided_json", "regex": "regex", "grammar": "grammar"}
 
-"""Not supported, with the values that ask for nothing; so does null."""
 
-
-def check_names(data: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises ``ApiError`` naming the first parameter that would matter and is not supported."""
+def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, tuple[str, ...]]:
+    """The fields of a request that count, by OpenAI's names or ours, and the names of those that
+    were left out since nobody here knows them. Raises ``ApiError`` naming the first parameter that
+    would matter and is not supported."""
+    found: dict[str, Any] = {}
+    unknown = []
     for name, value in data.items():
-        if name in known or name in IGNORED or value is None:
+        if value is None or name in IGNORED:
             continue
-        if name not in NEUTRAL:
-            raise invalid(name, f"unknown parameter {shown(name)}", "unknown_parameter")
-        # 1 == True in Python, but not in JSON.
-        if not any(value == one and type(value) in (type(one), float) for one in NEUTRAL[name]):
-            raise invalid(
-                name,
-                f"{name} is {shown(value)}, but {name} is not supported",
-                "unsupported_parameter",
-            )
+        if name in known:
+            found[name] = value
+        elif name in NEUTRAL:
+            # 1 == True in Python, but not in JSON.
+            if not any(value == one and type(value) in (type(one), float) for one in NEUTRAL[name]):
+                why = f"{name} is {shown(value)}, but {name} is not supported"
+                raise invalid(name, why, "unsupported_parameter")
+        elif not _renamed(name, value, known, found):
+            unknown.append(name)
+    given = {name: value for name, value in data.items() if name in known and value is not None}
+    return Fields({**found, **given}), tuple(unknown)
+
+
+def _renamed(name: str, value: Any, known: frozenset[str], found: dict[str, Any]) -> bool:
+    """Whether another server's parameter is one of ours by another name; then ``found`` has it.
+    Raises ``ApiError``."""
+    if name in _RENAMED:
+        found[_RENAMED[name]] = value
+    elif name in _SCHEMAS:
+        found["response_format"] = _held_to_schema(name, value)
+    elif name == "guided_choice":
+        found["regex"] = _one_of(name, value)
+    elif name == "structured_outputs":
+        for inner, one in (Fields({name: value}).section(name) or Fields({})).data.items():
+            if inner == "choice":
+                found["regex"] = _one_of(f"{name}.choice", one)
+            elif inner not in _STRUCTURED:
+                raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
+            elif not _renamed(_STRUCTURED[inner], one, known, found):
+                found[inner] = one
+    elif name == "reasoning_effort" and "messages" in known:
+        found["chat_template_kwargs"] = {name: value, **found.get("chat_template_kwargs", {})}
+    else:
+        return False
+    return True
+
+
+def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise invalid(name, f"{name} is {shown(value)}, but must be a JSON schema") from None
+    return {"type": "json_schema", "json_schema": {"schema": value}}
+
+
+def _one_of(name: str, value: Any) -> str:
+    """A regular expression of these texts."""
+    given = texts(Fields({name: value}), name, MAX_STOP_STRINGS)
+    return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
 
 
 MAX_TOOLS: Final = 128
@@ -313,6 +352,8 @@ class Asked:
     """How many of the likeliest tokens to tell with each."""
     conversation: str
     """Its hash; empty: the request does not tell which one it belongs to."""
+    ignored: tuple[str, ...] = ()
+    """Names of parameters that nobody here knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,13 +378,14 @@ class CompletionRequest:
 
     asked: Asked
     prompts: tuple[Prompt, ...]
+    echo: bool = False
+    """Each text begins with its prompt."""
 
 
 def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> ChatRequest:
     """``defaults`` hold for what is not said; ``most`` texts may be asked for. Raises
     ``ApiError``."""
-    check_names(data, CHAT)
-    fields = Fields(data)
+    fields, ignored = understood(data, CHAT)
     scored = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if top and not scored:
@@ -355,7 +397,11 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
     parallel = fields.raw("parallel_tool_calls")
     asked, messages = _asked(fields, defaults, most, scored, top or 0, longest), messages_of(fields)
     return ChatRequest(
-        replace(asked, conversation=asked.conversation or chat_conversation(messages)),
+        replace(
+            asked,
+            conversation=asked.conversation or chat_conversation(messages),
+            ignored=ignored,
+        ),
         messages,
         callable_tools,
         (must_call and len(callable_tools) < len(tools))
@@ -369,11 +415,13 @@ def completion_request(
     data: Mapping[str, Any], defaults: SamplingParams, most: int
 ) -> CompletionRequest:
     """As ``chat_request``."""
-    check_names(data, COMPLETION)
-    fields = Fields(data)
-    top = fields.whole("logprobs", 0, MAX_LOGPROBS)
+    fields, ignored = understood(data, COMPLETION)
+    top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
+    if echo and top is not None:
+        why = "echo and logprobs are both given, but prompts are not scored here"
+        raise invalid("echo", why, "unsupported_parameter")
     asked = _asked(fields, defaults, most, top is not None, top or 0, None)
-    return CompletionRequest(asked, _prompts(fields, asked.n, most))
+    return CompletionRequest(replace(asked, ignored=ignored), _prompts(fields, asked.n, most), echo)
 
 
 def seed_of(seed: int, choice: int) -> int:
@@ -422,7 +470,7 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     if stop := texts(fields, "stop", MAX_STOP_STRINGS):
         given["stop"] = stop
     if (ids := fields.raw("stop_token_ids")) is not None:
-        given["stop_token_ids"] = _token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
+        given["stop_token_ids"] = token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
     if (biases := fields.section("logit_bias")) is not None:
         given["logit_bias"] = _biases(biases)
     if (constraint := constraint_of(fields)) is not None:
@@ -492,7 +540,7 @@ def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
     if not isinstance(value, list):
         raise fields.wrong("prompt", value, "text, token ids, or a list of either")
     if isinstance(value[0], int):
-        return (_token_ids(fields, "prompt", value, MAX_TOKENS),)
+        return (token_ids(fields, "prompt", value, MAX_TOKENS),)
     if len(value) * n > most:
         texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
         raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
@@ -502,13 +550,14 @@ def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
         if isinstance(one, str) and one:
             prompts.append(Fields({name: one}).text(name) or "")
         elif isinstance(one, list) and one:
-            prompts.append(_token_ids(fields, name, one, MAX_TOKENS))
+            prompts.append(token_ids(fields, name, one, MAX_TOKENS))
         else:
             raise fields.wrong(name, one, "text or token ids, and not empty")
     return tuple(prompts)
 
 
-def _token_ids(fields: Fields, name: str, value: Any, most: int) -> tuple[int, ...]:
+def token_ids(fields: Fields, name: str, value: Any, most: int) -> tuple[int, ...]:
+    """``value``, which stands in that field. Raises ``ApiError``."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
         raise fields.wrong(name, value, f"a list of at most {most} token ids")
     for one in value:

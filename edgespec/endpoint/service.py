@@ -41,6 +41,7 @@ from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges, PromptLog
 from edgespec.endpoint.models import Chosen, ServedModels, VerifierWatch
 from edgespec.endpoint.request_json import (
     ApiError,
+    Fields,
     from_generation,
     invalid,
     no_tokenizer,
@@ -53,6 +54,7 @@ from edgespec.endpoint.requests import (
     chat_request,
     completion_request,
     seed_of,
+    token_ids,
 )
 from edgespec.endpoint.tool_calls import (
     MARKS,
@@ -316,6 +318,15 @@ async def prompt_tokens(
     return await _encode(tokenizer, prompt, context_length, "prompt", one_long)
 
 
+def text_of(tokenizer: ChatTokenizer, tokens: Sequence[int]) -> str:
+    """Raises ``ApiError`` for an id that is none."""
+    try:
+        written = b"".join(map(tokenizer.token_bytes, tokens))
+    except (LookupError, ValueError, OverflowError, TokenizerError) as error:
+        raise invalid("tokens", f"the token ids stand for no text: {error}") from None
+    return written.decode("utf-8", errors="replace")
+
+
 async def _encode(
     tokenizer: ChatTokenizer,
     text: str,
@@ -449,6 +460,8 @@ class Answer:
     seed: int
     counted_as: str
     """The name of its model, or what stands for it in metrics."""
+    ignored: tuple[str, ...] = ()
+    """Names of parameters that count for nothing."""
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     """When the first tokens came."""
@@ -541,7 +554,33 @@ class Endpoint:
         prompts = [
             await prompt_tokens(tokenizer, one, context, self._one_long) for one in request.prompts
         ]
-        return self._answer(CompletionShape(), tokenizer, request.asked, prompts)
+        answer = self._answer(CompletionShape(), tokenizer, request.asked, prompts)
+        if request.echo:
+            for choice in answer.choices:
+                choice.echo = text_of(tokenizer, choice.job.prompt)
+        return answer
+
+    async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
+        """The tokens of a text or of a conversation, and how many the context has. Raises
+        ``ApiError``."""
+        model = Fields(data).text("model") or ""
+        chosen, tokenizer = await self.choose_model(model), await self._its_tokenizer()
+        context = chosen.context_length
+        if data.get("messages") is not None:
+            request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
+            return await chat_tokens(tokenizer, request, context, self._one_long), context
+        fields = Fields(data)
+        text = fields.text("prompt") or fields.text("content") or ""
+        special = fields.raw("add_special_tokens") is None or fields.flag("add_special_tokens")
+        tokens = await _encode(
+            tokenizer, text, context, "prompt", self._one_long, add_special_tokens=special
+        )
+        return tokens, context
+
+    async def detokenize(self, data: Mapping[str, Any]) -> str:
+        """Raises ``ApiError``."""
+        tokens = token_ids(Fields(data), "tokens", data.get("tokens"), MAX_TOKENS)
+        return await asyncio.to_thread(text_of, await self._its_tokenizer(), tokens)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
@@ -604,7 +643,9 @@ class Endpoint:
         count = sum(len(tokens) for tokens in prompts)
         told = served is not None or not chosen.asked or chosen.asked == self.models.name
         counted_as = envelope.model if told else OTHER
-        return Answer(envelope, choices, count, asked.stream, asked.sampling.seed, counted_as)
+        return Answer(
+            envelope, choices, count, asked.stream, asked.sampling.seed, counted_as, asked.ignored
+        )
 
     async def _its_tokenizer(self) -> ChatTokenizer:
         """Raises ``ApiError`` where none comes in time."""

@@ -247,7 +247,7 @@ def grammar_of(constraint: Constraint) -> str:
 
     match constraint.kind:
         case ConstraintKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(constraint.text)
+            return LLMatcher.grammar_from_lark(_as_lark(constraint.text))
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.JSON_SCHEMA:
@@ -259,6 +259,26 @@ def grammar_of(constraint: Constraint) -> str:
                 )
             except (ValueError, RecursionError) as error:
                 raise _refused(constraint.kind, str(error)) from None
+
+
+_MOST_GBNF = 8192
+"""Characters: these take at most some 0.2 s to translate, and twice as many four times as long."""
+
+
+def _as_lark(text: str) -> str:
+    """A grammar in llama.cpp's notation (GBNF) is translated; its rules are written with ``::=``,
+    which Lark has not. Raises ``ConstraintError``."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark, is_lark_syntax
+
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    if len(text) > _MOST_GBNF:
+        why = f"GBNF of {len(text)} characters, but at most {_MOST_GBNF} are translated"
+        raise _refused(ConstraintKind.GRAMMAR, why)
+    try:
+        return any_to_lark(text)
+    except (GbnfToLarkError, IndexError, RecursionError, ValueError) as error:
+        raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {error}") from None
 
 
 def _refused(kind: ConstraintKind, why: str) -> ConstraintError:

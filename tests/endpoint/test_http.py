@@ -57,7 +57,7 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
         (b'{"prompt": "%s"}' % (b"a" * 5000), "5000 tokens, which leaves no room"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
-        (b'{"prompt": "a", "echo": true}', "echo is True, but echo is not supported"),
+        (b'{"prompt": "a", "suffix": true}', "suffix is True, but suffix is not supported"),
         (b'{"prompt": "a", "best_of": true}', "best_of is True"),
         (b'{"prompt": "a", "stream_options": {}}', "stream is not true"),
         (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias is .1., but must be an object"),

@@ -255,9 +255,8 @@ async def test_models(client: Any) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "key 'a', which is no token id"),
         ({"tool_choice": "required"}, "tool_choice", "tools has no such tool"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "reasoning_effort is not supported"),
-        ({"extra_body": {"temprature": 1}}, "temprature", "unknown parameter 'temprature'"),
-        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json is not supported"),
+        ({"extra_body": {"best_of": 2}}, "best_of", "best_of is not supported"),
+        ({"extra_body": {"guided_json": 3}}, "response_format", "must be an object"),
         ({"messages": []}, "messages", "at least one message"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

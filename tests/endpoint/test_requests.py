@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.config import EndpointSection
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.request_json import ApiError
@@ -37,7 +38,11 @@ KEYS = st.sampled_from(
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4)
 )
-OTHERS = [*sorted(IGNORED | set(NEUTRAL)), "other"]
+OTHERS = [
+    *sorted(IGNORED | set(NEUTRAL)),
+    *("guided_json", "guided_choice", "guided_regex", "structured_outputs", "reasoning_effort"),
+    *("json_schema", "repeat_penalty", "other"),
+]
 
 
 def requests(names: frozenset[str], needed: str, usual: Any) -> st.SearchStrategy[Any]:
@@ -88,6 +93,66 @@ def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
     with pytest.raises(ApiError, match="not supported") as caught:
         completion_request({"prompt": "a", name: "something"}, SamplingParams(), 8)
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+SCHEMA: dict[str, Any] = {"type": "object"}
+AS_JSON = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"guided_json": SCHEMA}, {"constraint": AS_JSON}),
+        ({"guided_json": '{"type": "object"}'}, {"constraint": AS_JSON}),
+        ({"json_schema": SCHEMA}, {"constraint": AS_JSON}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"constraint": AS_JSON}),
+        ({"guided_regex": "a+"}, {"constraint": Constraint(ConstraintKind.REGEX, "a+")}),
+        (
+            {"guided_choice": ["a b", "c.d"]},
+            {"constraint": Constraint(ConstraintKind.REGEX, r"a b|c\.d")},
+        ),
+        (
+            {"structured_outputs": {"grammar": "start: /a/"}},
+            {"constraint": Constraint(ConstraintKind.GRAMMAR, "start: /a/")},
+        ),
+    ],
+)
+def test_other_servers_names_are_understood(
+    given: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    for asked in (
+        chat_request({"messages": MESSAGES, **given, "seed": 0}, SamplingParams(), 8).asked,
+        completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams(), 8).asked,
+    ):
+        assert asked.sampling == SamplingParams(**sampling)
+        assert asked.ignored == ()
+
+
+def test_what_nobody_knows_is_ignored_and_told() -> None:
+    habits = {"num_ctx": 4096, "keep_alive": "5m", "min_tokens": 3, "user": "x", "nothing": None}
+    asked = completion_request({"prompt": "a", **habits}, SamplingParams(), 8).asked
+    assert asked.ignored == ("num_ctx", "keep_alive", "min_tokens")
+    chat = chat_request({"messages": MESSAGES, "reasoning_effort": "low"}, SamplingParams(), 8)
+    assert (chat.variables, chat.asked.ignored) == ({"reasoning_effort": "low"}, ())
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": 3}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": 3}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_json": SCHEMA}, "regex"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+def test_what_cannot_be_understood_is_named(given: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion_request({"prompt": "a", **given}, SamplingParams(), 8)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_defaults_are_the_devices() -> None:

@@ -206,11 +206,27 @@ ENDLESS = schema({"allOf": [{"type": "string", "pattern": f".*a{n}.*"} for n in 
         (schema({"$ref": "http://127.0.0.1:9/x.json"}), "json_schema cannot be used: .*retriev"),
         (Constraint(ConstraintKind.GRAMMAR, "start: foo"), 'unknown name: "foo"'),
         (Constraint(ConstraintKind.REGEX, "(a"), "regex cannot be used"),
+        (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a'), "not readable as GBNF: Unexpected end"),
+        (Constraint(ConstraintKind.GRAMMAR, "root ::= " + "(" * 5000), "not readable as GBNF"),
+        (Constraint(ConstraintKind.GRAMMAR, "x ::= " + "x" * 8192), "GBNF of 8198 characters"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, why: str) -> None:
     with pytest.raises(ConstraintError, match=why):
         READER.read(constraint)
+
+
+def test_a_grammar_of_llama_cpp_is_as_good_as_one_of_lark() -> None:
+    gbnf, lark = 'root ::= "a" rest\nrest ::= [b-c]*', 'start: "a" REST\nREST: /[b-c]*/'
+    one, other = (
+        ConstrainedText(READER.read(Constraint(ConstraintKind.GRAMMAR, text)), (EOS,))
+        for text in (gbnf, lark)
+    )
+    for text in ("", "a", "ab", "acb"):
+        output = [LETTERS.index(letter) for letter in text]
+        one.follow(output)
+        other.follow(output)
+        assert one.mask() == other.mask() != b""
 
 
 def test_a_schema_that_takes_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
