@@ -5,8 +5,8 @@
         sha256: 5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef
         max_sessions: 8
 
-It holds digests only (``core/verifier/key_ring.py``); a key is shown once, when it is made. A file
-is replaced as a whole: a verifier that reads it meanwhile finds the old one or the new one.
+It holds digests only (``core/verifier/credential.py``); a key is shown once, when it is made. A
+file is replaced as a whole: a verifier that reads it meanwhile finds the old one or the new one.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ them up is the classical error of link simulators:
                    a queue (one cell, one uplink) share its bandwidth and never each get all of it
     propagation    one-way delay, constant or from a ``DelaySchedule``, plus jitter
     loss           a lost message is sent again by the transport below: it is late, never missing
-                   (``loss_recovery.py``: how late)
+                   (how late is said below)
 
 and is released in order: never before the message handed over ahead of it (one TCP connection).
 
 Pure: no clock, no I/O; ``now_s`` has to be non-decreasing from call to call. Equal seeds and equal
-calls give equal results: chance is the counter-based hash of ``core/protocol/noise.py`` over (seed,
+calls give equal results: chance is the counter-based hash of ``protocol/sampling.py`` over (seed,
 number of the message, purpose), so changing one impairment leaves the other's numbers alone.
 """
 

@@ -1,7 +1,7 @@
 """Which conversation a stream is opened for, told to whoever dials it.
 
 A client that sees its verifiers chooses among them by the conversation itself. One that sees only a
-proxy sends the hash along (``transport/grpc_client.py``), for the proxy to choose by.
+proxy sends the hash along (``wire/grpc_calls.py``), for the proxy to choose by.
 """
 
 from __future__ import annotations

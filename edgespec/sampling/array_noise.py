@@ -1,4 +1,4 @@
-"""The shared noise of ``core/protocol/noise.py``, vectorised over token ids.
+"""The shared noise of ``core/protocol/sampling.py``, vectorised over token ids.
 
 Integers agree with the scalar specification bit for bit; the Gumbel variate is its float32 value.
 Array arithmetic on uint32 wraps silently, which is exactly the ``& MASK_32`` of the scalar form;

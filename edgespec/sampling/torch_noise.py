@@ -1,4 +1,4 @@
-"""The shared Gumbel noise of ``core/protocol/noise.py`` for whole rows of a vocabulary, in torch.
+"""The shared Gumbel noise of ``core/protocol/sampling.py`` for whole rows of words, in torch.
 
 Integers are those of the scalar specification bit for bit: 32-bit arithmetic done in int64, with
 a mask after every product and sum (a product of two 32-bit numbers may wrap around 64 bits; its

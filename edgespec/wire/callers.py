@@ -1,7 +1,8 @@
-"""The line in which unary calls wait for their turn: ``Info``, health and reflection.
+"""Who calls, whether it is let in, and when it is its turn: keys, the line for
+unary calls (``Info``, health, reflection, the tokenizer), and refusals that are told late.
 
-The budget (``core/verifier/call_budget.py``) says how long; here the caller is held that long, or
-told RESOURCE_EXHAUSTED when it finds no place in the line.
+The budget (``CallBudget``) says how long a call waits; one that would wait too long is told
+RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import grpc
 import grpc.aio
 
 from edgespec.core.ports import Authenticate
-from edgespec.core.protocol.messages import Fault, FaultCode, VerifierInfo
+from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
-from edgespec.wire.codec import encode_info
 from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
 from edgespec.wire.tokenizer_lending import (
     PackedFile,
@@ -30,7 +30,7 @@ from edgespec.wire.tokenizer_lending import (
     encode_list,
     encode_part,
 )
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.wire_limits import ProtocolViolation
 
 # When a call that is refused hears of it: later, the more of one payer's are.
 #
@@ -179,7 +179,7 @@ class SideServices(grpc.aio.ServerInterceptor):
 # Who is let in: the key that a call shows, looked at before anything of it is read.
 #
 # A call shows its key as ``authorization: Bearer KEY`` in its metadata. One without the right key
-# hears UNAUTHENTICATED after a while, the later the more of them its peer makes (``refusals.py``).
+# hears UNAUTHENTICATED after a while, the later the more of them its peer makes (``Refusals``).
 # They count for nothing else: who guesses keys takes no place, and no turn in a line, of those who
 # have one.
 
@@ -233,28 +233,6 @@ def shown_key(context: Any) -> str:
         return ""
     scheme, _, key = values[0].partition(" ")
     return key.strip() if scheme.lower() == KEY_SCHEME.lower() else ""
-
-
-class InfoAnswers:
-    """Answers each caller that is let in, in its turn. The reply is encoded again only when it
-    would differ."""
-
-    def __init__(
-        self, info: Callable[[], VerifierInfo], limits: WireLimits, line: CallLine, door: Door
-    ) -> None:
-        self._info, self._limits, self._line, self._door = info, limits, line, door
-        self._told: VerifierInfo | None = None
-        self._answer = b""
-
-    async def answer(self, _request: bytes, context: Any) -> bytes:
-        """The encoded reply to one call."""
-        if (credential := self._door.credential(shown_key(context))) is None:
-            await self._door.turn_away(context)
-        await self._line.turn(context, credential)
-        info = self._info()
-        if info != self._told:
-            self._told, self._answer = info, encode_info(info, self._limits)
-        return self._answer
 
 
 # Answers to ``Tokenizer``: the texts that a device needs which has no tokenizer of its own.

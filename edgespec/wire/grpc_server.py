@@ -3,7 +3,8 @@
 Theory of operation. Each stream a device opens waits for its turn, takes a slot and is handed to
 ``serve`` as a ``VerifierStream``. A slot is given back when ``serve`` returns or the stream ends,
 whichever is first. A device that breaks the protocol gets a Fault and the status that matches it on
-that stream; all others go on. The port is ``grpc_listener.py``'s business.
+that stream; all others go on.
+Beside the service stand gRPC's own health (NOT_SERVING while draining) and reflection.
 
 What one peer can do to others is bounded: how fast its streams are read (``UplinkLimits``), how
 often it opens one or asks for ``Info`` (``CallLimits``), how many it holds (``StreamSlots``), and
@@ -16,7 +17,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -42,7 +43,6 @@ from edgespec.wire.callers import (
     WRONG_KEY,
     CallLine,
     Door,
-    InfoAnswers,
     LoadTexts,
     Refusals,
     SideServices,
@@ -52,104 +52,13 @@ from edgespec.wire.callers import (
     retry_metadata,
     shown_key,
 )
-from edgespec.wire.codec import SERVICE, encode_downlink
-from edgespec.wire.grpc_calls import Keepalive, Options, abort_call, peer_address, server_options
+from edgespec.wire.codec import SERVICE, encode_downlink, encode_info
+from edgespec.wire.grpc_calls import Keepalive, abort_call, peer_address, server_options
 from edgespec.wire.grpc_stream import STALLED_S, GrpcVerifierStream
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
-# The listener takes the calls of devices from a port and hands them to the service, as bytes.
-#
-# It has gRPC in it and nothing of the service. Beside it stand gRPC's own health and reflection
-# (health per service, NOT_SERVING while draining).
-
 LAST_WORDS_S = 0.5
 """For the last faults to leave before the connections are cut."""
-
-ServeCall = Callable[[Any, Any], Awaitable[Any]]
-"""Takes gRPC's request (or requests) and context, and runs the call to its end."""
-
-STREAMED: Final = "Speculate"
-
-ANSWERED: Final = ("Info", "Tokenizer")
-"""The service's methods: the one that streams both ways, and those of one request and one reply."""
-
-Methods = Mapping[str, ServeCall]
-"""What runs the calls, for each of these names."""
-
-
-class GrpcListener:
-    """Listens on ``address`` ("host:port", port 0 for a free one, or "unix:path") in this event
-    loop; ``credentials`` None is plaintext."""
-
-    def __init__(
-        self,
-        address: str,
-        options: Options,
-        credentials: grpc.ServerCredentials | None = None,
-    ) -> None:
-        self._address, self._options, self._credentials = address, options, credentials
-        self._server: grpc.aio.Server | None = None
-        self._health: Any = None
-
-    async def start(self, methods: Methods, line: CallLine) -> int:
-        """Listen and report SERVING; the port, 0 for a unix socket. ``line`` is where calls of side
-        services wait. Raises ``OSError`` naming an address that cannot be had."""
-        from grpc_health.v1 import health, health_pb2_grpc
-        from grpc_reflection.v1alpha import reflection
-
-        server = grpc.aio.server(options=self._options, interceptors=(SideServices(SERVICE, line),))
-        # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
-        handlers: Any = {
-            name: grpc.unary_unary_rpc_method_handler(methods[name]) for name in ANSWERED
-        }
-        handlers[STREAMED] = grpc.stream_stream_rpc_method_handler(methods[STREAMED])
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        health_aio: Any = health.aio
-        self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-        port = self._bind(server)
-        await server.start()
-        self._server = server
-        await self.report(serving=True)
-        return port
-
-    async def report(self, *, serving: bool) -> None:
-        """What health says from now on; after ``drain`` nothing changes it."""
-        from grpc_health.v1 import health_pb2
-
-        status = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE):
-            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
-
-    async def drain(self) -> None:
-        """Report NOT_SERVING; calls go on."""
-        # One that watches the health and does not read would hold this up for ever.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
-                await self._health.enter_graceful_shutdown()
-
-    async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and cut what is left after ``grace_s`` seconds."""
-        if self._server is not None:
-            server, self._server = self._server, None
-            await server.stop(grace_s)
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        reason = "no reason given"
-        try:
-            if self._credentials is None:
-                port = server.add_insecure_port(self._address)
-            else:
-                port = server.add_secure_port(self._address, self._credentials)
-        except RuntimeError as error:
-            port, reason = 0, str(error)
-        if port == 0:
-            raise OSError(f"cannot listen on {self._address} (is it in use?): {reason}")
-        return 0 if self._address.startswith("unix:") else port
-
 
 # Who may hold a stream: a bounded table of slots that one peer or one key cannot fill alone.
 #
@@ -334,9 +243,10 @@ class GrpcServer:
         self._serve = serve
         self._info = info
         self._limits = limits or WireLimits()
-        self._listener = GrpcListener(
-            address, server_options(self._limits, keepalive or Keepalive()), credentials
-        )
+        self._address, self._credentials = address, credentials
+        self._options = server_options(self._limits, keepalive or Keepalive())
+        self._server: grpc.aio.Server | None = None
+        self._health: Any = None
         self._door = Door(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
@@ -350,7 +260,9 @@ class GrpcServer:
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
         self._refusals = Refusals()
-        self._draining = self._listening = False
+        self._told: VerifierInfo | None = None
+        self._answer = b""
+        self._draining = False
         self._port = 0
 
     @property
@@ -366,17 +278,60 @@ class GrpcServer:
             uplink = without_keys(uplink)
         self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
-        questions = CallLine(self._info_limits, clock)
-        self._infos = InfoAnswers(self._info, self._limits, questions, self._door)
-        line = CallLine(TOKENIZER_LIMITS, clock)
-        self._tokenizers = TokenizerAnswers(self._texts, line, self._door)
-        methods = {
-            "Speculate": self._speculate,
-            "Info": self._infos.answer,
-            "Tokenizer": self._tokenizers.answer,
+        self._questions = CallLine(self._info_limits, clock)
+        self._tokenizers = TokenizerAnswers(
+            self._texts, CallLine(TOKENIZER_LIMITS, clock), self._door
+        )
+        self._port = await self._listen()
+
+    async def _listen(self) -> int:
+        """Listen and report SERVING; the port, 0 for a unix socket."""
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_reflection.v1alpha import reflection
+
+        beside = SideServices(SERVICE, self._questions)
+        server = grpc.aio.server(options=self._options, interceptors=(beside,))
+        # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
+        handlers: Any = {
+            "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
+            "Info": grpc.unary_unary_rpc_method_handler(self._answer_info),
+            "Tokenizer": grpc.unary_unary_rpc_method_handler(self._tokenizers.answer),
         }
-        self._port = await self._listener.start(methods, questions)
-        self._listening = True
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_aio: Any = health.aio
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        port = self._bind(server)
+        await server.start()
+        self._server = server
+        for service in ("", SERVICE):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        reason = "no reason given"
+        try:
+            if self._credentials is None:
+                port = server.add_insecure_port(self._address)
+            else:
+                port = server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            port, reason = 0, str(error)
+        if port == 0:
+            raise OSError(f"cannot listen on {self._address} (is it in use?): {reason}")
+        return 0 if self._address.startswith("unix:") else port
+
+    async def _answer_info(self, _request: bytes, context: Any) -> bytes:
+        """The reply to one call of ``Info``, which is encoded again only when it would differ."""
+        if (credential := self._door.credential(shown_key(context))) is None:
+            await self._door.turn_away(context)
+        await self._questions.turn(context, credential)
+        if (info := self._info()) != self._told:
+            self._told, self._answer = info, encode_info(info, self._limits)
+        return self._answer
 
     @property
     def stream_count(self) -> int:
@@ -385,10 +340,13 @@ class GrpcServer:
 
     async def drain(self) -> None:
         """Report NOT_SERVING and refuse new streams, those in line too; the others go on."""
-        if not self._listening or self._draining:
+        if self._server is None or self._draining:
             return
         self._draining = True
-        await self._listener.drain()
+        # One that watches the health and does not read would hold this up for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._health.enter_graceful_shutdown()
         for stream in tuple(self._in_line):
             stream.hang_up(_SHUTTING_DOWN)
 
@@ -401,14 +359,14 @@ class GrpcServer:
         """``drain``, give the running streams ``grace_s`` seconds, then end them with
         Fault(SHUTTING_DOWN)."""
         await self.drain()
-        if not self._listening:
+        if (server := self._server) is None:
             return
-        self._listening = False
+        self._server = None
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
-        await self._listener.stop(LAST_WORDS_S)
+        await server.stop(LAST_WORDS_S)
         await self._tokenizers.close()
         left = tuple(self._streams.values())
         for task in left:

@@ -10,7 +10,8 @@ from edgespec.core.protocol.estimators import PlaneEstimator
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.fairness import AGE_PASSES, LOOP_S, Fairness, share_s
+from edgespec.core.verifier.fairness import AGE_PASSES, LOOP_S, Fairness
+from edgespec.core.verifier.traffic_budget import water_level
 from tests.core.paced_engine import DECODE_S, PacedEngine
 
 SESSION_S = 0.001
@@ -43,12 +44,12 @@ def paces(paced: PacedEngine, seconds: float) -> dict[str, float]:
 
 
 def test_the_share_by_hand() -> None:
-    assert share_s(0.020, [0.2] + [0.001] * 20) == pytest.approx(0.002)
-    assert share_s(0.020, [0.2, 0.2, 0.001]) == pytest.approx(0.021)
-    assert share_s(0.020, [0.2] * 3) >= 0.2
-    assert share_s(0.020, [5.0]) >= 5.0
+    assert water_level(0.020, [0.2] + [0.001] * 20) == pytest.approx(0.002)
+    assert water_level(0.020, [0.2, 0.2, 0.001]) == pytest.approx(0.021)
+    assert water_level(0.020, [0.2] * 3) >= 0.2
+    assert water_level(0.020, [5.0]) >= 5.0
     for wants in ([0.2, 0.2, 0.001], [0.3, 0.01, 0.001]):
-        share = share_s(0.020, wants)
+        share = water_level(0.020, wants)
         took = 0.020 + sum(min(want, share) for want in wants)
         assert share == pytest.approx(took / len(wants))
 

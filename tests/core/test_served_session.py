@@ -16,7 +16,7 @@ from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.follower_tables import Tables
 from edgespec.core.verifier.proposal import Proposal, ProposalGrower
 from edgespec.core.verifier.served_drafts import ServedDrafts
-from edgespec.core.verifier.session import PassFormer, VerifySession
+from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Attach,
     Keep,
@@ -131,7 +131,7 @@ def test_a_prompt_in_parts_carries_no_guesses() -> None:
 
 # --- mistakes that these tests find -----------------------------------------------------------
 
-_grow, _learn = ProposalGrower.grow, PassFormer.learn
+_grow, _learn = ProposalGrower.grow, VerifySession._learn
 
 
 def _chance_is_ignored(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
@@ -144,8 +144,8 @@ def _parents_are_shifted(grower: ProposalGrower, text: Sequence[int], *bounds: A
     return proposal
 
 
-def _guesses_are_the_devices(former: PassFormer, *arguments: Any) -> int:
-    _learn(former, *arguments)
+def _guesses_are_the_devices(session: VerifySession, *arguments: Any) -> int:
+    _learn(session, *arguments)
     return len(arguments[2])
 
 
@@ -178,8 +178,8 @@ def _prices_are_kept() -> None:
             test_the_last_tokens_are_not_guessed_past_the_end,
         ),
         (
-            PassFormer,
-            "learn",
+            VerifySession,
+            "_learn",
             _guesses_are_the_devices,
             test_guesses_are_not_counted_as_the_devices,
         ),

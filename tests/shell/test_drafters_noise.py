@@ -1,4 +1,4 @@
-"""The vectorised shared noise. Oracle: the scalar specification in ``core/protocol/noise.py``."""
+"""The vectorised shared noise. Oracle: the scalar ``core/protocol/sampling.py``."""
 
 from __future__ import annotations
 

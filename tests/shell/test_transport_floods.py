@@ -298,7 +298,7 @@ async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
         encoded.append(info)
         return encode_info(info, limits)
 
-    monkeypatch.setattr("edgespec.wire.callers.encode_info", counted)
+    monkeypatch.setattr("edgespec.wire.grpc_server.encode_info", counted)
     calls = replace(CALLS, peer_rate=1e-3, peer_burst=20.0)
     server = GrpcServer("127.0.0.1:0", echo, lambda: told[-1], infos=calls)
     await server.start()

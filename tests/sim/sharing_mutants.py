@@ -21,10 +21,7 @@ from edgespec.core.verifier.fairness import Account, Fairness
 from edgespec.core.verifier.proposal import Proposal
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDrafts
-from edgespec.core.verifier.session import PassFormer
-from edgespec.core.verifier.session_events import (
-    VerifyCounters,
-)
+from edgespec.core.verifier.session import VerifySession
 from tests.core.test_fairness import (
     test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,
 )
@@ -54,7 +51,7 @@ _trim, _victims = BlockLedger.trim, CacheKeeper._victims
 _hear = RowPrice.hear
 _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
 _take, _batch_failed = BlockLedger._take, Containment.batch_failed
-_learn, _propose = PassFormer.learn, ServedDrafts.propose
+_learn, _propose = VerifySession._learn, ServedDrafts.propose
 
 
 def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
@@ -189,13 +186,12 @@ def _old_prices_stay(price: RowPrice, commit: Commit) -> None:
 
 
 def _guesses_are_the_devices(
-    former: PassFormer,
+    session: VerifySession,
     request: PassRequest,
     targets: tuple[int, ...],
     accepted: tuple[int, ...],
-    counters: VerifyCounters,
 ) -> int:
-    _learn(former, request, targets, accepted, counters)
+    _learn(session, request, targets, accepted)
     return len(accepted)
 
 
@@ -235,7 +231,9 @@ SHARING_MUTANTS = (
     Mutant("older ones give way", patch(CacheKeeper, "_victims", _older_ones_give_way), 200),
     Mutant("nobody gives way", patch(CacheKeeper, "_victims", _nobody_gives_way), 300),
     Mutant("evicts from the pass", patch(CacheKeeper, "_victims", _evicts_from_the_pass), 300),
-    Mutant("guesses are the device's", patch(PassFormer, "learn", _guesses_are_the_devices), 60),
+    Mutant(
+        "guesses are the device's", patch(VerifySession, "_learn", _guesses_are_the_devices), 60
+    ),
     Mutant("guesses past the end", patch(ServedDrafts, "propose", _guesses_past_the_end), 60),
     Mutant("guesses beyond the room", patch(ServedDrafts, "propose", _guesses_beyond_the_room), 60),
     Mutant("deficits forgotten", patch(fairness, "_allow", _forgets_deficits), 0, remembered),

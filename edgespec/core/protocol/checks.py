@@ -50,7 +50,7 @@ def one_line(message: str) -> str:
 
 # The one way in which a session changes its state: along a move of its table.
 #
-# ``core/device/transitions.py`` and ``core/verifier/transitions.py`` hold the tables, each move
+# ``core/device/transitions.py`` and ``core/verifier/session_events.py`` hold the tables, each move
 # with its causes; ``docs/session-states.md`` is drawn from them.
 
 State = TypeVar("State", bound=Enum)

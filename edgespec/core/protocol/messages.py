@@ -1,7 +1,7 @@
 """What travels between a device and a verifier, as plain data.
 
 The protobuf form (``protos/edgespec/v1/speculation.proto``) is one encoding of these classes;
-``transport/codec.py`` translates and enforces the bounds. Positions are absolute indices into
+``wire/codec.py`` translates and enforces the bounds. Positions are absolute indices into
 prompt + generated tokens. ``length`` of a committed prefix is the position of the next token.
 """
 
@@ -34,7 +34,7 @@ MAX_PRICE = 1000
 
 
 class RunAhead(Enum):
-    """May the verifier decode on without a draft? (``core/verifier/run_ahead.py``)"""
+    """May the verifier decode on without a draft? (``core/verifier/drafts.py``)"""
 
     AUTO = "auto"
     ALWAYS = "always"

@@ -6,7 +6,7 @@ tokens before it, the parameters and the seed:
     mask -> bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
     -> argmax of (logits + Gumbel noise)
 
-The mask is that of the constraint, if there is one, behind the output (``constrained_text.py``): a
+The mask is that of the constraint, if there is one, behind the output (``ConstrainedText``): a
 token that it forbids counts as one with a logit of minus infinity.
 
 A temperature of 0, as any below ``LEAST_TEMPERATURE``, is the greedy case: no truncation, no noise,
@@ -33,9 +33,9 @@ from edgespec.core.protocol.constraint import Constraint, allows
 # Gumbel-max trick). When the noise is a counter-based hash instead of a generator's state, a device
 # that knows the seed can add *the same* noise to its own logits and will often pick the same token
 # (Daliri, Musco, Suresh, arXiv 2408.07978: probability at least (1-TV)/(1+TV)), and nobody has to
-# send probabilities. This file is the scalar specification. ``drafters/noise.py`` (numpy) and
-# ``targets/noise.py`` (torch) vectorise it over token ids; the integers agree bit for bit, which
-# tests check. Floating point may differ in the last bit: only the verifier's choice counts.
+# send probabilities. This file is the scalar specification. ``sampling/array_noise.py`` (numpy) and
+# ``sampling/torch_noise.py`` (torch) vectorise it over token ids; the integers agree bit for bit,
+# which tests check. Floating point may differ in the last bit: only the verifier's choice counts.
 #
 # Law of the file: 32-bit unsigned integers throughout, every step a bijection or a xor with a key.
 # Two keyed rounds, because one round would make the noise of two positions shifted copies of each

@@ -163,7 +163,7 @@ class RefusedLine:
 # costs it time and nothing else. When all slots are taken, or all of one peer or credential, the
 # session (of theirs) that has been useless longest gives its slot to the newcomer; when none is,
 # the newcomer is refused. Thus devices that open sessions and read nothing cannot keep others out.
-# Who is refused because the verifier is full hears its place in line (``refused_line.py``).
+# Who is refused because the verifier is full hears its place in line (``RefusedLine``).
 
 # Several round trips of a slow link: a device that reads acknowledges sooner.
 PATIENCE_S = 3.0

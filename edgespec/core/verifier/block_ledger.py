@@ -6,7 +6,7 @@ blocks, its *table*: the row of position p is ``p % block_tokens`` of block ``ta
 block_tokens]``. Tables grow before a pass and shrink after it; the target owns the memory and never
 chooses a block.
 
-A full block may be *published* under a name (``block_names.py``); from then on its rows do not
+A full block may be *published* under a name (``BlockNames``); from then on its rows do not
 change, and any number of sessions may hold it. When the last of them lets go it is free, but keeps
 its name and rows until it is needed: first those free blocks are given out that have no name, then
 the named one that nobody has held for longest. Of the blocks that one session lets go, the last in

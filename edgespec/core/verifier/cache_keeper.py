@@ -17,7 +17,7 @@ it is not evicted half-way through its prompt, and no session enters before one 
 earlier and waits too: a long prompt is not overtaken for ever by short ones. Who could not run even
 with room, because it is over its rate or has to be heard first, keeps nobody out.
 
-Blocks may be shared (``prefix_sharing.py``). An eviction frees only what nobody else holds, so a
+Blocks may be shared (``PrefixSharing``). An eviction frees only what nobody else holds, so a
 session is spared whose blocks all have other holders. What an evicted session had filled can still
 be found, by itself too, until the blocks are needed.
 """
@@ -35,7 +35,7 @@ from edgespec.core.verifier.session import VerifySession
 # Sessions whose texts begin alike use the same cached blocks: nobody computes them again.
 #
 # Theory of operation. What a session's passes have fed is published block by block, under names
-# that stand for all tokens up to the block's end (``block_names.py``). A session that enters the
+# that stand for all tokens up to the block's end (``BlockNames``). A session that enters the
 # cache takes hold of the longest chain of blocks that bear the first names of its committed prefix,
 # and feeds only what is behind them. So a second session with the same system prompt, the next turn
 # of a chat, a device that comes back and a session that had lost its blocks start where others left

@@ -1,12 +1,12 @@
 """All sessions of one verifier and the packed passes they share, as a pure machine.
 
-Theory of operation. ``session_registry.py`` holds the sessions and their streams; one pass runs at
+Theory of operation. ``SessionRegistry`` holds the sessions and their streams; one pass runs at
 a time, and the scheduler forms the next one whenever none does. After every event the sessions it
 touched are looked after: what is over is forgotten, what may use a pass stands in line. Every few
 seconds a *sweep* ends the streams of devices that stopped reading, and tells those whose sessions
 wait that they are alive.
 
-Failures stay where they belong: ``containment.py``.
+Failures stay where they belong: ``Containment``.
 
 Law of the file: the engine routes and schedules; what is committed is the sessions' business.
 ``deadline`` is when ``Poll`` is worth sending if nothing else happens.

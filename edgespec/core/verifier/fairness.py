@@ -9,7 +9,8 @@ Of a pass, no credential takes more than its share:
 
 so a crowd cannot hold up those who ask for little. Let w be what each wants to add, base_s what
 nobody added, and k those who want more than the share: T = base_s + sum of the other w + k *
-share_s, hence share_s = (base_s + sum of the other w) / (n - k). Who is alone (n = 1) has no limit,
+share_s, hence share_s = (base_s + sum of the other w) / (n - k)
+(``water_level``: base_s of water on the wants). Who is alone (n = 1) has no limit,
 and where all want the same, nobody is held back. Everybody may add one session.
 
 Worked example. base_s 20 ms, a session adds 1 ms; one key has 200 sessions, 20 keys have one each.
@@ -41,7 +42,7 @@ from math import inf
 
 from edgespec.core.protocol.estimators import MovingAverage, PlaneEstimator
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.traffic_budget import TokenBucket
+from edgespec.core.verifier.traffic_budget import TokenBucket, water_level
 
 AGE_PASSES = 8
 LEAST_BURST = 8.0
@@ -107,7 +108,7 @@ class Fairness:
         wants = {one.credential.name: counts[one.credential.name] * session_s for one in wanting}
         for priority in {one.credential.priority for one in wanting}:
             among = [one for one in wanting if one.credential.priority >= priority]
-            share = share_s(self._base_s, [wants[one.credential.name] for one in among])
+            share = water_level(self._base_s, [wants[one.credential.name] for one in among])
             for one in among:
                 if one.credential.priority == priority:
                     _allow(one, wants[one.credential.name], share, session_s)
@@ -216,18 +217,6 @@ class Fairness:
         used = {credential.name for credential in self._credential_of.values()}
         for name in [name for name in self._accounts if name not in used]:
             del self._accounts[name]
-
-
-def share_s(base_s: float, wants_s: Sequence[float]) -> float:
-    """The most that one of those who want a pass may add to it; see the formula above. At least the
-    least of ``wants_s``, of which there is one."""
-    rest_s, share = base_s + sum(wants_s), inf
-    for capped, want_s in enumerate(sorted(wants_s, reverse=True)):
-        share = rest_s / (len(wants_s) - capped)
-        if want_s <= share:
-            break
-        rest_s -= want_s
-    return share
 
 
 def _allow(account: Account, want_s: float, share: float, session_s: float) -> None:

@@ -8,7 +8,7 @@ their place. After a pass that failed, its sessions are tried one at a time.
 
 Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
 row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
-``prompt_line.py`` and share the rows that ``prefill_budget.py`` leaves them while somebody decodes;
+``PromptLine`` and share the rows that ``PrefillBudget`` leaves them while somebody decodes;
 an eighth of the pass is theirs however many decode. ``fairness.py`` says who has to wait for the
 sake of others.
 """

@@ -8,7 +8,7 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
     READY     no pass is running; ``Offer`` may start one
     PASSING   one is running; its request is kept in ``_pass``
     FINISHED  the last token is committed, or the device cancelled
-A session outlives its stream by the lease (``attachment.py``). Drafts only change *when* tokens are
+A session outlives its stream by the lease (``Attachment``). Drafts only change *when* tokens are
 committed. Invariants: in a pass that samples, ``cache_length + len(feed) == prefix.length``; every
 such pass commits at least one token; nothing is committed past a stop id, max_tokens or the
 context. ``Evicted`` takes its cache away, ``Cached`` gives some back. ``deadline``: look again.
@@ -42,7 +42,7 @@ from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, RunAheadPolicy
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
-from edgespec.core.verifier.session_events import VERIFY_MOVES, Offer, RunningPass, VerifyCounters
+from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 # What a verifier's session knows of its device: is it there, what does it hold, when did it hear?
 #
@@ -184,143 +184,6 @@ def missed_commits(
         yield Commit(start, tuple(prefix.tokens[start:]), finish=finish, logprobs=logprobs)
 
 
-class PassReport:
-    """Makes the commits of one session, and counts its passes."""
-
-    def __init__(
-        self,
-        request: Open,
-        inbox: DraftInbox,
-        device: Attachment,
-        scores: ScoreKeeper,
-        counters: VerifyCounters,
-        share: PricedShare,
-    ) -> None:
-        self._scored = bool(request.logprobs)
-        self._drafting, self._share = request.drafting, share
-        self._inbox, self._device, self._scores = inbox, device, scores
-        self._counters = counters
-
-    def commit(
-        self,
-        position: int,
-        tokens: tuple[int, ...],
-        accepted: int,
-        finish: FinishReason | None,
-        done: RunningPass,
-        row_price: int,
-        now: float,
-    ) -> Commit:
-        """The commit of these tokens, of which the device drafted ``accepted``. A device that
-        drafts on hears its part of the price of a row; ``row_price`` 0: there is none to tell."""
-        rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
-        price = credit = None
-        self._share.note_pass(done.started_at, now)
-        row_price = round(row_price * self._share.value)
-        if row_price and verify_us and self._drafting and finish is None:
-            price = row_price
-            credit = 0 if self._inbox.best_chance < row_price / MAX_PRICE else None
-        stale, (echo, held_us) = self._inbox.take_stale(), self._device.take_echo(now)
-        self._counters.count(rows, accepted, stale)
-        queue_us = round(done.queue_s * 1e6)
-        logprobs = self._scores.of(position, len(tokens)) if self._scored else ()
-        return Commit(  # in the order of its fields: with their names it takes thrice as long
-            position,
-            tokens,
-            accepted,
-            stale,
-            queue_us,
-            verify_us,
-            rows,
-            echo,
-            held_us,
-            finish,
-            price,
-            credit,
-            logprobs,
-        )
-
-
-# What a session asks of the pass that starts now, and what it learns from one that is over.
-#
-# Theory of operation. The committed tokens that the cache lacks are fed, as many as there is room
-# for. If they are all of them, the target's next token is sampled, and nodes may ride behind them:
-# those of the device that are worth their row, or else the verifier's own guesses
-# (``served_drafts.py``). The device is told of its own nodes only, since that is what it learns
-# from.
-#
-# For a target that looks at one path only, a tree is cut to its likeliest chain: the first choice
-# at each place, since siblings come with the likelier before the other.
-
-
-class PassFormer:
-    """Forms the requests of one session; ``end`` is where its text ends at the latest, ``served``
-    None: it has no drafts of the verifier's own; ``share`` is its part of a row's price.
-    ``trees`` False: the target verifies chains alone."""
-
-    def __init__(
-        self,
-        request: Open,
-        prefix: CommittedPrefix,
-        inbox: DraftInbox,
-        most_nodes: int,
-        end: int,
-        served: ServedDrafts | None,
-        share: PricedShare,
-        *,
-        trees: bool = True,
-    ) -> None:
-        self._trees = trees
-        self._key, self._prefix, self._inbox = request.session_id, prefix, inbox
-        self._most_nodes, self._end, self._served = most_nodes, end, served
-        self._logprobs = request.logprobs
-        self._share = share
-
-    def form(self, cache_length: int, offer: Offer) -> PassRequest:
-        """The request for a pass in which ``offer`` leaves room."""
-        key, first, last = self._key, cache_length, self._prefix.length
-        logprobs = self._logprobs
-        feed = tuple(self._prefix.tokens[first : min(last, first + offer.max_rows)])
-        if first + len(feed) < last:
-            return PassRequest(key, first, feed, sample=False)
-        room = min(offer.max_rows - len(feed), self._most_nodes)
-        price = min(1.0, offer.least_chance) * self._share.value
-        nodes = self._inbox.verifiable(room, self._end, price)
-        if nodes:
-            index = {node.id: i for i, node in enumerate(nodes)}
-            tokens = tuple([node.token for node in nodes])
-            parents = tuple([index.get(node.parent, -1) for node in nodes])
-            if not self._trees:
-                tokens, parents = likeliest_chain(tokens, parents)
-            return PassRequest(key, first, feed, tokens, parents, logprobs=logprobs)
-        if self._served is None:
-            return PassRequest(key, first, feed, logprobs=logprobs)
-        depth = self._end - 1 - last  # a node can matter only before the last token
-        least = offer.least_chance if offer.least_guess is None else offer.least_guess
-        guesses = self._served.propose(self._prefix.tokens, room, depth, least)
-        tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
-        if not self._trees:
-            tokens, parents = likeliest_chain(tokens, parents)
-        served = len(tokens)
-        return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
-
-    def learn(
-        self,
-        request: PassRequest,
-        targets: tuple[int, ...],
-        accepted: tuple[int, ...],
-        counters: VerifyCounters,
-    ) -> int:
-        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
-        device's."""
-        if self._served is None or request.drafted:
-            return len(accepted)
-        self._served.learn(request.tokens, targets[1:], accepted)
-        counters.server_drafted += request.served
-        counters.server_accepted += len(accepted)
-        return 0
-
-
 def likeliest_chain(
     tokens: Sequence[int], parents: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -363,16 +226,10 @@ class VerifySession:
         self._ending = Ending.of(
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
-        share, most, end = PricedShare(request), limits.max_nodes_per_pass, self._ending.end
-        self._former = PassFormer(
-            request, self.prefix, self.inbox, most, end, served, share, trees=trees
-        )
+        self._price_share, self._served, self._trees = PricedShare(request), served, trees
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
-        self._report = PassReport(
-            request, self.inbox, self.device, self._scores, self.counters, share
-        )
 
     @property
     def attached(self) -> bool:
@@ -514,7 +371,7 @@ class VerifySession:
             if start_at > now:
                 self.deadline = start_at
                 return ()
-        request = self._former.form(self.cache_length, offer)
+        request = self._form(offer)
         queue_s = self.inbox.take_queue_s(now) if request.drafted else 0.0
         self._pass = ev.RunningPass(request, now, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
@@ -535,16 +392,93 @@ class VerifySession:
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
-        accepted = self._former.learn(done.request, event.targets, inside, self.counters)
+        accepted = self._learn(done.request, event.targets, inside)
         if event.scores:
             self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
         position = self.prefix.length - len(tokens)
-        commit = self._report.commit(
-            position, tokens, accepted, self.finish, done, event.row_price, now
-        )
+        commit = self._report(position, tokens, accepted, done, event.row_price, now)
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
         self._note_unread(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
+
+    def _form(self, offer: ev.Offer) -> PassRequest:
+        """The request for a pass in which ``offer`` leaves room: the committed tokens that the
+        cache lacks, and behind them, if all of them are fed, the device's nodes that are worth
+        their row, or else the verifier's own guesses. For a target that looks at one path only, a
+        tree is cut to its likeliest chain."""
+        key, first, last = self.request.session_id, self.cache_length, self.prefix.length
+        logprobs = self.request.logprobs
+        feed = tuple(self.prefix.tokens[first : min(last, first + offer.max_rows)])
+        if first + len(feed) < last:
+            return PassRequest(key, first, feed, sample=False)
+        room = min(offer.max_rows - len(feed), self._limits.max_nodes_per_pass)
+        price, end = min(1.0, offer.least_chance) * self._price_share.value, self._ending.end
+        nodes = self.inbox.verifiable(room, end, price)
+        if nodes:
+            index = {node.id: i for i, node in enumerate(nodes)}
+            tokens = tuple([node.token for node in nodes])
+            parents = tuple([index.get(node.parent, -1) for node in nodes])
+        elif self._served is None:
+            return PassRequest(key, first, feed, logprobs=logprobs)
+        else:
+            least = offer.least_chance if offer.least_guess is None else offer.least_guess
+            # A node can matter only before the last token.
+            guesses = self._served.propose(self.prefix.tokens, room, end - 1 - last, least)
+            tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
+        if not self._trees:
+            tokens, parents = likeliest_chain(tokens, parents)
+        served = 0 if nodes else len(tokens)
+        return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
+
+    def _learn(
+        self, request: PassRequest, targets: tuple[int, ...], accepted: tuple[int, ...]
+    ) -> int:
+        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
+        device's, which is told of its own nodes alone."""
+        if self._served is None or request.drafted:
+            return len(accepted)
+        self._served.learn(request.tokens, targets[1:], accepted)
+        self.counters.server_drafted += request.served
+        self.counters.server_accepted += len(accepted)
+        return 0
+
+    def _report(
+        self,
+        position: int,
+        tokens: tuple[int, ...],
+        accepted: int,
+        done: ev.RunningPass,
+        row_price: int,
+        now: float,
+    ) -> Commit:
+        """The commit of these tokens, of which the device drafted ``accepted``. A device that
+        drafts on hears its part of the price of a row; ``row_price`` 0: there is none to tell."""
+        rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
+        price = credit = None
+        self._price_share.note_pass(done.started_at, now)
+        row_price = round(row_price * self._price_share.value)
+        if row_price and verify_us and self.request.drafting and self.finish is None:
+            price = row_price
+            credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
+        stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
+        self.counters.count(rows, accepted, stale)
+        queue_us = round(done.queue_s * 1e6)
+        logprobs = self._scores.of(position, len(tokens)) if self.request.logprobs else ()
+        return Commit(  # in the order of its fields: with their names it takes thrice as long
+            position,
+            tokens,
+            accepted,
+            stale,
+            queue_us,
+            verify_us,
+            rows,
+            echo,
+            held_us,
+            self.finish,
+            price,
+            credit,
+            logprobs,
+        )

@@ -13,7 +13,7 @@ seconds pays it.
     UplinkBudget   all streams together. Its debt is paid by the busy streams alone, those that send
                    more than the base rate, earned or not; the quiet ones are read at once. So n
                    streams are read at most max(2,000, 100 n) times a second in the long run.
-                   Where several payers send, each is held to its fair share (``fair_shares.py``),
+                   Where several payers send, each is held to its fair share (``FairShares``),
                    which commits add to; a quiet stream has a second burst as its grace.
 
 Worked numbers. A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a
@@ -190,13 +190,24 @@ class FairShares:
 def fair_share(rate: float, wants: Sequence[float]) -> float:
     """The share at which all who want more than it, and the others with what they want, have
     ``rate`` together (max-min fairness). Where they want less: what is left for the greediest."""
-    rest, share = rate, rate
-    for place, want in enumerate(sorted(wants)):
-        share = rest / (len(wants) - place)
-        if want > share:
+    wanted = [min(want, rate) for want in wants]
+    spare = rate - sum(wanted)
+    if spare >= 0.0:
+        return spare + max(wanted, default=0.0)
+    # What is above the share has to go: water that stands on the wants, hung upside down.
+    return -water_level(-spare, [-want for want in wanted])
+
+
+def water_level(volume: float, floors: Sequence[float]) -> float:
+    """How high ``volume`` of water stands over these floors: the level at which the sum of
+    ``level - floor``, over all floors below it, is ``volume``. At least the lowest floor."""
+    level = total = volume
+    for count, floor in enumerate(sorted(floors), 1):
+        if count > 1 and floor >= level:
             break
-        rest -= want
-    return share
+        total += floor
+        level = total / count
+    return level
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +415,7 @@ class StreamBudget:
 #
 # Theory of operation. One line for each peer and one for all, both token buckets. A call beyond the
 # rate waits for its turn; one that would wait too long is to be refused. Nobody waits for the
-# others' sake who is within its fair share of the total (``fair_shares.py``), so the line that a
+# others' sake who is within its fair share of the total (``FairShares``), so the line that a
 # flood makes is its own.
 #
 # Invariants: waits are finite and never negative; at most ``max_peers`` peers are remembered.

@@ -1,7 +1,7 @@
 """In vLLM's worker: tokens are chosen by this project's own law, for text and drafts alike.
 
 Theory of operation. vLLM's runner computes logits for the last row of each text and for each draft
-behind it, and then calls ``_sample``. Here that is ``targets/sampler.py``: the token at a position
+behind it, and then calls ``_sample``. Here that is ``torch_sampler.py``: the token at a position
 is a function of logits, position and parameters, so a draft is accepted when it *is* the token that
 was chosen for its place, and there is nothing to draw again. What vLLM's own sampler would do with
 its parameters is not asked for.
