@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig
-from edgespec.config.machine_key import RUNTIMES
 from edgespec.core.ports import LinkError, UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
 
 MIN_PYTHON = (3, 11)
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
+"""Distributions of onnxruntime, which write the same files: one of them is installed."""
 NEEDED = ("grpcio", "numpy", "protobuf", "tokenizers", "typer", "pyyaml")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +24,10 @@ from edgespec.config import ConfigError
 from edgespec.config.setup_error import needs
 from edgespec.core.device.memory import KvType
 from edgespec.device.drafters.manifest import MAX_CONTEXT_LENGTH
-from edgespec.device.export.export_cache import WORK_PREFIX
-from edgespec.device.export.kinds import KINDS, OWN
-from edgespec.device.export.work_folder import work_folder
+from edgespec.device.export.export import WORK_PREFIX, work_folder
+from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import (
+    DRAFT_MANIFEST,
     ModelFolderError,
     Role,
     check_checkpoint,
@@ -37,35 +38,23 @@ from edgespec.models.folders import (
 )
 
 DEFAULT_BITS = 4
+OWN, OPTIMUM = "edgespec", "optimum"
 _SHOWN = 100
 """Characters of a program's words."""
 
 
 def export(
     source: Annotated[str, typer.Argument(help="Hugging Face folder or Hub id")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet")],
+    out: Annotated[
+        Path | None, typer.Argument(help="Folder to write; must not hold anything yet")
+    ] = None,
     bits: Annotated[int, typer.Option("--bits", help="Of the weights: 4, 8 or 32")] = DEFAULT_BITS,
-    table_bits: Annotated[
-        int, typer.Option("--table-bits", help="Of embedding and head; 0: as --bits")
-    ] = 0,
     context_length: Annotated[
         int, typer.Option("--context-length", help="0: the model's own, at most 16384")
     ] = 0,
     kv_type: Annotated[
         KvType, typer.Option("--kv-type", help="Of cached keys and values")
     ] = KvType.FLOAT32,
-    layers: Annotated[
-        int,
-        typer.Option("--layers", metavar="N", help="Only the first N: an early exit; 0: all"),
-    ] = 0,
-    keep_vocabulary: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep-vocabulary",
-            metavar="FILE",
-            help="Propose only these token ids, or the tokens of this text",
-        ),
-    ] = None,
     trained: Annotated[
         int,
         typer.Option(
@@ -78,20 +67,20 @@ def export(
         ),
     ] = 0,
     exporter: Annotated[
-        str, typer.Option("--exporter", help="edgespec, or for other families: " + ", ".join(KINDS))
+        str, typer.Option("--exporter", help="edgespec, or for other families optimum")
     ] = OWN,
     exporter_python: Annotated[
-        Path | None,
-        typer.Option(
-            "--exporter-python",
-            metavar="PATH",
-            help="Python that has what the exporter needs (default: an environment is made, once)",
-        ),
-    ] = None,
+        Path,
+        typer.Option("--exporter-python", metavar="PATH", help="Python that has Optimum"),
+    ] = Path(sys.executable),
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Compare the graph with the checkpoint"),
+        typer.Option("--check/--no-check", help="Compare our graph with the checkpoint"),
     ] = True,
+    inspect: Annotated[
+        bool,
+        typer.Option("--inspect", help="Write nothing, say what SOURCE is and how it would draft"),
+    ] = False,
 ) -> None:
     """Write the ONNX draft model of a checkpoint, with its tokenizer.
 
@@ -100,94 +89,111 @@ def export(
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
 
-    [dim]edgespec export Qwen/Qwen3-0.6B ./draft --layers 14 --keep-vocabulary corpus.txt[/]
-
     [dim]edgespec export ./olmo ./draft --exporter optimum --exporter-python ./env/bin/python[/]
+
+    [dim]edgespec export --inspect ./Qwen3-0.6B-ONNX[/]
     """
     with reported():
+        if inspect:
+            _inspect(source)
+            return
+        if out is None:
+            raise ConfigError("OUT, the folder to write, is missing (only --inspect needs none)")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
-        own = (table_bits, context_length, layers, keep_vocabulary, kv_type, trained)
-        if exporter != OWN:
-            _check_own(default=own == (0, 0, 0, None, KvType.FLOAT32, 0))
-            run(_export_by_another(exporter, exporter_python, source, out, bits, check))
-            return
-        if exporter_python is not None:
-            raise ConfigError("--exporter-python goes with --exporter " + "|".join(KINDS))
-        with needs("onnx", "edgespec[export]"):
-            from edgespec.device.export.export import export_draft
-            from edgespec.device.export.parity import check_parity
-            from edgespec.models.kept_vocabulary import read_kept_ids
-
-            folder = resolve_model(source, Role.TARGET)
-            check_checkpoint(folder)
-            kept = read_kept_ids(keep_vocabulary, folder) if keep_vocabulary else ()
-            difference: float | None = None
-            with _placed(out) as work, _bar() as progress:
-                manifest = export_draft(
-                    folder,
-                    work,
-                    model_info(folder),
-                    bits=bits,
-                    table_bits=table_bits,
-                    context_length=context_length,
-                    token_count=token_count(folder),
-                    kv_type=kv_type,
-                    layers=layers,
-                    kept=kept,
-                    trained_length=trained or trained_length(folder),
-                    progress=progress,
+        if exporter == OWN:
+            _export(source, out, bits, context_length, kv_type, trained, check)
+        elif exporter == OPTIMUM:
+            if (context_length, kv_type, trained) != (0, KvType.FLOAT32, 0):
+                raise ConfigError(
+                    "--context-length, --kv-type and --trained-length are of our own exporter only"
                 )
-                if check:
-                    difference = check_parity(folder, work, manifest, kept)
-        if difference is not None:
-            say(
-                "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
-                f" differ by {difference:.2g} standard deviations at most"
-            )
-        size_mb = _graph_bytes(out) / 1e6
-        ids = manifest.model.vocabulary_size
-        proposes = f", proposes {manifest.kept_count} of {ids} ids" if manifest.kept_count else ""
-        typer.echo(
-            f"{out}: {manifest.layers} layers, {manifest.bits} bits, {size_mb:.1f} MB, vocabulary"
-            f" {manifest.model.vocabulary}{proposes}\nuse it: edgespec generate ... --draft {out}"
-        )
+            run(_export_by_optimum(exporter_python, source, out, bits))
+        else:
+            raise ConfigError(f"--exporter is {exporter!r}, but must be {OWN} or {OPTIMUM}")
 
 
-def _check_own(*, default: bool) -> None:
-    """Raises ``ConfigError`` unless what our own exporter alone knows is as it is by default."""
-    if not default:
-        raise ConfigError(
-            "--table-bits, --context-length, --layers, --keep-vocabulary, --kv-type and"
-            f" --trained-length are of --exporter {OWN} only"
-        )
-
-
-async def _export_by_another(
-    name: str, python: Path | None, source: str, out: Path, bits: int, check: bool
+def _export(
+    source: str,
+    out: Path,
+    bits: int,
+    context_length: int,
+    kv_type: KvType,
+    trained: int,
+    check: bool,
 ) -> None:
-    from edgespec.device.export.run import export_by  # numpy is late
+    with needs("onnx", "edgespec[export]"):
+        from edgespec.device.export.export import export_draft
+        from edgespec.device.export.parity import check_parity
 
-    if (kind := KINDS.get(name)) is None:
-        known = ", ".join((OWN, *KINDS))
-        raise ConfigError(f"--exporter is {name!r}, but must be one of: {known}")
+        folder = resolve_model(source, Role.TARGET)
+        check_checkpoint(folder)
+        difference: float | None = None
+        with _placed(out) as work, _bar() as progress:
+            manifest = export_draft(
+                folder,
+                work,
+                model_info(folder),
+                bits=bits,
+                context_length=context_length,
+                token_count=token_count(folder),
+                kv_type=kv_type,
+                trained_length=trained or trained_length(folder),
+                progress=progress,
+            )
+            if check:
+                difference = check_parity(folder, work, manifest)
+    if difference is not None:
+        say(
+            "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
+            f" differ by {difference:.2g} standard deviations at most"
+        )
+    typer.echo(
+        f"{out}: {manifest.layers} layers, {manifest.bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
+        f" vocabulary {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+    )
+
+
+async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
+    from edgespec.device.export.optimum import export_by_optimum  # numpy is late
+
     folder = resolve_model(source, Role.TARGET)
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
     with _placed(out) as work, _line() as hear:
-        found = await export_by(
-            kind, folder, work, bits, python=python, check=check, say=say, hear=hear
-        )
-    if found.difference is not None:
-        say(
-            "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
-            f" differ by {found.difference:.2g} standard deviations at most"
-        )
-    size_mb = _graph_bytes(out) / 1e6
+        found = await export_by_optimum(folder, work, bits, python, hear)
     typer.echo(
-        f"{out}: {found.layers} layers by {name}, {bits} bits, {size_mb:.1f} MB, vocabulary"
-        f" {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+        f"{out}: {found.layers} layers by Optimum, {bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
+        f" vocabulary {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
     )
+
+
+def _inspect(reference: str) -> None:
+    """What is behind a draft reference; each graph of others is loaded and tried."""
+    from edgespec.device.model_drafter import inspected
+
+    source = find_draft(reference)
+    if not source.graphs:
+        info = model_info(source.folder)
+        kind = (
+            "a draft folder made by `edgespec export`"
+            if (source.folder / DRAFT_MANIFEST).is_file()
+            else "a checkpoint: exported once, when it first drafts"
+        )
+        typer.echo(
+            f"{source.folder}: {kind}; vocabulary {info.vocabulary} ({info.vocabulary_size} ids),"
+            f" context {info.context_length}"
+        )
+    failed: ValueError | None = None
+    with needs("onnxruntime", "edgespec[cpu]"):
+        for name in source.graphs:
+            try:
+                typer.echo(inspected(source, name))
+            except ValueError as error:
+                failed = error
+                say(f"{name}: cannot be used: {error}")
+    if failed is not None:
+        raise failed
 
 
 def _graph_bytes(folder: Path) -> int:

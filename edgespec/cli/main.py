@@ -22,7 +22,6 @@ COMMANDS = {
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.profile:profile",
     "plan": "edgespec_sim.commands.plan:plan",
-    "draft": "edgespec.cli.draft:draft",
     "keys": "edgespec.cli.keys:keys",
     "certs": "edgespec.cli.certs:certs",
 }

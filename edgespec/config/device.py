@@ -33,7 +33,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 MAX_VERIFIERS, MAX_PORT = 64, 65_535
 LEARNED = "learned:"
 """What comes before the file of a learned association."""
-PROVIDERS = ("auto", "cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
+PROVIDERS = ("cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DraftSection:
     """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the fastest
     there is, or the smallest to download."""
     threads: int = 0
-    """0: one for a small model, else measured at the first start on this machine, and kept."""
+    """Threads of a draft step. 0 is one for a small model, else two, where there are two cores."""
     context_length: int = 0
     """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
     draft_ms: float = 0.0
@@ -71,8 +71,7 @@ class DraftSection:
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""
     provider: str = "cpu"
-    """What of onnxruntime the draft runs on: one of ``PROVIDERS``. ``auto``: the quickest
-    that gives the CPU's numbers, as tried once (``provider_choice.py``)."""
+    """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
     ladder: bool = False
     """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
     other programs need the cores (``core/device/draft_ladder.py``)."""

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +32,7 @@ from edgespec.core.device.memory import (
 )
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
-from edgespec.device.export.export_cache import exported
-from edgespec.device.thread_choice import kept_threads
+from edgespec.device.export.export import exported
 from edgespec.models.folders import DRAFT_MANIFEST, Role, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
@@ -152,8 +150,6 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     variants = variants_of(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
     question = question_of(draft, most_width)
-    if not draft.threads and (kept := kept_threads(folder / MODEL_FILE)) is not None:
-        question = replace(question, threads=kept)
     plan = plan_memory(variants, question)
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter
-from edgespec.device.drafters.manifest import MODEL_FILE
-from edgespec.device.provider_choice import PlacedDrafter, load_where_asked, load_where_quickest
-from edgespec.device.thread_choice import load_with_best_threads
 from edgespec.models.draft_sources import DraftSource, find_draft, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
-from edgespec.telemetry.process_memory import machine_memory
+from edgespec.models.foreign_info import read_foreign_info
+
+if TYPE_CHECKING:
+    from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+    from edgespec.device.drafters.runtime_session import Placement
 
 Say = Callable[[str], None]
-AUTO, CPU = "auto", "cpu"
-_OPENVINO = "openvino"
-# It takes 4-bit weights apart: 375 MB of a draft of 0.6B became 5.5 GB while it was loaded.
-_OPENVINO_PER_STORED = 16
+CPU = "cpu"
+_DEFAULT = DraftSection()
 
 
 def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, say: Say) -> Drafter:
     """What ``draft.model`` leads to, loaded. ``tokenizer`` names the one that is used with it, for
     a graph that has none of its own; empty: the draft's. ``policy`` says how many guesses of a step
-    are wanted, which a memory budget may cut down. ``say`` hears what takes long. Raises
-    ``SetupError``, or ``ValueError`` naming the file."""
-    say = _once(say)
+    are wanted, which a memory budget may cut down. ``say`` hears what takes long, and of what an
+    accelerator runs. Raises ``SetupError``, or ``ValueError`` naming the file."""
     source = find_draft(draft.model, draft.variant)
     if source.graphs:
         _refuse_for_graphs(draft)
+        texts = resolve_texts(tokenizer) if tokenizer else None
         with needs("onnxruntime", "edgespec[cpu]"):
-            return _foreign(source, draft, resolve_texts(tokenizer) if tokenizer else None, say)
+            foreign = foreign_drafter(source, say, draft, texts)
+        return _checked(foreign, foreign.placement, draft.provider, say)
     if draft.memory_budget:
-        if draft.provider != "cpu":
+        if draft.provider != CPU:
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
@@ -45,103 +47,103 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.device.drafters.onnx_drafter import is_small
-
-        names = _candidates(draft)
-        small = is_small(folder)
-
-    def load(name: str) -> PlacedDrafter:
-        loaded = _loader(folder, draft, name)
-        if draft.threads or name != CPU:
-            return loaded(draft.threads)
-        return load_with_best_threads(loaded, folder / MODEL_FILE, say, tried=not small)
-
-    return _placed(load, names, draft, folder / MODEL_FILE, say)
+        from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+    own = OnnxDrafter(
+        folder,
+        threads=draft.threads,
+        context_length=draft.context_length,
+        window=draft.window,
+        providers=_providers(draft.provider),
+    )
+    return _checked(own, own.placement, draft.provider, say)
 
 
-def _foreign(source: DraftSource, draft: DraftSection, texts: Path | None, say: Say) -> Drafter:
-    from edgespec.device.foreign_drafts import ForeignOptions, foreign_drafter, quickest_variant
+def foreign_drafter(
+    source: DraftSource, say: Say, draft: DraftSection = _DEFAULT, tokenizer: Path | None = None
+) -> ForeignDrafter:
+    """A drafter on the first graph of ``source`` that can be used; ``say`` hears why others cannot.
+    ``tokenizer`` is a folder whose tokenizer goes with a graph that has none. Raises ``ValueError``
+    naming the first file where none can."""
+    from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+    from edgespec.device.drafters.foreign_graph import HeadHint
 
-    names = _candidates(draft)
-    options = ForeignOptions(texts, draft.threads, draft.context_length)
-    # Variants differ by more than providers may: one is chosen first, where it is likely to run.
-    source = quickest_variant(source, say, options, names[-1] if draft.provider != AUTO else CPU)
-
-    def load(name: str) -> PlacedDrafter:
-        return foreign_drafter(source, say, options, name, try_threads=True)
-
-    (graph,) = source.graphs.values()
-    return _placed(load, names, draft, graph, say)
-
-
-def _placed(
-    load: Callable[[str], PlacedDrafter],
-    names: tuple[str, ...],
-    draft: DraftSection,
-    graph: Path,
-    say: Say,
-) -> Drafter:
-    """``load`` called with that of ``names`` on which the draft is to run."""
-    loads = {name: partial(load, name) for name in names}
-    if draft.provider == AUTO:
-        if _OPENVINO in loads and (why := _no_room(graph)):
-            say(f"{_OPENVINO} is not tried: {why}")
-            del loads[_OPENVINO]
-        return load_where_quickest(loads, graph, say)
-    return load(CPU) if draft.provider == CPU else load_where_asked(names[-1], loads, graph, say)
+    found = read_foreign_info(source.folder, source.name, tokenizer)
+    first_error: ValueError | None = None
+    for variant, path in source.graphs.items():
+        try:
+            return ForeignDrafter(
+                path,
+                found.model,
+                hint=HeadHint(found.kv_heads, found.head_size),
+                threads=draft.threads,
+                context_length=draft.context_length,
+                token_count=found.token_count,
+                providers=_providers(draft.provider),
+            )
+        except ValueError as error:
+            if len(source.graphs) > 1:
+                say(f"{variant} is left out: {error}")
+            first_error = first_error or error
+    raise first_error or ValueError(f"{source.folder}: no graph")
 
 
-def _no_room(graph: Path) -> str:
-    """Why the draft at ``graph`` is too large to be tried where it may take many times its size;
-    empty: it is not. Whoever asks for that by name is not stopped."""
-    from edgespec.device.drafters.runtime_session import weights_bytes
+def inspected(source: DraftSource, variant: str) -> str:
+    """What is found in one graph of ``source``, which is loaded and tried, in lines for people.
+    Raises ``ValueError`` naming the file."""
+    path = source.graphs[variant]
+    drafter = foreign_drafter(replace(source, graphs={variant: path}), lambda text: None)
+    try:
+        graph, behaviour, info = drafter.graph, drafter.behaviour, drafter.info
+        size_mb, all_rows = drafter.weights_bytes / 1e6, drafter.gives_all_rows
+    finally:
+        drafter.close()
+    cache = graph.caches[0]
+    layout = "tokens, heads" if cache.tokens_first else "heads, tokens"
+    rollback = (
+        "sets a length, copies nothing"
+        if behaviour.in_place
+        else f"copies what is kept, {graph.cache_bytes_per_token} bytes a token"
+        f" ({behaviour.reason})"
+    )
+    feeds = "several tokens" if behaviour.chunks else "one token at a time behind the first feed"
+    inputs = ", ".join(f"{port.name} {port.dtype}" for port in graph.roles.values())
+    rows = "every token fed" if all_rows else "the last token"
+    return "\n".join(
+        (
+            f"{variant}: {path} ({size_mb:.1f} MB)",
+            f"  vocabulary   {info.vocabulary} ({info.vocabulary_size} ids)",
+            f"  context      {info.context_length} tokens, end {list(info.eos_token_ids)}",
+            f"  inputs       {inputs}",
+            f"  cache        {graph.layers} layers of {cache.heads} heads of {cache.head_size},"
+            f" {cache.dtype}, [1, {layout}, head size], {cache.past} ...",
+            f"  logits       {graph.logits.dtype}, of {rows}",
+            f"  rollback     {rollback}",
+            f"  feeds        {feeds}",
+        )
+    )
 
-    needed, free = _OPENVINO_PER_STORED * weights_bytes(graph), machine_memory().available
-    if needed <= free:
-        return ""
-    return f"it may take {needed >> 20} MiB to load this draft, and {free >> 20} MiB are free"
 
-
-def _loader(folder: Path, draft: DraftSection, provider: str) -> Callable[[int], PlacedDrafter]:
-    """Loads the draft folder of ours with so many threads, 0 by its size."""
-    from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+def _providers(name: str) -> tuple[str, ...]:
+    """Raises ``SetupError`` saying why ``name`` does not load, and what does."""
+    from edgespec.device.drafters.manifest import DraftModelError
     from edgespec.device.drafters.providers import execution_providers
 
-    providers = execution_providers(provider)
-
-    def plain(threads: int) -> PlacedDrafter:
-        return OnnxDrafter(
-            folder,
-            threads=threads,
-            context_length=draft.context_length,
-            window=draft.window,
-            providers=providers,
-        )
-
-    return plain
-
-
-def _candidates(draft: DraftSection) -> tuple[str, ...]:
-    """What the draft is to be tried on. Raises ``SetupError`` naming what there is."""
-    from edgespec.device.drafters.manifest import DraftModelError
-    from edgespec.device.drafters.providers import candidates
-
     try:
-        return candidates(draft.provider)
+        return execution_providers(name)
     except DraftModelError as error:
         raise SetupError(str(error)) from error
 
 
-def _once(say: Say) -> Say:
-    """``say``, which hears a line once: a draft is loaded several times to be tried."""
-    said = set[str]()
-
-    def first(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            say(text)
-
-    return first
+def _checked(drafter: Drafter, placement: Placement | None, provider: str, say: Say) -> Drafter:
+    """``drafter``, of which an accelerator runs something. Raises ``SetupError`` otherwise."""
+    if provider == CPU:
+        return drafter
+    if placement is not None and not placement.taken:
+        with suppress(Exception):
+            drafter.close()
+        raise SetupError(f"provider {provider} runs no node of this draft's graph")
+    say(f"the draft runs on {provider}" + (f": {placement}" if placement else ""))
+    return drafter
 
 
 def _refuse_for_graphs(draft: DraftSection) -> None:
@@ -163,7 +165,7 @@ def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
     if (folder / DRAFT_MANIFEST).is_file():
         model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
         return folder
-    from edgespec.device.export.export_cache import exported
+    from edgespec.device.export.export import exported
 
     with needs("onnx", "edgespec[export]"):
         return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)

@@ -33,7 +33,7 @@ from edgespec.models.folders import (
 
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
-"""In the order of preference where nothing is measured: small first, bnb4 behind what is faster on
+"""In the order of preference: small first, bnb4 behind what is faster on
 CPUs (docs/measurements.md)."""
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")

@@ -27,7 +27,7 @@ from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.routed import RoutedDrafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.device.export.export import export_draft
-from edgespec.device.foreign_drafts import foreign_drafter
+from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
 from tests.shell.foreign_graphs import attending_graph, concatenating_graph, write_folder

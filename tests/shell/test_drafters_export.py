@@ -117,20 +117,6 @@ def test_a_quantised_graph_is_the_model_of_its_rounded_weights(
     assert error < (0.1 if variant == "odd-widths" else 0.03)  # sharper attention amplifies it
 
 
-def test_table_bits_are_those_of_embedding_and_head(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    sizes = {
-        (bits, table): (export(source, bits, table_bits=table) / "model.onnx").stat().st_size
-        for bits, table in ((4, 4), (4, 8), (8, 8), (4, 32))
-    }
-    assert sizes[4, 4] < sizes[4, 8] < sizes[8, 8]
-    assert sizes[4, 8] < sizes[4, 32]
-    exact = draft_logits(export(source, 32))
-    rough = np.abs(draft_logits(export(source, 4)) - exact).mean()
-    better = np.abs(draft_logits(export(source, 4, table_bits=8)) - exact).mean()
-    assert better < rough
-
-
 def test_bfloat16_shards_are_read(tmp_path: Path) -> None:
     config = tiny_config()
     tensors = {

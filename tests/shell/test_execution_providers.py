@@ -9,16 +9,13 @@ import pytest
 
 from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
 from edgespec.config.setup_error import SetupError
-from edgespec.core.device.memory import MachineMemory
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device import model_drafter
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters import providers
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.providers import (
     EXECUTION,
-    candidates,
     execution_providers,
     why_not_loadable,
 )
@@ -35,15 +32,13 @@ def test_the_probe_is_a_graph_that_onnx_accepts() -> None:
 
 def test_the_cpu_runs_one_node() -> None:
     assert why_not_loadable("cpu") is None
-    assert candidates("cpu") == ("cpu",)
     assert execution_providers("cpu") == ("CPUExecutionProvider",)
-    assert execution_providers("dml") == ("DmlExecutionProvider", "CPUExecutionProvider")
 
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_what_was_not_built_in_is_refused_with_what_is(name: str) -> None:
     with pytest.raises(DraftModelError) as refused:
-        candidates(name)
+        execution_providers(name)
     said = str(refused.value)
     assert said.startswith(f"provider {name} cannot be used: this onnxruntime {ort.__version__}")
     assert f"without {EXECUTION[name]}" in said
@@ -60,18 +55,7 @@ def test_what_is_built_in_and_does_not_run_is_no_choice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(providers, "_run_one_node", fallen_back)
     with pytest.raises(DraftModelError, match=r"cuda cannot be used: CUDA.* fell back .* are: cpu"):
-        candidates("cuda")
-    assert candidates("auto") == ("cpu",)
-
-
-def test_auto_tries_all_that_run_but_what_compiles_for_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken = {"cuda"}
-    why = {name: "no driver" if name in broken else None for name in EXECUTION}
-    monkeypatch.setattr(providers, "why_not_loadable", why.__getitem__)
-    assert candidates("auto") == ("cpu", "dml", "coreml", "openvino")
-    assert candidates("tensorrt") == ("cpu", "tensorrt")
+        execution_providers("cuda")
 
 
 @pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
@@ -83,9 +67,7 @@ def test_a_provider_that_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _tokens(provider: str) -> list[int]:
-    said: list[str] = []
-    config = AgentConfig(draft=DraftSection(provider=provider))
-    drafter = load_drafter(config, say=said.append)
+    drafter = load_drafter(AgentConfig(draft=DraftSection(provider=provider)))
     assert drafter is not None
     try:
         prompt = (5, 9, 200, 31)
@@ -96,34 +78,15 @@ def _tokens(provider: str) -> list[int]:
             (guess,) = drafter.step(keep, feed, 1)
             found.append(guess.token)
             keep, feed = keep + len(feed), [guess.token]
-        assert said == (["the draft runs on cpu"] if provider == "auto" else [])
         return found
     finally:
         drafter.close()
-
-
-@pytest.mark.skipif(len(THERE) > 1, reason="auto takes an accelerator here")
-def test_auto_drafts_what_the_cpu_drafts() -> None:
-    assert _tokens("auto") == _tokens("cpu")
 
 
 @pytest.mark.skipif("cuda" in THERE, reason="there may be a GPU")
 def test_a_draft_on_what_is_not_there_says_so() -> None:
     with pytest.raises(SetupError, match=r"provider cuda cannot be used: .* here there are: .*cpu"):
         _tokens("cuda")
-
-
-def test_auto_tries_nothing_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "candidates", lambda name: ("cpu", "openvino"))
-    monkeypatch.setattr(model_drafter, "machine_memory", lambda: MachineMemory(1 << 30, 1 << 20, 0))
-    said: list[str] = []
-    config = AgentConfig(draft=DraftSection(provider="auto"))
-    drafter = load_drafter(config, say=said.append)
-    assert drafter is not None
-    drafter.close()
-    assert said[0].startswith("openvino is not tried: it may take ")
-    assert said[0].endswith(" MiB to load this draft, and 1 MiB are free")
-    assert said[1:] == ["the draft runs on cpu"]
 
 
 class Failing:
@@ -168,11 +131,11 @@ def test_a_run_that_fails_in_the_middle_leaves_a_draft_that_is_right(good: int) 
 
 
 def test_a_budget_is_planned_for_the_cpu() -> None:
-    draft = DraftSection(provider="auto", memory_budget="900MiB")
-    with pytest.raises(SetupError, match=r"draft\.provider is auto, but a memory budget"):
+    draft = DraftSection(provider="cuda", memory_budget="900MiB")
+    with pytest.raises(SetupError, match=r"draft\.provider is cuda, but a memory budget"):
         load_drafter(AgentConfig(draft=draft))
 
 
 def test_an_unknown_provider_is_refused_by_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="provider is 'npu', but must be one of auto, cpu, cuda"):
+    with pytest.raises(ConfigError, match="provider is 'npu', but must be one of cpu, cuda"):
         load_config(AgentConfig, None, {"draft.provider": "npu"})

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.device.export.checkpoint import MODEL_TYPES, Checkpoint, CheckpointError, read_shape
+from edgespec.device.export.checkpoint import (
+    MODEL_TYPES,
+    Checkpoint,
+    CheckpointError,
+    FamilyWeights,
+    read_shape,
+)
 from edgespec.device.export.export import export_draft
-from edgespec.device.export.family_weights import FamilyWeights
-from edgespec.device.export.parity import check_parity
-from edgespec.device.export.reference_model import reference_logits
+from edgespec.device.export.parity import check_parity, reference_logits
 from edgespec.models.folders import DRAFT_MODEL_TYPES, model_info
 from tests.shell.test_drafters_export import TOKENS, draft_logits
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint, write_tokenizer

@@ -17,16 +17,14 @@ from edgespec.cli.main import app
 from edgespec.device.drafters.manifest import DraftManifest, DraftModelError
 from edgespec.device.export import export as exporting
 from edgespec.device.export.checkpoint import Checkpoint, read_shape
-from edgespec.device.export.export import export_draft
-from edgespec.device.export.export_cache import WORK_PREFIX
-from edgespec.device.export.head_padding import (
+from edgespec.device.export.export import WORK_PREFIX, export_draft
+from edgespec.device.export.export_graph import (
     pad_inputs,
     pad_outputs,
     unpad_inputs,
     unpad_outputs,
 )
-from edgespec.device.export.parity import check_parity
-from edgespec.device.export.reference_model import reference_logits
+from edgespec.device.export.parity import check_parity, reference_logits
 from edgespec.models.folders import model_info
 from tests.shell.test_drafters_export import TOKENS, VARIANTS
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
@@ -52,13 +50,11 @@ def test_the_reference_is_the_model_and_a_good_export_passes(variant: str, tmp_p
         assert check_parity(source, target, manifest) < bound
 
 
-def test_mixed_bits_and_short_contexts_are_checked_too(tmp_path: Path) -> None:
+def test_short_contexts_are_checked_too(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     info, out = model_info(source), tmp_path / "out"
-    for table_bits, context_length in ((8, 0), (0, 20), (32, 1)):
-        manifest = export_draft(
-            source, out, info, bits=4, table_bits=table_bits, context_length=context_length
-        )
+    for length in (20, 1):
+        manifest = export_draft(source, out, info, bits=4, context_length=length)
         assert check_parity(source, out, manifest) < 0.1
 
 
@@ -126,7 +122,7 @@ def test_weights_of_another_checkpoint_are_found_at_any_bits(tmp_path: Path) -> 
         target, manifest = exported(source, bits)
         with pytest.raises(DraftModelError, match="decoded in one pass"):  # the same matrices
             check_parity(other, target, manifest)
-        eight = replace(manifest, bits=32, table_bits=32)
+        eight = replace(manifest, bits=32)
         with pytest.raises(DraftModelError, match="decoded"):  # rounding is told from none
             check_parity(source, target, eight)
 

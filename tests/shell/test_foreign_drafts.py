@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from edgespec.config import DraftSection
 from edgespec.core.ports import Drafter, StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.foreign_cache import ReslicedCache
@@ -24,7 +25,7 @@ from edgespec.device.drafters.foreign_drafter import ForeignDrafter
 from edgespec.device.drafters.foreign_graph import CacheTensor
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.export.export import export_draft
-from edgespec.device.foreign_drafts import ForeignOptions, foreign_drafter
+from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
 from tests.shell.foreign_graphs import (
@@ -106,8 +107,7 @@ def half_cache(model: onnx.ModelProto) -> None:
 
 def load(folder: Path, context_length: int = 0) -> ForeignDrafter:
     source = find_draft(str(folder))
-    options = ForeignOptions(context_length=context_length)
-    return foreign_drafter(source, lambda text: None, options)
+    return foreign_drafter(source, print, DraftSection(context_length=context_length))
 
 
 def greedy(drafter: Drafter, count: int = 80) -> list[int]:

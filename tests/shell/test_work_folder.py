@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.device.export import work_folder as module
-from edgespec.device.export.work_folder import work_folder
+from edgespec.device.export import export as module
+from edgespec.device.export.export import work_folder
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
@@ -21,7 +21,7 @@ PREFIX = ".edgespec-test-"
 HOLDS = """
 import sys
 from pathlib import Path
-from edgespec.device.export.work_folder import work_folder
+from edgespec.device.export.export import work_folder
 with work_folder(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "weights").write_text("half")
     print(folder, flush=True)

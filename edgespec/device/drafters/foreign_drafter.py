@@ -40,9 +40,10 @@ from edgespec.device.drafters.onnx_nodes import read_nodes
 from edgespec.device.drafters.runtime_session import (
     CPU,
     Placement,
-    open_session,
+    load_session,
     placement,
     ports,
+    usual_threads,
     weights_bytes,
 )
 from edgespec.device.drafters.token_cache import TokenCache
@@ -77,7 +78,9 @@ class ForeignDrafter:
         providers: Sequence[str] = CPU,
     ) -> None:
         self._path = path
-        self._session: ort.InferenceSession | None = open_session(path, threads, providers)
+        self._session: ort.InferenceSession | None = load_session(
+            path, threads or usual_threads(weights_bytes(path)), providers
+        )
         found = ports(self._session.get_inputs()), ports(self._session.get_outputs())
         self._graph = read_graph(path, *found, read_nodes(path), hint)
         logits = _logits_of_two(path, self._session, self._graph)

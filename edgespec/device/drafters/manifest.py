@@ -40,8 +40,6 @@ class DraftManifest:
     token_count: int = 0
     """Ids below it have a text; those from it on pad the vocabulary and are never proposed. 0: not
     known, so all may be."""
-    kept_count: int = 0
-    """Ids that have a row in the head, so that they can be proposed; 0: all."""
     kv_type: str = KvType.FLOAT32.value
     """Of a cached key or value."""
     trained_length: int = 0
@@ -82,6 +80,7 @@ def read_manifest(folder: Path) -> DraftManifest:
         raise DraftModelError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise DraftModelError(f"{path}: format must be {FORMAT}; export the draft again")
+    data.pop("kept_count", None)  # of older exports
     try:
         model = ModelInfo(**data.pop("model"))
         eos = tuple(int(token) for token in model.eos_token_ids)
@@ -95,8 +94,6 @@ def read_manifest(folder: Path) -> DraftManifest:
     _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
     if manifest.token_count:
         _check(path, "token_count", manifest.token_count, model.vocabulary_size)
-    if manifest.kept_count:
-        _check(path, "kept_count", manifest.kept_count, model.vocabulary_size)
     if manifest.trained_length:
         _check(path, "trained_length", manifest.trained_length, MAX_CONTEXT_LENGTH)
     known = [kv_type.value for kv_type in KvType]

@@ -44,7 +44,13 @@ from edgespec.device.drafters.manifest import (
     read_manifest,
 )
 from edgespec.device.drafters.masked_guesses import guesses
-from edgespec.device.drafters.runtime_session import CPU, Placement, load_session, placement
+from edgespec.device.drafters.runtime_session import (
+    CPU,
+    Placement,
+    load_session,
+    placement,
+    usual_threads,
+)
 from edgespec.device.drafters.token_cache import TokenCache
 from edgespec.sampling.array_sampler import MAX_WIDTH
 from edgespec.sampling.workspace import Workspace
@@ -59,15 +65,13 @@ _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
 class OnnxDrafter:
     """``Drafter`` over a folder written by ``export.export_draft``.
 
-    ``threads`` 0 chooses 1 for a small model, else 2. ``context_length`` 0 is the model's own; a
+    ``threads`` 0 chooses by size. ``context_length`` 0 is the model's own; a
     smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
     ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
     (``draft_window.py``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
     how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
     a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
     """
-
-    _slides = True
 
     def __init__(
         self,
@@ -84,15 +88,19 @@ class OnnxDrafter:
         bounded("window", window, 0, self._info.context_length)
         bounded("chunk", chunk, 1, CHUNK)
         self._chunk = chunk
-        trained = min(self._manifest.window, self._info.context_length) if self._slides else 0
+        trained = min(self._manifest.window, self._info.context_length)
         self._window = DraftWindow(window or trained or self._info.context_length)
         self._capacity, self._most_guesses = self._window.size, MAX_WIDTH
         if window or (trained and not context_length):
             self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
         self._weights_bytes = _weights_bytes(folder)
-        threads = threads or (1 if is_small(folder) else 2)
-        path = folder / MODEL_FILE
-        self._session: ort.InferenceSession | None = self._open(path, threads, providers)
+        two_from = _TWO_THREADS_FROM_BYTES.get(self._manifest.bits, 0)
+        self._session: ort.InferenceSession | None = load_session(
+            folder / MODEL_FILE,
+            threads or usual_threads(self._weights_bytes, two_from),
+            providers,
+        )
+        _check_signature(folder / MODEL_FILE, self._session, self._manifest)
         self._cache, self._work = TokenCache(self._info), Workspace()
         self._binding: Any = None  # onnxruntime has no types
         self._bind(self._session)
@@ -204,18 +212,12 @@ class OnnxDrafter:
         for name, array in self._rows.arrays():
             yield name, array[0, :, :length]
 
-    def _open(self, path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
-        session = load_session(path, threads, providers)
-        _check_signature(path, session, self._manifest)
-        return session
-
-    def _buffer(self, session: ort.InferenceSession, capacity: int) -> KvBuffers:
+    def _bind(self, session: ort.InferenceSession) -> None:
         manifest = self._manifest
         kv_type = KV_TYPES[_types(session.get_inputs())["past.0.key"]]
-        return KvBuffers(manifest.layers, manifest.kv_heads, capacity, manifest.head_dim, kv_type)
-
-    def _bind(self, session: ort.InferenceSession) -> None:
-        self._rows = self._buffer(session, self._capacity)
+        self._rows = KvBuffers(
+            manifest.layers, manifest.kv_heads, self._capacity, manifest.head_dim, kv_type
+        )
         self._binding = session.io_binding()
         self._ids = np.zeros((1, CHUNK), dtype=np.int64)
         self._last_index = np.zeros(1, dtype=np.int32)
@@ -282,11 +284,6 @@ def _weights_bytes(folder: Path) -> int:
     if not path.is_file():
         raise DraftModelError(f"{path}: no such file")
     return sum(part.stat().st_size for part in folder.glob(f"{MODEL_FILE}*"))
-
-
-def is_small(folder: Path) -> bool:
-    """Is its step so short that a second thread would lengthen it? Raises ``DraftModelError``."""
-    return _weights_bytes(folder) < _TWO_THREADS_FROM_BYTES.get(read_manifest(folder).bits, 0)
 
 
 def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:

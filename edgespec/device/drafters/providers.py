@@ -3,8 +3,8 @@
 Theory of operation. What an onnxruntime was built with says little about a machine: its libraries
 may be missing, its driver too old, and onnxruntime then falls back to the CPU without an error. So
 a provider counts as loadable when a graph of one node, given to it alone, runs on it and its sum is
-right. Whether it is of any use to a draft is another question (``provider_choice.py``). A draft's
-session has the CPU behind the provider that was chosen, for the nodes that this one does not know.
+right. A draft's session has the CPU behind the provider that was named, for the nodes that this one
+does not know. Keys and values lie in the CPU's memory, so an accelerator may well be slower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import onnxruntime as ort
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.runtime_session import CPU
 
-AUTO: Final = "auto"
 EXECUTION: Final = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
@@ -34,36 +33,23 @@ _PACKAGES: Final = {
     "coreml": "onnxruntime on macOS",
     "openvino": "onnxruntime-openvino",
 }
-# TensorRT is left out: it compiles a graph for minutes before the first step.
-_TRIED_BY_AUTO: Final = ("cuda", "dml", "coreml", "openvino")
 _SIZE: Final = 4
 _LONGEST_WHY: Final = 300
 
 
-def candidates(name: str) -> tuple[str, ...]:
-    """On what a draft is to be tried that shall run on ``name``, a key of ``EXECUTION`` or
-    ``auto``: the CPU, with which an accelerator is compared, and behind it the one asked for, or
-    all that load.
-
-    Raises ``DraftModelError`` saying why it does not load and which others do, ``ValueError`` for a
-    name that is none.
-    """
-    if name == AUTO:
-        return "cpu", *(one for one in _TRIED_BY_AUTO if why_not_loadable(one) is None)
-    if name not in EXECUTION:
-        raise ValueError(f"provider is {name!r}, but must be one of {', '.join(EXECUTION)}, {AUTO}")
+def execution_providers(name: str) -> tuple[str, ...]:
+    """The providers of a session that runs on ``name``, a key of ``EXECUTION``; behind it the CPU
+    has what it does not know. Raises ``DraftModelError`` saying why it does not load and which
+    others do, ``ValueError`` for a name that is none."""
     if name == "cpu":
-        return ("cpu",)
+        return CPU
+    if name not in EXECUTION:
+        raise ValueError(f"provider is {name!r}, but must be one of {', '.join(EXECUTION)}")
     why = why_not_loadable(name)
     if why is not None:
         others = ", ".join(one for one in EXECUTION if why_not_loadable(one) is None)
         raise DraftModelError(f"provider {name} cannot be used: {why}; here there are: {others}")
-    return "cpu", name
-
-
-def execution_providers(name: str) -> tuple[str, ...]:
-    """The providers of a session that runs on ``name``, a key of ``EXECUTION``."""
-    return CPU if name == "cpu" else (EXECUTION[name], *CPU)
+    return EXECUTION[name], *CPU
 
 
 def why_not_loadable(name: str) -> str | None:

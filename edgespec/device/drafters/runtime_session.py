@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ MAX_THREADS = 64
 CPU = ("CPUExecutionProvider",)
 _OPENVINO = "OpenVINOExecutionProvider"
 _PLACES = "session.record_ep_graph_assignment_info"
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _TYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
@@ -29,22 +29,17 @@ _TYPES = {
 _TWO_THREADS_FROM_BYTES = 8_000_000
 
 
-def open_session(path: Path, threads: int, providers: Sequence[str] = CPU) -> ort.InferenceSession:
-    """As ``load_session``; ``threads`` 0 chooses by the size of the weights."""
-    return load_session(path, threads or (1 if is_small(path) else 2), providers)
+def usual_threads(weights_bytes: int, two_from_bytes: int = _TWO_THREADS_FROM_BYTES) -> int:
+    """Threads of a draft step unless they are asked for: one for a small draft, whose step is
+    shorter than a thread's waking up, else two, which nearly halve it where there are two cores."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return 1 if weights_bytes < two_from_bytes else min(2, cores)
 
 
-def is_small(path: Path) -> bool:
-    """Is its step so short that a second thread would lengthen it?"""
-    return weights_bytes(path) < _TWO_THREADS_FROM_BYTES
-
-
-def load_session(
-    path: Path, threads: int, providers: Sequence[str], model: bytes | None = None
-) -> ort.InferenceSession:
-    """A session for one drafter: few threads, which sleep when they wait. ``model`` is what is
-    loaded in place of the file's own graph; the file's weights are beside it. The session runs on
-    the first of ``providers``, and on those behind it what that one does not know.
+def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+    """A session for one drafter: few threads, which sleep when they wait. It runs on the first of
+    ``providers``, and on those behind it what that one does not know.
 
     Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
     for threads outside 1..64."""
@@ -65,14 +60,12 @@ def load_session(
     # A spinning pool starves everything else on a small device and is slower when it is busy.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    if model is not None:
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent))
     if providers[0] not in CPU:
         options.add_session_config_entry(_PLACES, "1")
     try:
         with deaf_calls.around():
             session = ort.InferenceSession(
-                model or str(path),
+                str(path),
                 options,
                 providers=list(providers),
                 provider_options=[_options_of(name, threads) for name in providers],

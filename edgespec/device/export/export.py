@@ -5,9 +5,14 @@ Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +23,21 @@ from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_m
 from edgespec.device.export.checkpoint import (
     Checkpoint,
     CheckpointError,
-    DecoderShape,
     read_shape,
 )
-from edgespec.device.export.head_padding import padded_head_dim
-from edgespec.device.export.quantize import BLOCK_SIZE
-from edgespec.sampling.array_sampler import MAX_WIDTH
+from edgespec.models.folders import (
+    DRAFT_MANIFEST,
+    check_checkpoint,
+    model_info,
+    token_count,
+    trained_length,
+)
 
 if TYPE_CHECKING:
     import onnx
 
 Progress = Callable[[int, int], None]
+
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -37,10 +46,13 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+
 # Weights inside the graph's file stay in memory beside those that the kernels have repacked, also
 # after the session is closed; those of a file of their own are mapped. Small drafts are one file.
 MAX_SINGLE_FILE_BYTES = 4_000_000
+
 WEIGHTS_FILE = "model.onnx.data"
+
 # The rotary tables are stored: 128k positions would add 64 MB to a small draft.
 DEFAULT_CONTEXT_LIMIT = 16_384
 
@@ -51,33 +63,26 @@ def export_draft(
     info: ModelInfo,
     *,
     bits: int = 4,
-    table_bits: int = 0,
     context_length: int = 0,
     token_count: int = 0,
     kv_type: KvType = KvType.FLOAT32,
-    layers: int = 0,
-    kept: Sequence[int] = (),
     trained_length: int = 0,
     progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
     ``info`` describes the source (``models.folders.model_info``); its vocabulary fingerprint goes
-    into the manifest. ``bits`` is 4, 8 or 32 (float32); ``table_bits`` the same for embedding and
-    head, 0 for as ``bits``. Small models suffer from 4-bit tables more than large ones.
-    ``context_length`` 0 means the model's own, at most 16384. ``token_count`` says how many ids of
-    the vocabulary the tokenizer knows, where the model's is padded; 0: all. ``kv_type`` is that of
-    the cached keys and values; int8 needs onnxruntime here, to try the draft. ``layers`` is how
-    many are taken, from the first on, before norm and head (0: all); ``kept`` the ids that the
-    draft may propose (none: all), beside which the model's end tokens are. ``trained_length``: how
-    many tokens the texts had that it was trained on (``DraftManifest``). ``progress`` hears how
-    many layers of how many are done. The same input gives the same bytes. Raises
-    ``CheckpointError`` naming the file and the field, ``ValueError`` naming the value and the
-    limit.
-    """
-    from edgespec.device.export.export_graph import build_graph
+    into the manifest. ``bits`` is 4, 8 or 32 (float32). ``context_length`` 0 means the model's own,
+    at most 16384. ``token_count`` says how many ids of the vocabulary the tokenizer knows, where
+    the model's is padded; 0: all. ``kv_type`` is that of the cached keys and values; int8 needs
+    onnxruntime here, to try the draft. ``trained_length``: how many tokens the texts had that it
+    was trained on (``DraftManifest``). ``progress`` hears how many layers of how many are done. The
+    same input gives the same bytes. Raises ``CheckpointError`` naming the file and the field,
+    ``ValueError`` naming the value and the limit."""
+    from edgespec.device.export.export_graph import build_graph, padded_head_dim
+    from edgespec.device.export.quantize import BLOCK_SIZE
 
-    shape = first_layers(read_shape(source), layers)
+    shape = read_shape(source)
     if info.vocabulary_size != shape.vocabulary_size:
         raise CheckpointError(
             f"{source / 'config.json'}: vocab_size is {shape.vocabulary_size},"
@@ -87,11 +92,10 @@ def export_draft(
     length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
     if not 1 <= length <= limit:
         raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
-    kept = kept_ids(kept, info)
     manifest = DraftManifest(
         model=replace(info, context_length=length),
         bits=bits,
-        table_bits=table_bits or bits,
+        table_bits=bits,
         block_size=BLOCK_SIZE,
         layers=shape.layers,
         kv_heads=shape.kv_heads,
@@ -99,10 +103,9 @@ def export_draft(
         source=source.name,
         kv_type=kv_type.value,
         token_count=min(token_count, shape.vocabulary_size),
-        kept_count=len(kept),
         trained_length=trained_length,
     )
-    model = build_graph(shape, Checkpoint(source), length, bits, table_bits, progress, kept)
+    model = build_graph(shape, Checkpoint(source), length, bits, progress)
     if kv_type is not KvType.FLOAT32:
         model = _with_kv_type(model, kv_type, target, manifest)
     _save(model, target)
@@ -111,29 +114,6 @@ def export_draft(
             shutil.copyfile(source / name, target / name)
     write_manifest(target, manifest)
     return manifest
-
-
-def first_layers(shape: DecoderShape, layers: int) -> DecoderShape:
-    """``shape`` with its first ``layers`` layers; 0: with all. Raises ``ValueError``."""
-    if not 0 <= layers <= shape.layers:
-        raise ValueError(f"layers is {layers}, but must be in [1, {shape.layers}], or 0 for all")
-    return replace(shape, layers=layers or shape.layers)
-
-
-def kept_ids(kept: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
-    """``kept`` and the end tokens of ``info``, ascending; empty for empty. Raises ``ValueError``
-    for an id outside the vocabulary, and for fewer ids than a step may propose."""
-    if not kept:
-        return ()
-    found = sorted({*kept, *info.eos_token_ids})
-    for token in (found[0], found[-1]):
-        if not 0 <= token < info.vocabulary_size:
-            raise ValueError(
-                f"token id to keep is {token}, but must be in [0, {info.vocabulary_size - 1}]"
-            )
-    if len(found) < MAX_WIDTH:
-        raise ValueError(f"{len(found)} token ids are kept, but must be at least {MAX_WIDTH}")
-    return tuple(found)
 
 
 def _with_kv_type(
@@ -175,3 +155,157 @@ def _save(model: onnx.ModelProto, target: Path) -> None:
         save_as_external_data=large,
         location=WEIGHTS_FILE if large else None,
     )
+
+
+# --------------------------------------------------------------------------------------------
+# Folders that are written beside their place and moved there as a whole, or not at all.
+#
+# A process that is killed leaves its folder behind. The next one that writes beside the same place
+# takes such folders away, and no others: whoever writes into one holds a lock on it, which ends
+# with its process, however that ends. Where there are no such locks nothing is taken away.
+
+
+if sys.platform != "win32":
+    import fcntl
+
+# As ``tempfile`` makes names, so that nobody else's folder is taken for one of these.
+_MADE = "[a-z0-9_]{8}"
+
+
+@contextmanager
+def work_folder(beside: Path, prefix: str) -> Iterator[Path]:
+    """An empty folder in the folder ``beside``, for this user alone, to be moved from there; what
+    is left of it in the end is deleted. ``prefix`` is of these folders only. Raises ``OSError``."""
+    beside.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # it may be one that is not to be read
+        for left in list(beside.iterdir()):
+            if re.fullmatch(re.escape(prefix) + _MADE, left.name):
+                _delete_if_left(left)
+    folder, lock = _locked(beside, prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(beside: Path, prefix: str) -> tuple[Path, int | None]:
+    """A new folder and the file descriptor that locks it; None: there are no locks here."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
+        try:
+            lock = _take(folder)
+        except BlockingIOError:
+            continue  # another process has found it before it was locked, and deletes it
+        except FileNotFoundError:
+            continue  # and was done with that
+        except OSError:
+            return folder, None
+        if lock is None or folder.is_dir():
+            return folder, lock
+        os.close(lock)
+
+
+def _delete_if_left(folder: Path) -> None:
+    """Unless its process lives, or it is not known whether it does."""
+    try:
+        if folder.is_symlink():
+            return
+        lock = _take(folder)
+    except OSError:
+        return
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _take(folder: Path) -> int | None:
+    """A lock on the folder itself, which moves with it and leaves nothing in it; None: this system
+    has none. Raises ``BlockingIOError`` where another process has it, ``OSError``."""
+    if sys.platform == "win32":
+        return None
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+# --------------------------------------------------------------------------------------------
+# Drafts exported on the fly, kept in the user's cache under a key of their content.
+#
+# The key covers the weights, the tokenizer and the settings of the export, so a changed checkpoint
+# is exported anew and an equal one is found again wherever it lies.
+
+
+# Raised when an export of the same input would give other bytes.
+_EXPORT_VERSION = 4
+
+WORK_PREFIX = ".edgespec-export-"
+
+"""Of folders in which exports are built."""
+
+_CHUNK_BYTES = 1 << 20
+
+_HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
+
+
+def exported(
+    source: Path, bits: int, say: Callable[[str], None], kv_type: KvType = KvType.FLOAT32
+) -> Path:
+    """The draft folder made from the Hugging Face folder ``source``; made now if need be.
+
+    Raises ``ValueError`` naming the file for a folder that cannot be exported.
+    """
+    from edgespec.device.export.export import export_draft
+    from edgespec.device.export.parity import check_parity
+
+    check_checkpoint(source)
+    folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
+    if (folder / DRAFT_MANIFEST).is_file():
+        return folder
+    say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
+    # Built aside and moved: a half-written folder is never found, nor by a second process.
+    with work_folder(folder.parent, WORK_PREFIX) as work:
+        info, tokens = model_info(source), token_count(source)
+        manifest = export_draft(
+            source,
+            work,
+            info,
+            bits=bits,
+            token_count=tokens,
+            kv_type=kv_type,
+            trained_length=trained_length(source),
+        )
+        check_parity(source, work, manifest)
+        try:
+            work.rename(folder)
+        except OSError:
+            if not (folder / DRAFT_MANIFEST).is_file():
+                raise
+    return folder
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
+    user has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / ".cache" / "edgespec"
+    except RuntimeError as error:
+        why = "this user has no home folder for a cache: set HOME or XDG_CACHE_HOME"
+        raise OSError(why) from error
+
+
+def _key(source: Path, bits: int, kv_type: KvType) -> str:
+    digest = hashlib.blake2b(f"{_EXPORT_VERSION} {bits} {kv_type.value}".encode(), digest_size=8)
+    for path in sorted(found for pattern in _HASHED for found in source.glob(pattern)):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()

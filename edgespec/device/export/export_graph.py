@@ -20,32 +20,218 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import TensorProto, helper
 
-from edgespec.device.export.checkpoint import Checkpoint, DecoderShape
-from edgespec.device.export.family_weights import FamilyWeights
-from edgespec.device.export.graph_signature import graph_signature
-from edgespec.device.export.head_padding import (
-    pad_head_norm,
-    pad_inputs,
-    pad_outputs,
-    pad_tables,
-    padded_epsilon,
-    padded_head_dim,
-)
+from edgespec.device.export.checkpoint import Checkpoint, DecoderShape, FamilyWeights
 from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
-from edgespec.device.export.rope import rope_tables
+
+# --------------------------------------------------------------------------------------------
+# What goes into a draft graph of ours, and what comes out of it.
+
+
+def graph_signature(
+    shape: DecoderShape,
+) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    """(inputs, outputs) of the graph for this shape."""
+
+    def cache(kind: str) -> Iterator[onnx.ValueInfoProto]:
+        dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
+        for layer in range(shape.layers):
+            for part in ("key", "value"):
+                name = f"{kind}.{layer}.{part}"
+                yield helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+
+    inputs = [
+        helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "length"]),
+        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
+        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
+        *cache("past"),
+    ]
+    logits = [1, shape.vocabulary_size]
+    outputs = [
+        helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits),
+        *cache("present"),
+    ]
+    return inputs, outputs
+
+
+# --------------------------------------------------------------------------------------------
+# Rotary position tables for the graph: cos and sin of position times frequency.
+#
+# Frequencies follow Su et al. 2021 (RoFormer) with theta from the config; ``linear`` divides
+# positions by a factor (Chen et al. 2023), ``llama3`` stretches only the long wavelengths, with a
+# linear blend between two wavelength limits (Llama 3.1 model card), ``yarn`` blends by how often a
+# dimension turns within the original context and makes the attention sharper by a factor on both
+# tables (Peng et al. 2023, section 3).
+
+
+def rope_tables(
+    rope: Mapping[str, Any], head_dim: int, context_length: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """(cos, sin), float32 [context_length, head_dim / 2] each.
+
+    The product is taken in float32, as the reference implementation does: at long positions a
+    float64 product would differ from what the model was trained with.
+    """
+    frequencies = _frequencies(rope, head_dim)
+    angles = np.outer(np.arange(context_length, dtype=np.float32), frequencies)
+    factor = np.float32(_yarn_sharpness(rope) if rope["rope_type"] == "yarn" else 1.0)
+    return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def _frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain: NDArray[np.float32] = (1.0 / np.float32(rope["rope_theta"]) ** exponents).astype(
+        np.float32
+    )
+    match rope["rope_type"]:
+        case "default":
+            return plain
+        case "linear":
+            return (plain / float(rope["factor"])).astype(np.float32)
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            return _yarn(rope, plain, head_dim)
+        case other:
+            raise ValueError(f"rope_type {other!r} is not supported")
+
+
+def _llama3(rope: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[np.float32]:
+    length = float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = length * plain / (2.0 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    slow = plain / float(rope["factor"])
+    blended: NDArray[np.float32] = ((1.0 - share) * slow + share * plain).astype(np.float32)
+    return blended
+
+
+def _yarn(
+    rope: Mapping[str, Any], plain: NDArray[np.float32], head_dim: int
+) -> NDArray[np.float32]:
+    length, theta = float(rope["original_max_position_embeddings"]), float(rope["rope_theta"])
+
+    def dimension(turns: float) -> float:
+        """The dimension that turns so often within the original context."""
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(float(rope.get("beta_fast") or 32.0))
+    high = dimension(float(rope.get("beta_slow") or 1.0))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as the reference does, against a division by zero
+    steps = np.arange(len(plain), dtype=np.float32)
+    ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0.0, 1.0)
+    slow = plain / np.float32(rope["factor"])
+    blended: NDArray[np.float32] = (slow * ramp + plain * (1.0 - ramp)).astype(np.float32)
+    return blended
+
+
+def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
+    """What both tables are multiplied with: 0.1 ln(factor) + 1, if the config says nothing else."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(weight: float) -> float:
+        factor = float(rope["factor"])
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    weight, over_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if weight and over_all:
+        return scale(float(weight)) / scale(float(over_all))
+    return scale(1.0)
+
+
+# --------------------------------------------------------------------------------------------
+# Attention heads of a size that the runtime's kernel takes, with the same results.
+#
+# ``GroupQueryAttention`` with rotary positions wants head sizes that are multiples of 16. A head of
+# another size d is widened to the next multiple P by entries that are zero in queries, keys and
+# values, so no product changes. Rotation pairs entry i with entry i + P / 2, so each half of the
+# head is widened by itself: entry i of the first half stays, entry d / 2 + i moves to P / 2 + i.
+#
+# Three numbers would change with the size and are corrected: the attention's scale stays 1 /
+# sqrt(d); a norm over the head (Qwen3) divides by the mean over P entries instead of d, so its
+# weight is multiplied by sqrt(d / P) and its epsilon by d / P.
+
+
+HEAD_MULTIPLE = 16
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest size that the kernel takes and that holds ``head_dim`` (even) entries; 24 gives
+    32."""
+    return -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Rows (or entries of a bias) of a projection into heads, [heads * d, ...], widened to
+    [heads * P, ...]."""
+    size = padded_head_dim(head_dim)
+    if size == head_dim:
+        return weight
+    half, rest = head_dim // 2, weight.shape[1:]
+    heads = len(weight) // head_dim
+    padded = np.zeros((heads, 2, size // 2, *rest), dtype=np.float32)
+    padded[:, :, :half] = weight.reshape(heads, 2, half, *rest)
+    return padded.reshape(heads * size, *rest)
+
+
+def pad_inputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Columns of a projection out of heads, [rows, heads * d], widened to [rows, heads * P]."""
+    return np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), head_dim).T)
+
+
+def unpad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """What ``pad_outputs`` made wider, [heads * P, ...], as it was."""
+    size, half, rest = padded_head_dim(head_dim), head_dim // 2, weight.shape[1:]
+    split = weight.reshape(-1, 2, size // 2, *rest)
+    return split[:, :, :half].reshape(-1, *rest)
+
+
+def unpad_inputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """What ``pad_inputs`` made wider, [rows, heads * P], as it was."""
+    return np.ascontiguousarray(unpad_outputs(np.ascontiguousarray(weight.T), head_dim).T)
+
+
+def pad_head_norm(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """The weight [d] of a norm over a head, widened to [P] and corrected for the mean over P."""
+    factor = math.sqrt(head_dim / padded_head_dim(head_dim))
+    return pad_outputs(weight, head_dim) * np.float32(factor)
+
+
+def padded_epsilon(epsilon: float, head_dim: int) -> float:
+    """The epsilon of that norm."""
+    return epsilon * head_dim / padded_head_dim(head_dim)
+
+
+def pad_tables(
+    cos: NDArray[np.float32], sin: NDArray[np.float32], head_dim: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Rotary tables [positions, d / 2], widened to [positions, P / 2] by angles of zero."""
+    added = ((0, 0), (0, (padded_head_dim(head_dim) - head_dim) // 2))
+    return np.pad(cos, added, constant_values=1.0), np.pad(sin, added)
+
 
 BITS = (4, 8, 32)
+
 _OPSET = 21
+
 _IR_VERSION = 10
+
 _CONTRIB = "com.microsoft"
+
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
 _CONTRIB_KINDS = (
     "GatherBlockQuantized",
@@ -54,6 +240,7 @@ _CONTRIB_KINDS = (
     "QuickGelu",
     "SkipSimplifiedLayerNormalization",
 )
+
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
 
@@ -62,24 +249,17 @@ def build_graph(
     checkpoint: Checkpoint,
     context_length: int,
     bits: int,
-    table_bits: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    kept: Sequence[int] = (),
 ) -> onnx.ModelProto:
     """The model with its weights inside; the same input gives the same bytes.
 
-    ``bits`` is the precision of the layers' matrices, ``table_bits`` (0: the same) that of the
-    embedding and the head; 4 and 8 are blocks of 32 (``quantize.py``), 32 is float32. Norms,
-    biases and rotary tables stay float32. With ``kept``, ascending token ids, only these have a
-    row in the head, and the logits of all others are minus infinity. Raises ``ValueError`` naming
-    the value, ``CheckpointError`` for a missing or misshapen tensor.
-    """
-    table_bits = table_bits or bits
-    for name, value in (("bits", bits), ("table_bits", table_bits)):
-        if value not in BITS:
-            raise ValueError(f"{name} is {value}, but must be one of {BITS}")
+    ``bits`` is the precision of the matrices; 4 and 8 are blocks of 32 (``quantize.py``), 32 is
+    float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` naming the value,
+    ``CheckpointError`` for a missing or misshapen tensor."""
+    if bits not in BITS:
+        raise ValueError(f"bits is {bits}, but must be one of {BITS}")
     weights = FamilyWeights(checkpoint, shape)
-    builder = _Builder(shape, weights, context_length, bits, table_bits, kept)
+    builder = _Builder(shape, weights, context_length, bits)
     return builder.build(progress or (lambda done, layers: None))
 
 
@@ -90,16 +270,12 @@ class _Builder:
         checkpoint: FamilyWeights,
         context_length: int,
         bits: int,
-        table_bits: int,
-        kept: Sequence[int],
     ) -> None:
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
         self._checkpoint = checkpoint
         self._context_length = context_length
         self._bits = bits
-        self._table_bits = table_bits
-        self._kept = np.array(kept, dtype=np.int64)
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
@@ -135,20 +311,20 @@ class _Builder:
     def _embedding(self) -> str:
         shape, name = self._shape, "model.embed_tokens"
         weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
-        if self._table_bits == 32:
+        if self._bits == 32:
             self._constant(f"{name}.weight", weight)
             return self._node("Gather", [f"{name}.weight", "input_ids"], name)
-        matrix = quantize_matrix(weight, self._table_bits)
+        matrix = quantize_matrix(weight, self._bits)
         self._quantized(name, matrix)
         filled = matrix.scales.shape[1] * BLOCK_SIZE
-        width = filled * self._table_bits // 8
+        width = filled * self._bits // 8
         self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
         table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
         rows = self._node(
             "GatherBlockQuantized",
             [table, "input_ids", f"{name}.scales"],
             name if filled == shape.hidden else f"{name}.filled",
-            bits=self._table_bits,
+            bits=self._bits,
             block_size=BLOCK_SIZE,
             gather_axis=0,
             quantize_axis=1,
@@ -295,15 +471,11 @@ class _Builder:
         )
 
     def _head(self, normed: str) -> None:
-        shape, bits, table = self._shape, self._table_bits, "model.embed_tokens"
+        shape, bits, table = self._shape, self._bits, "model.embed_tokens"
         size = (shape.vocabulary_size, shape.hidden)
-        whole = "logits.kept" if len(self._kept) else "logits"
-        out = "logits.uncapped" if shape.logits_cap else whole
-        own = not shape.tied and "lm_head.weight" in self._checkpoint
-        if own or len(self._kept):
-            weight = self._read("lm_head.weight" if own else f"{table}.weight", size)
-            rows = weight[self._kept] if len(self._kept) else weight
-            self._product("lm_head", normed, rows, bits, out)
+        out = "logits.uncapped" if shape.logits_cap else "logits"
+        if not shape.tied and "lm_head.weight" in self._checkpoint:
+            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, out)
         elif bits == 32:  # the table as it stands, read transposed
             self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
@@ -312,20 +484,7 @@ class _Builder:
             self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
             share = self._node("Div", [out, "logits.cap"], "logits.share")
             bent = self._node("Tanh", [share], "logits.bent")
-            self._node("Mul", [bent, "logits.cap"], whole)
-        if len(self._kept):
-            self._spread(whole)
-
-    def _spread(self, kept: str) -> None:
-        """From the kept ids' logits to those of the whole vocabulary: each id reads its own, the
-        others a column of minus infinity behind them."""
-        column = np.full(self._shape.vocabulary_size, len(self._kept), dtype=np.int64)
-        column[self._kept] = np.arange(len(self._kept))
-        self._constant("logits.column", column)
-        self._constant("logits.ends", np.array([0, 0, 0, 1], dtype=np.int64))
-        self._constant("logits.none", np.array(-np.inf, dtype=np.float32))
-        padded = self._node("Pad", [kept, "logits.ends", "logits.none"], "logits.padded")
-        self._node("Gather", [padded, "logits.column"], "logits", axis=1)
+            self._node("Mul", [bent, "logits.cap"], "logits")
 
     # --- matrices ---------------------------------------------------------------------------
 

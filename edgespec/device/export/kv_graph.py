@@ -61,10 +61,9 @@ def with_kv_type(model: onnx.ModelProto, kv_type: KvType, scales: Scales = ()) -
 
 def calibrated_scales(drafter: OnnxDrafter) -> Scales:
     """Scales for int8 from texts that ``drafter`` (float32 cache) writes itself: 4 of 64 tokens,
-    each sampled behind another token of the vocabulary. A draft that proposes only some ids reads
-    the others all the same, so every second token of its texts is drawn from all of them."""
+    each sampled behind another token of the vocabulary."""
     largest: list[NDArray[np.float32]] = []
-    size, dice = drafter.manifest.proposable, np.random.default_rng(0)
+    size = drafter.manifest.proposable
     length = min(_LENGTH, drafter.info.context_length)
     for index in range(_SEQUENCES):
         drafter.begin(1, SamplingParams(temperature=1.0, seed=index))
@@ -72,8 +71,6 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
         token = first[0] if index == 0 and first else token
         for position in range(length):
             token = drafter.step(position, [token], 1)[0].token
-            if drafter.manifest.kept_count and position % 2:
-                token = int(dice.integers(size))
         found = [_largest(name, rows) for name, rows in drafter.cached_rows(length)]
         largest = [np.maximum(a, b) for a, b in zip(largest or found, found, strict=True)]
     scales = [
