@@ -224,12 +224,12 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
 
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
     if draft.model == LOOKUP:
-        from edgespec.device.drafters.model_free import ModelFreeDrafter
+        from edgespec.device.drafters.text_drafter import TextDrafter
 
         if (reference := tokenizer_reference(config)) == TOY:
-            return ModelFreeDrafter(toy_info())
+            return TextDrafter(toy_info())
         longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
-        return ModelFreeDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
+        return TextDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
     if draft.model == RANDOM:
         from edgespec.device.drafters.adversarial import RandomDrafter
 

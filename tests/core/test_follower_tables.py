@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from edgespec.core.protocol.text_guesses import FollowerTable
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.follower_tables import FollowerTable, TablesByOwner
+from edgespec.core.verifier.served_drafts import TablesByOwner
 
 
 def test_the_most_recent_follower_comes_first() -> None:

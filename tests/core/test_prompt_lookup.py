@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from edgespec.core.verifier.prompt_lookup import LONGEST, PromptLookup, pair_of
+from edgespec.core.protocol.text_guesses import LONGEST, PromptLookup, pair_of
 
 
 def _common(text: list[int], position: int) -> int:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import random
 
 from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.text_guesses import (
+    PRIOR_WEIGHT,
+    RECYCLED_CELL,
+    TextChances,
+    TextTables,
+)
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.follower_tables import Tables
-from edgespec.core.verifier.guess_chances import PRIOR_WEIGHT, RECYCLED_CELL, GuessChances
 from edgespec.core.verifier.served_drafts import (
     LEAST_CHANCE,
     LOADED_PER_PASS,
     MOST_NODES,
+    TRIAL_PASSES,
     ServedDrafts,
     ServedDraftsMaker,
 )
-from edgespec.core.verifier.served_worth import TRIAL_PASSES
 
 REQUEST = Open("s", "", "", (1,))
 
 
 def _drafts() -> ServedDrafts:
-    return ServedDrafts(Tables(shared=True))
+    return ServedDrafts(TextTables(ngrams=True))
 
 
 def _noisy_text(seed: int, length: int, wrong: float) -> list[int]:
@@ -139,7 +143,7 @@ def test_a_chance_is_the_share_that_comes_true() -> None:
 
 
 def test_a_chance_starts_at_its_prior_and_follows_the_hits() -> None:
-    chances = GuessChances()
+    chances = TextChances()
     prior = chances.of[RECYCLED_CELL]
     chances.note(RECYCLED_CELL, True)
     assert chances.of[RECYCLED_CELL] == (1 + prior * PRIOR_WEIGHT) / (1 + PRIOR_WEIGHT)

@@ -11,11 +11,10 @@ import pytest
 
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
-from edgespec.core.verifier.follower_tables import Tables
-from edgespec.core.verifier.proposal import Proposal, ProposalGrower
-from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.served_drafts import Proposal, ProposalGrower, ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Attach,
@@ -35,7 +34,7 @@ REQUEST = Open(
 
 
 def _session(request: Open = REQUEST) -> VerifySession:
-    served = ServedDrafts(Tables(shared=False))
+    served = ServedDrafts(TextTables(ngrams=False))
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
     session.handle(Attach(request), 0.0)
     return session
@@ -156,7 +155,7 @@ def _not_cut_at_the_end(grower: ProposalGrower, text: Sequence[int], *bounds: An
 def _prices_are_kept() -> None:
     for price in (0.3, 0.6):
         for text in (PROMPT, (1, 2, 9, 1, 2, 8, 1, 2)):
-            served = ServedDrafts(Tables(shared=False))
+            served = ServedDrafts(TextTables(ngrams=False))
             served.worth.count(0, 4, price)  # what it has earned pays for many rows
             assert all(chance >= price for chance in served.propose(text, 64, 40, price).chances)
 

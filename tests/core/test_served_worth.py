@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.core.verifier.served_worth import (
+from edgespec.core.verifier.served_drafts import (
     EXPLORED,
     FIRST_BALANCE,
     LONGEST_REST_PASSES,

@@ -21,10 +21,10 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.device.drafters.foreign_drafter import ForeignDrafter
-from edgespec.device.drafters.model_free import ModelFreeDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.routed import RoutedDrafter
+from edgespec.device.drafters.text_drafter import TextDrafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
@@ -73,7 +73,7 @@ def drafter_of(
             case ("adversarial", _):
                 return AdversarialDrafter(ToyDrafter(toy, toy_short))
             case ("lookup", _):
-                return ModelFreeDrafter(toy_short)
+                return TextDrafter(toy_short)
             case ("routed", _):
                 return RoutedDrafter(ToyDrafter(toy, toy_short))
             case ("paced", _):

@@ -19,8 +19,8 @@ from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent, load_drafter
-from edgespec.device.drafters.model_free import ModelFreeDrafter
 from edgespec.device.drafters.routed import RoutedDrafter
+from edgespec.device.drafters.text_drafter import TextDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, ToyTokenizer
 from edgespec.verifier.build import load_target
@@ -94,7 +94,7 @@ def test_a_lookup_needs_a_tokenizer_and_no_more(tmp_path: Path) -> None:
     for reference in (str(tmp_path), "bundled", str(resolve_model("bundled", Role.TARGET))):
         config = AgentConfig(tokenizer=reference, draft=DraftSection("lookup"))
         drafter = load_drafter(config)
-        assert isinstance(drafter, ModelFreeDrafter)
+        assert isinstance(drafter, TextDrafter)
         info, own = drafter.info, model_info(folder)
         assert (info.vocabulary, info.vocabulary_size) == (own.vocabulary, own.vocabulary_size)
         assert info.context_length > own.context_length
@@ -128,6 +128,6 @@ def test_what_is_configured_is_built() -> None:
     overrides |= {"draft.lookup": False, "draft.draft_ms": 0.0}
     assert not isinstance(load_drafter(load_config(AgentConfig, None, overrides)), RoutedDrafter)
     overrides |= {"draft.model": "lookup", "draft.lookup": True}
-    assert isinstance(load_drafter(load_config(AgentConfig, None, overrides)), ModelFreeDrafter)
+    assert isinstance(load_drafter(load_config(AgentConfig, None, overrides)), TextDrafter)
     with pytest.raises(ConfigError, match="'none', which drafts nothing"):
         load_config(AgentConfig, None, {"draft.model": "none", "draft.lookup": True})

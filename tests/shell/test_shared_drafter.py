@@ -19,7 +19,7 @@ from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
-from edgespec.device.drafters.model_free import ModelFreeDrafter
+from edgespec.device.drafters.text_drafter import TextDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
@@ -161,7 +161,7 @@ async def test_twenty_chats_are_drafted_for_in_turn(caches: int) -> None:
 
 
 async def test_a_drafter_without_a_model_is_shared_too() -> None:
-    drafter, steps = ModelFreeDrafter(load_target(TOY).info, least_chance=0.0), Steps(6)
+    drafter, steps = TextDrafter(load_target(TOY).info, least_chance=0.0), Steps(6)
     async with crowd(drafter, steps) as agent:
         texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
     assert texts == [right(prompt) for prompt in PROMPTS[:6]]

@@ -18,9 +18,8 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
 from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.engine_events import BatchFailed
 from edgespec.core.verifier.fairness import Account, Fairness
-from edgespec.core.verifier.proposal import Proposal
 from edgespec.core.verifier.scheduler import PassScheduler
-from edgespec.core.verifier.served_drafts import ServedDrafts
+from edgespec.core.verifier.served_drafts import Proposal, ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from tests.core.test_fairness import (
     test_a_key_over_its_rate_waits_without_busy_polls as rate_is_kept,

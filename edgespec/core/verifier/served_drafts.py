@@ -1,16 +1,25 @@
 """Server-side drafts: guesses of the verifier's own for a pass that has no draft of the device.
 
-Theory of operation. A pass without a draft commits one token. Guesses from the text alone (prompt
-lookup, n-grams, recycled answers) cost no model and may make it several, whatever the round trip:
+Theory of operation. A pass without a draft commits one token. Guesses from the text alone
+(``core/protocol/text_guesses.py``) cost no model and may make it several, whatever the round trip:
 useful to a device that is weak, far away, or does not draft at all. They are nodes like a device's,
 judged by the same rule, so they cannot change the text. They ride only in a pass that runs anyway
 and has no node of the device.
 
-They are priced like a device's nodes: none is put into a pass whose chance of being right is below
-``least_chance`` (what a row costs on the target), nor below ``LEAST_CHANCE`` where rows are free,
-since proposing costs time too. Where they do not pay, none are proposed, and what they may lose is
-bounded (``served_worth.py``). A session's chances begin where those of the verifier are: all its
-sessions count together how often guesses of a cell come true, which tells nobody what they said.
+**The tree.** The likeliest guess of all places becomes the next node, and the sources are asked
+behind it, until no guess is worth its row or there is no more room; a node's chance is the product
+along its path. A match goes on behind the guess that follows it; where it reaches the end of the
+text, which is where a loop bites its own tail, the pair of tokens is looked up again. Beside a
+match of ``SURE`` tokens nothing else is named: it is right nearly always, and asking costs time.
+
+**The price.** No node is put into a pass whose chance is below ``least_chance`` (what a row costs
+on the target), nor below ``LEAST_CHANCE`` where rows are free, since proposing costs time too.
+``ServedWorth`` measures whether guesses pay in a session, and bounds what they lose.
+
+**Who may share.** A token that came sooner tells its reader that somebody was told the same before.
+So the sessions of one named credential share both tables; a session that showed no key has a
+recycled one of its own, and no n-grams, which its index has already. Chances are counted for all
+sessions together, which tells nobody what they said.
 
 The drafters learn when they are asked, never in between, and at most ``LOADED_PER_PASS`` tokens of
 a long text at a time: a session that needs no guesses spends nothing on them.
@@ -18,17 +27,27 @@ a long text at a time: a session that needs no guesses spends nothing on them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, Open, RunAhead
+from edgespec.core.protocol.text_guesses import (
+    BEHIND,
+    LONGEST,
+    MATCH_CELLS,
+    PromptLookup,
+    TextChances,
+    TextTables,
+    named_tokens,
+    pair_of,
+)
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.follower_tables import Tables, TablesByOwner
-from edgespec.core.verifier.guess_chances import GuessChances
-from edgespec.core.verifier.prompt_lookup import PromptLookup
-from edgespec.core.verifier.proposal import Proposal, ProposalGrower
-from edgespec.core.verifier.served_worth import ServedWorth
 
+MOST_OWNERS: Final = 32
+"""Credentials whose tables are kept, those that opened a session most recently."""
 MOST_NODES: Final = 15
 """With the token that is fed a tile of 16 rows, which CPUs compute at the price of one row
 (``targets/row_tiles.py``)."""
@@ -38,14 +57,164 @@ LOADED_PER_PASS: Final = 1024
 _ENTERED_PER_PASS: Final = 32
 """Committed tokens that go into the tables too; of a longer backlog the last ones."""
 
+# --- the tree --------------------------------------------------------------------------------
+
+SURE: Final = 6
+Guess = list[int]
+"""Cell, token, and the node it became; -1: it was not worth its row."""
+
+
+@dataclass(slots=True, eq=False)
+class Proposal:
+    """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``, or on the end of the text
+    for -1."""
+
+    position: int = 0
+    """How long the text was."""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    guesses: list[list[Guess]] = field(default_factory=list)
+    """All that was named at the end of the text, then behind each node."""
+
+    def score(self, text: Sequence[int], chances: TextChances) -> None:
+        """The text has grown: count which guesses it confirms, as far as it came by."""
+        place, at, end = 0, self.position, len(text)
+        while at < end and place >= 0:
+            token, here, place = text[at], self.guesses[place], -1
+            for cell, guess, node in here:
+                hit = guess == token
+                chances.note(cell, hit)
+                if hit and node >= 0:
+                    place = node + 1
+            at += 1
+
+
+class ProposalGrower:
+    """Grows the proposals of one session."""
+
+    def __init__(self, lookup: PromptLookup, tables: TextTables, chances: TextChances) -> None:
+        self._lookup, self._chances = lookup, chances
+        self._recycled = tables.recycled.after
+        self._ngrams = None if tables.ngrams is None else tables.ngrams.after
+
+    def grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
+        """At most ``room`` nodes, none deeper than ``depth`` or less likely than
+        ``least_chance``. The text has two tokens or more, all of them indexed."""
+        lookup, end = self._lookup, len(text)
+        proposal = Proposal(end)
+        tokens, parents, chances = proposal.tokens, proposal.parents, proposal.chances
+        # Likeliest first, then oldest: chance, count, parent, guess, token before it, match, depth.
+        heap: list[tuple[float, int, int, Guess, int, int, int, int]] = []
+        node, chance, before, last, level, count = -1, 1.0, text[end - 2], text[end - 1], 0, 0
+        position, length = lookup.position, lookup.length
+        while True:
+            match = text[position] if length else -1
+            here = self._named(before, last, match, length, BEHIND if level else 0)
+            proposal.guesses.append(here)
+            if level < depth:
+                for guess in here:
+                    its = chance * self._chances.of[guess[0]]
+                    if its >= least_chance:
+                        count += 1
+                        goes_on = (position + 1, length + 1) if guess[1] == match else (end, 2)
+                        heappush(heap, (-its, count, node, guess, last, *goes_on, level + 1))
+            if not heap or len(tokens) >= room:
+                return proposal
+            chance, _, parent, guess, before, position, length, level = heappop(heap)
+            chance, last, node = -chance, guess[1], len(tokens)
+            guess[2] = node
+            tokens.append(last)
+            parents.append(parent)
+            chances.append(chance)
+            if position >= end:
+                position = lookup.place(pair_of(before, last))
+                length = 0 if position < 0 else length
+            length = min(length, LONGEST)
+
+    def _named(self, before: int, last: int, match: int, length: int, place: int) -> list[Guess]:
+        if length >= SURE:
+            return [[place + MATCH_CELLS[length], match, -1]]
+        pair = before << 32 | last
+        return named_tokens(pair, last, match, length, place, self._ngrams, self._recycled)
+
+
+# --- the price -------------------------------------------------------------------------------
+
+TRIAL_PASSES: Final = 32
+KEEP: Final = 0.01
+RESUME: Final = 0.02
+SHORTEST_REST_PASSES: Final = 8
+LONGEST_REST_PASSES: Final = 256
+FIRST_BALANCE: Final = 0.5
+MOST_BALANCE: Final = 4.0
+EXPLORED: Final = 0.01
+
+
+class ServedWorth:
+    """Whether guesses pay in one session, measured, with hysteresis: ``asks`` before a pass that
+    could carry some, ``count`` after it.
+
+    They are tried for ``TRIAL_PASSES`` passes, and their gain is taken, (tokens accepted - what
+    their rows cost) / passes: 20 accepted of 60 rows at 0.1 in 32 passes are 0.44 tokens a pass.
+    Below ``KEEP`` the session rests, twice as long as the time before; a trial after a rest must
+    reach ``RESUME``, so that a session at the border does not go on and off.
+
+    What guesses lose is bounded by a *balance* of tokens: it begins at ``FIRST_BALANCE``, grows by
+    ``EXPLORED`` at each pass and by each accepted token, and falls by what each row costs. A
+    proposal has at most as many rows as it pays, and one: a text of n passes loses at most
+    FIRST_BALANCE + n * ``EXPLORED`` tokens and a row, 2.0 of 128 tokens whose rows cost 0.24.
+    """
+
+    def __init__(self) -> None:
+        self.resting = 0
+        """Passes for which no drafter is asked; 0: they are."""
+        self._rest = SHORTEST_REST_PASSES
+        self._least_gain = KEEP
+        self._passes = 0
+        self._gain = 0.0
+        self._balance = FIRST_BALANCE
+
+    def rows(self, row_price: float) -> int | None:
+        """How many rows the next guesses may have, at this price in tokens; None: any number."""
+        if row_price <= 0.0:
+            return None
+        return 0 if self._balance < 0.0 else 1 + int(self._balance / row_price)
+
+    def asks(self) -> bool:
+        """Whether the drafters are to be asked for this pass."""
+        self._balance = min(MOST_BALANCE, self._balance + EXPLORED)
+        if self.resting:
+            self.resting -= 1
+            return False
+        return True
+
+    def count(self, rows: int, accepted: int, row_price: float) -> None:
+        """A pass for which they were asked is over; ``row_price`` is in tokens."""
+        self._passes += 1
+        gain = accepted - rows * row_price
+        self._gain += gain
+        self._balance = min(MOST_BALANCE, self._balance + gain)
+        if self._passes < TRIAL_PASSES:
+            return
+        if self._gain >= self._least_gain * TRIAL_PASSES:
+            self._rest, self._least_gain = SHORTEST_REST_PASSES, KEEP
+        else:
+            self.resting, self._least_gain = self._rest, RESUME
+            self._rest = min(2 * self._rest, LONGEST_REST_PASSES)
+        self._passes, self._gain = 0, 0.0
+
+
+# --- the drafters of a session -----------------------------------------------------------------
+
 
 class ServedDrafts:
     """The drafters of one session and what they learned."""
 
-    def __init__(self, tables: Tables, everybodys: GuessChances | None = None) -> None:
+    def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
         self.worth = ServedWorth()
         self.lookup = PromptLookup()
-        self.chances = GuessChances(everybodys)
+        self.chances = TextChances(everybodys)
         self._tables = tables
         self._grower = ProposalGrower(self.lookup, tables, self.chances)
         self._last: Proposal | None = None
@@ -90,14 +259,34 @@ class ServedDrafts:
             lookup.load(text, min(start, lookup.known + LOADED_PER_PASS))
             if lookup.known < start:
                 return False
-        recycled, ngrams = self._tables.recycled, self._tables.ngrams
         for at in range(lookup.known, end):
             if at >= 2:
-                recycled.add(text[at - 1], text[at])
-                if ngrams is not None:
-                    ngrams.add(text[at - 2] << 32 | text[at - 1], text[at])
+                self._tables.enter(text, at)
             lookup.add(text)
         return end >= 2
+
+
+class TablesByOwner:
+    """Hands each session the tables it may use."""
+
+    def __init__(self, most_owners: int = MOST_OWNERS) -> None:
+        self._most_owners = most_owners
+        self._tables: OrderedDict[str, TextTables] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def of(self, credential: Credential) -> TextTables:
+        """Those of the credential's name, or new ones for a session that showed no key."""
+        name = credential.name
+        if not name:
+            return TextTables(ngrams=False)
+        if name not in self._tables:
+            self._tables[name] = TextTables(ngrams=True)
+        self._tables.move_to_end(name)
+        if len(self._tables) > self._most_owners:
+            self._tables.popitem(last=False)
+        return self._tables[name]
 
 
 class ServedDraftsMaker:
@@ -105,7 +294,7 @@ class ServedDraftsMaker:
 
     def __init__(self) -> None:
         self._tables = TablesByOwner()
-        self._chances = GuessChances()
+        self._chances = TextChances()
 
     def __call__(self, request: Open, credential: Credential) -> ServedDrafts | None:
         """None where the device decides what is in the tree: under a relaxed rule, which may commit

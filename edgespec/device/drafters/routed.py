@@ -1,6 +1,6 @@
 """A router: the text's own guesses where they are good enough, else the model.
 
-Theory of operation. At each step the model-free guesses (``model_free.py``) are named first. Their
+Theory of operation. At each step the text's guesses (``text_drafter.py``) are named first. Their
 *kind* is the cell of the best one: how long its match is, or which table named it. For each kind it
 is counted how often the model was right where such a guess stood, and where none stood
 (``ModelRates``). A step is answered without the model
@@ -33,8 +33,13 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.model_free import LEAST_CHANCE, Guess, ModelFreeGuesses, permitted
-from edgespec.device.drafters.settled_text import SettledText
+from edgespec.device.drafters.text_drafter import (
+    LEAST_CHANCE,
+    Guess,
+    SettledText,
+    TextGuesses,
+    permitted,
+)
 from edgespec.device.drafters.twins import twin_of
 
 TRUSTED = 0.5
@@ -133,7 +138,7 @@ class RoutedDrafter:
         self.fed = 0
         self._model, self._least_chance = model, least_chance
         self._text = SettledText(model.info)
-        self._guesses, self._rates = ModelFreeGuesses(), ModelRates()
+        self._guesses, self._rates = TextGuesses(), ModelRates()
         self._asked: dict[int, _Asked] = {}
         """By position: what is not judged yet."""
         self._agreed = 0

@@ -1,27 +1,22 @@
 """A drafter without a model: it guesses from the text itself and from what was said before.
 
-Theory of operation. Three sources name tokens for the next position, the surest first:
+Theory of operation. Guesses come from ``core/protocol/text_guesses.py``. A drafter sees drafted
+tokens as well as committed ones, and nobody tells it which is which. But whatever was drafted is
+something that it *offered* at that position. So a token that it is fed where it never offered it
+comes from the target, and then so does everything before it. A draft that is always right gives no
+such sign; there a token counts as *settled* when the text is ``LAG`` tokens further, by when a
+wrong one has mostly been taken back. Guesses are learned from settled text, and judged by it. Where
+even that was wrong the text is cut back below ``settled``, which then says so.
 
-    match      what stood behind the last tokens the last time they stood in prompt or output; the
-               longest match is taken, counted to 12 tokens (prompt lookup decoding, Saxena 2023)
-    n-grams    what followed the last pair of tokens in outputs, this one and those of earlier
-               generations, in an LRU table (Cacheback, Ma, Gim and Zhong, EMNLP 2025)
-    followers  what followed the last token alone (after Token Recycling, Luo et al., ACL 2025)
-
-Each guess has a *chance*, counted by its kind, the length of its match, and whether it stands at
-the end of the settled text or behind guesses (``core/verifier/guess_chances.py``). It is judged
-when its position is settled (``settled_text.py``). Guesses below ``least_chance`` are not made, and
-where none is left the drafter has nothing to say: the session rests until the next commit.
-
-Tables and chances belong to the drafter, whose agent serves one user, and outlive a generation.
-Bounds: ``MOST_LEADERS`` rows a table, below 2 MiB together; the index of one text about 170 bytes a
-token and ``MOST_PAIRS`` entries.
+Guesses below ``least_chance`` are not made, and where none is left the drafter has nothing to say:
+the session rests until the next commit. Tables and chances belong to the drafter, whose agent
+serves one user, and outlive a generation: below 2 MiB together, and an index of each text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -32,23 +27,94 @@ from edgespec.core.ports import (
     StepCancelledError,
     never_cancelled,
 )
-from edgespec.core.protocol.constraint import allows
+from edgespec.core.protocol.constraint import Constraint, allows
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.follower_tables import FollowerTable
-from edgespec.core.verifier.guess_chances import (
+from edgespec.core.protocol.text_guesses import (
     BEHIND,
-    MATCH_CELLS,
-    NGRAM_CELL,
-    RANKS,
-    RECYCLED_CELL,
-    GuessChances,
+    PromptLookup,
+    TextChances,
+    TextTables,
+    common_length,
+    named_tokens,
+    pair_of,
 )
-from edgespec.core.verifier.prompt_lookup import LONGEST, PromptLookup, pair_of
-from edgespec.device.drafters.settled_text import SettledText
+from edgespec.device.drafters.token_cache import TokenCache
 
 NAME = "lookup"
 MOST_LEADERS = 4096
 LEAST_CHANCE = 0.3
+
+
+LAG = 32
+
+
+class SettledText:
+    """The tokens of one sequence and how many of them, from the first on, are settled."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._cache = TokenCache(info)
+        self.prompt_length = 0
+        self.settled = 0
+        self.kept = 0
+        """How many leading tokens the last ``advance`` left as they were."""
+        self._offered: dict[int, dict[int, float]] = {}
+        """By position and token: the chance with which it was offered last."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self._cache.tokens
+
+    def begin(self, prompt_length: int, constraint: Constraint | None = None) -> None:
+        """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
+        # Nothing here counts penalties.
+        self._cache.begin(prompt_length, SamplingParams(constraint=constraint))
+        self.prompt_length = prompt_length
+        self.settled = self.kept = 0
+        self._offered = {}
+
+    def mask(self) -> bytes | None:
+        """As ``TokenCache.mask``."""
+        return self._cache.mask()
+
+    def advance(self, keep_length: int, feed: Sequence[int]) -> int:
+        """Truncate to ``keep_length``, append ``feed``, return the new length. Raises
+        ``ValueError`` as ``TokenCache.advance`` does, and then changes nothing."""
+        before = list(self.tokens[keep_length:]) if keep_length >= 0 else []
+        length = self._cache.advance(keep_length, feed)
+        same = 0
+        for old, new in zip(before, feed, strict=False):
+            if old != new:
+                break
+            same += 1
+        self.kept = keep_length + same
+        settled = min(self.settled, self.kept)
+        for position in range(length - 1, max(settled, keep_length) - 1, -1):
+            if feed[position - keep_length] not in self._offered.get(position, ()):
+                settled = position + 1
+                break
+        self.settled = max(settled, length - LAG)
+        if len(self._offered) > LAG:
+            self._offered = {at: ids for at, ids in self._offered.items() if at >= self.settled}
+        return length
+
+    def forget(self, length: int) -> None:
+        """Truncate to ``length`` (a step did not end)."""
+        self._cache.forget(length)
+        self.settled = min(self.settled, length)
+        self.kept = min(self.kept, length)
+
+    def offer(self, guesses: Iterable[tuple[int, float]]) -> None:
+        """These tokens are guessed for the next position, each with its chance."""
+        self._offered.setdefault(len(self.tokens), {}).update(guesses)
+
+    @property
+    def reach(self) -> float:
+        """The chance that all of the text is the target's: the product of those with which its
+        tokens behind the settled ones were offered."""
+        tokens, chance = self.tokens, 1.0
+        for position in range(self.settled, len(tokens)):
+            chance *= self._offered.get(position, {}).get(tokens[position], 1.0)
+        return chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +130,15 @@ class Guess:
         return Candidate(self.token, math.log(self.chance))
 
 
-class ModelFreeGuesses:
+class TextGuesses:
     """Learns from one text after the other, and names guesses behind each."""
 
     def __init__(self, most_leaders: int = MOST_LEADERS) -> None:
-        self.chances = GuessChances()
-        self._ngrams = FollowerTable(most_leaders)
-        self._followers = FollowerTable(most_leaders)
+        self.chances = TextChances()
+        self._tables = TextTables(ngrams=True, most_leaders=most_leaders)
         self.begin()
 
-    def twin(self) -> ModelFreeGuesses:
+    def twin(self) -> TextGuesses:
         """Of another text beside this one, with the same tables and chances."""
         twin = copy(self)
         twin.begin()
@@ -106,8 +171,7 @@ class ModelFreeGuesses:
         for _ in range(lookup.known, settled):
             lookup.add(tokens)
         for at in range(max(self._entered, text.prompt_length, 2), settled):
-            self._ngrams.add(pair_of(tokens[at - 2], tokens[at - 1]), tokens[at])
-            self._followers.add(tokens[at - 1], tokens[at])
+            self._tables.enter(tokens, at)
         self._entered = max(self._entered, settled)
 
     def named(self, text: SettledText) -> tuple[Guess, ...]:
@@ -115,19 +179,18 @@ class ModelFreeGuesses:
         whether they are offered or not."""
         tokens = text.tokens
         length, last = len(tokens), tokens[-1]
-        before = tokens[length - 2] if length > 1 else -1
-        place = BEHIND if length > text.settled else 0
-        found: list[tuple[int, int]] = []
         matched, position = self._match(tokens)
-        if matched:
-            found.append((place + MATCH_CELLS[matched], tokens[position]))
-        sources = ((NGRAM_CELL, self._ngrams.after(pair_of(before, last)) if length > 1 else ()),)
-        for cell, others in (*sources, (RECYCLED_CELL, self._followers.after(last))):
-            for token in others:
-                if len(found) < RANKS and all(token != named for _, named in found):
-                    found.append((place + cell + len(found), token))
+        found = named_tokens(
+            pair_of(tokens[length - 2] if length > 1 else -1, last),
+            last,
+            tokens[position] if matched else -1,
+            matched,
+            BEHIND if length > text.settled else 0,
+            self._tables.ngrams.after if self._tables.ngrams and length > 1 else None,
+            self._tables.recycled.after,
+        )
         chances = self.chances.of
-        guesses = [Guess(token, cell, chances[cell]) for cell, token in found]
+        guesses = [Guess(token, cell, chances[cell]) for cell, token, _ in found]
         guesses.sort(key=lambda guess: -guess.chance)
         self._pending[length] = tuple(guesses)
         return self._pending[length]
@@ -142,7 +205,7 @@ class ModelFreeGuesses:
         best, best_position = 0, 0
         for position in (going_on, latest):
             if 2 <= position < length:
-                matched = _common(tokens, position)
+                matched = common_length(tokens, position, length)
                 if matched >= 2 and matched > best:
                     best, best_position = matched, position
         if best:
@@ -150,8 +213,8 @@ class ModelFreeGuesses:
         return best, best_position
 
 
-class ModelFreeDrafter:
-    """``Drafter`` of ``ModelFreeGuesses``; it only needs to know how large the vocabulary is.
+class TextDrafter:
+    """``Drafter`` of ``TextGuesses``; it only needs to know how large the vocabulary is.
 
     A step returns at most ``RANKS`` guesses, and none where no chance is ``least_chance``. What it
     returns depends on the text and on what was learned before, never on ``sampling``.
@@ -163,15 +226,15 @@ class ModelFreeDrafter:
         self._info = replace(info, name=NAME)
         self._least_chance = least_chance
         self._text = SettledText(info)
-        self._guesses = ModelFreeGuesses()
+        self._guesses = TextGuesses()
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
-    def twin(self) -> ModelFreeDrafter:
+    def twin(self) -> TextDrafter:
         """Another sequence, which shares what is learned (``ports.Twinned``)."""
-        twin = ModelFreeDrafter(self._info, self._least_chance)
+        twin = TextDrafter(self._info, self._least_chance)
         twin._guesses = self._guesses.twin()
         return twin
 
@@ -203,11 +266,3 @@ def permitted(named: tuple[Guess, ...], text: SettledText) -> tuple[Guess, ...]:
     """Those that the constraint of the text allows."""
     mask = text.mask()
     return named if mask is None else tuple([one for one in named if allows(mask, one.token)])
-
-
-def _common(tokens: Sequence[int], position: int) -> int:
-    """How many tokens before ``position`` equal the last ones, counted to ``LONGEST``."""
-    end, length, most = len(tokens), 0, min(LONGEST, position)
-    while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
-        length += 1
-    return length

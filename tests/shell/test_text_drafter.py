@@ -21,11 +21,10 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import LONGEST
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.prompt_lookup import LONGEST
-from edgespec.device.drafters.model_free import ModelFreeDrafter, ModelFreeGuesses
 from edgespec.device.drafters.routed import RoutedDrafter
-from edgespec.device.drafters.settled_text import LAG, SettledText
+from edgespec.device.drafters.text_drafter import LAG, SettledText, TextDrafter, TextGuesses
 from edgespec.device.drafters.toy import ToyDrafter
 
 SIZE = 64
@@ -112,7 +111,7 @@ def test_settled_tokens_are_the_targets_own(seed: int) -> None:
 # --- guesses --------------------------------------------------------------------------------
 
 
-def feed_all(drafter: ModelFreeDrafter, text: Sequence[int], prompt_length: int) -> list[int]:
+def feed_all(drafter: TextDrafter, text: Sequence[int], prompt_length: int) -> list[int]:
     """Walk along a text; how many of its tokens were the first guess."""
     drafter.begin(prompt_length, GREEDY)
     hits, keep, feed = [], 0, list(text[:prompt_length])
@@ -125,13 +124,13 @@ def feed_all(drafter: ModelFreeDrafter, text: Sequence[int], prompt_length: int)
 
 def test_a_repeat_is_guessed_to_its_end() -> None:
     passage = random.Random(1).sample(range(SIZE), 40)
-    hits = feed_all(ModelFreeDrafter(INFO), [*passage, 63, *passage], 41)
+    hits = feed_all(TextDrafter(INFO), [*passage, 63, *passage], 41)
     assert hits[2:] == [1] * 38
 
 
 def test_the_longest_match_goes_on_where_a_later_one_is_shorter() -> None:
     long_before, short_before = [1, 2, 3, 4, 5, 6], [9, 5, 7]  # behind a lone 5 stood a 7, too
-    drafter = ModelFreeDrafter(INFO, least_chance=0.0)
+    drafter = TextDrafter(INFO, least_chance=0.0)
     drafter.begin(12, GREEDY)
     text = [*long_before, 8, *short_before, 1, 2]
     assert drafter.step(0, text, 1)[0].token == 3
@@ -144,7 +143,7 @@ def test_the_longest_match_goes_on_where_a_later_one_is_shorter() -> None:
 def test_the_first_guess_of_a_match_follows_a_place_that_matches(seed: int) -> None:
     dice = random.Random(seed)
     text = SettledText(INFO)
-    guesses = ModelFreeGuesses()
+    guesses = TextGuesses()
     text.begin(20)
     want = [dice.randrange(3) for _ in range(20)]
     text.advance(0, want)
@@ -166,7 +165,7 @@ def test_the_first_guess_of_a_match_follows_a_place_that_matches(seed: int) -> N
 
 def test_a_chance_is_what_came_true() -> None:
     """After a pair, one of two tokens follows, the more usual one in three of four cases."""
-    dice, drafter = random.Random(5), ModelFreeDrafter(INFO, least_chance=0.0)
+    dice, drafter = random.Random(5), TextDrafter(INFO, least_chance=0.0)
     shares = []
     for _ in range(30):
         text = [1, 2]
@@ -190,15 +189,15 @@ def test_a_chance_is_what_came_true() -> None:
 def test_what_was_said_outlives_a_generation() -> None:
     dice = random.Random(2)
     said = [dice.randrange(SIZE) for _ in range(120)]
-    drafter = ModelFreeDrafter(INFO)
+    drafter = TextDrafter(INFO)
     assert sum(feed_all(drafter, [60, *said], 1)) < 20
     again = feed_all(drafter, [61, *said], 1)
-    assert sum(feed_all(ModelFreeDrafter(INFO), [61, *said], 1)) < 20
+    assert sum(feed_all(TextDrafter(INFO), [61, *said], 1)) < 20
     assert sum(again) > 60
 
 
 def test_without_a_repeat_there_is_nothing_to_say() -> None:
-    drafter = ModelFreeDrafter(INFO)
+    drafter = TextDrafter(INFO)
     drafter.begin(30, GREEDY)
     assert drafter.step(0, list(range(30)), 2) == ()
     assert drafter.step(30, [40], 2) == ()
@@ -206,7 +205,7 @@ def test_without_a_repeat_there_is_nothing_to_say() -> None:
 
 def test_the_tables_are_bounded() -> None:
     info = ModelInfo("free", "toy", 1 << 20, 1 << 20)
-    guesses, text, dice = ModelFreeGuesses(), SettledText(info), random.Random(0)
+    guesses, text, dice = TextGuesses(), SettledText(info), random.Random(0)
     text.begin(1)
     tracemalloc.start()
     try:
@@ -225,7 +224,7 @@ def test_the_tables_are_bounded() -> None:
 
 def test_a_chance_that_none_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"least_chance is 1.5"):
-        ModelFreeDrafter(INFO, least_chance=1.5)
+        TextDrafter(INFO, least_chance=1.5)
 
 
 # --- the router -----------------------------------------------------------------------------

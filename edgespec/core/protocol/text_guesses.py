@@ -1,0 +1,237 @@
+"""Guesses from the text itself and from what was said before, without a model; both ends use them.
+
+Theory of operation. Three sources name tokens for the next position, the surest first:
+
+    match      what stood behind the last tokens the last time they stood in this text. The match is
+               at least two tokens long, counted to ``LONGEST``; it goes on as long as the text goes
+               on as it did there (prompt lookup decoding, Saxena 2023)
+    n-grams    what followed the last pair of tokens in committed texts, in an LRU table (Cacheback,
+               Ma, Gim and Zhong, EMNLP 2025)
+    recycled   what followed the last token alone. A verifier also enters what the target said after
+               guesses that were wrong (Token Recycling, Luo et al., ACL 2025, with the target's
+               choice in place of its top k, which a pass does not report)
+
+Each named token is a guess of a *cell*: its source and the length of its match, its rank among the
+guesses for the position, and its place, which is the end of the text, where nobody knew how to go
+on, or behind another guess that was right, where the next one mostly is right too. Wherever the
+text came by, the guesses for the next token are compared with it, and their cells count.
+
+Formula: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``), where hits and
+trials lose a share 1 - ``MEMORY`` at each trial of the cell. A prior of 0.5 worth 2 trials, and 6
+hits in the first 6 trials, give about (5.7 + 1) / (5.7 + 2) = 0.87.
+
+Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when it is full; tables of
+``MOST_LEADERS`` rows of about 230 bytes, below 2 MiB each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+# --- chances --------------------------------------------------------------------------------
+
+MEMORY: Final = 0.98
+PRIOR_WEIGHT: Final = 2.0
+RANKS: Final = 2
+"""Guesses for one position; no more are made."""
+
+# First cell of each kind. Prompt lookup has one for matches of 2, 3, 4 to 5, 6 to 9 and more.
+MATCH_CELLS: Final = tuple(kind * RANKS for kind in (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4))
+NGRAM_CELL: Final = 5 * RANKS
+RECYCLED_CELL: Final = 6 * RANKS
+BEHIND: Final = 7 * RANKS
+"""Added to a cell for a place behind a guess."""
+
+# What the bundled target's texts gave on code and summaries (docs/measurements.md): first guesses
+# by kind, and what is left for the second.
+_PRIORS: Final = (
+    ((0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3), (1.0, 0.5)),
+    ((0.6, 0.7, 0.8, 0.85, 0.95, 0.25, 0.3), (1.0, 0.25)),
+)
+
+
+_FIRST: Final = tuple(
+    rate * share for rates, shares in _PRIORS for rate in rates for share in shares
+)
+
+
+class TextChances:
+    """``of[cell]`` is the estimated chance of a guess. It begins at that of ``everybodys``, where
+    what is noted here counts too; without them, at what the bundled target's texts gave."""
+
+    def __init__(self, everybodys: TextChances | None = None) -> None:
+        self._everybodys = everybodys
+        self.of: list[float] = list(_FIRST if everybodys is None else everybodys.of)
+        self._prior_hits = [prior * PRIOR_WEIGHT for prior in self.of]
+        self._hits = [0.0] * len(self.of)
+        self._trials = [0.0] * len(self.of)
+
+    def note(self, cell: int, hit: bool) -> None:
+        """A guess of this cell was compared with the text."""
+        self._trials[cell] = trials = self._trials[cell] * MEMORY + 1.0
+        self._hits[cell] = hits = self._hits[cell] * MEMORY + hit
+        self.of[cell] = (hits + self._prior_hits[cell]) / (trials + PRIOR_WEIGHT)
+        if self._everybodys is not None:
+            self._everybodys.note(cell, hit)
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+MOST_LEADERS: Final = 8192
+MOST_FOLLOWERS: Final = 2
+
+
+class FollowerTable:
+    """Rows of followers by leader; at most ``most_leaders`` of them."""
+
+    def __init__(
+        self, most_leaders: int = MOST_LEADERS, most_followers: int = MOST_FOLLOWERS
+    ) -> None:
+        self._most_leaders, self._most_followers = most_leaders, most_followers
+        self._rows: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def after(self, leader: int) -> tuple[int, ...]:
+        """What followed the leader, most recent first; empty: nothing that is remembered."""
+        return self._rows.get(leader, ())
+
+    def add(self, leader: int, token: int) -> None:
+        """The token stood behind the leader just now."""
+        rows = self._rows
+        row = rows.get(leader)
+        if row is None:
+            rows[leader] = (token,)
+            if len(rows) > self._most_leaders:
+                rows.popitem(last=False)
+            return
+        rows.move_to_end(leader)
+        if row[0] != token:
+            others = [other for other in row if other != token]
+            rows[leader] = (token, *others[: self._most_followers - 1])
+
+
+class TextTables:
+    """What was said in committed texts. ``ngrams`` False leaves pairs out: the index of the one
+    text that is read has them already."""
+
+    def __init__(self, *, ngrams: bool, most_leaders: int = MOST_LEADERS) -> None:
+        self.recycled = FollowerTable(most_leaders)
+        self.ngrams = FollowerTable(most_leaders) if ngrams else None
+
+    def enter(self, tokens: Sequence[int], at: int) -> None:
+        """The token at ``at`` >= 2 was committed behind those before it."""
+        last, token = tokens[at - 1], tokens[at]
+        self.recycled.add(last, token)
+        if self.ngrams is not None:
+            self.ngrams.add(tokens[at - 2] << 32 | last, token)
+
+
+# --- matches --------------------------------------------------------------------------------
+
+MOST_PAIRS = 8192
+LONGEST = 12
+"""Longer matches are not told apart."""
+
+
+def pair_of(before: int, last: int) -> int:
+    """Two neighbouring tokens as one key."""
+    return before << 32 | last
+
+
+def common_length(tokens: Sequence[int], position: int, end: int) -> int:
+    """How many tokens before ``position`` equal those before ``end``, counted to ``LONGEST``."""
+    length, most = 0, min(LONGEST, position)
+    while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length
+
+
+class PromptLookup:
+    """The index of one text, which only grows. ``position`` is where its match goes on, and
+    ``length`` the match's length; 0: there is none."""
+
+    def __init__(self, most_pairs: int = MOST_PAIRS) -> None:
+        self.known = 0
+        """How many tokens of the text are indexed."""
+        self.position = self.length = 0
+        self._most_pairs = most_pairs
+        self._places: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def place(self, pair: int) -> int:
+        """Where a token last stood behind the pair; -1: nowhere."""
+        return self._places.get(pair, -1)
+
+    def load(self, tokens: Sequence[int], end: int) -> None:
+        """Index the text up to ``end`` and find its match."""
+        self._index(tokens, max(self.known, end - self._most_pairs), end)
+        self.known = end
+        self._search(tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Index the next token of the text and move its match on."""
+        at = self.known
+        if at >= 2:
+            if len(self._places) >= self._most_pairs:
+                self._places.clear()
+            self._places[tokens[at - 2] << 32 | tokens[at - 1]] = at
+        self.known = at + 1
+        if self.length and tokens[self.position] == tokens[at]:
+            self.position += 1
+            if self.length < LONGEST:
+                self.length += 1
+        else:
+            self._search(tokens)
+
+    def _index(self, tokens: Sequence[int], start: int, end: int) -> None:
+        places = self._places
+        if len(places) + end - start > self._most_pairs:
+            places.clear()
+        for at in range(max(2, start), end):
+            places[tokens[at - 2] << 32 | tokens[at - 1]] = at
+
+    def _search(self, tokens: Sequence[int]) -> None:
+        end, self.length = self.known, 0
+        if end < 2:
+            return
+        position = self.place(pair_of(tokens[end - 2], tokens[end - 1]))
+        if position < 0:
+            return
+        self.position, self.length = position, common_length(tokens, position, end)
+
+
+# --- guesses --------------------------------------------------------------------------------
+
+After = Callable[[int], Sequence[int]]
+
+
+def named_tokens(
+    pair: int, last: int, match: int, length: int, place: int, ngrams: After | None, recycled: After
+) -> list[list[int]]:
+    """At most ``RANKS`` guesses for one position, [cell, token, -1] each, in the order of their
+    sources. ``pair`` and ``last`` lead there; a match of ``length`` goes on with ``match``, -1 for
+    none; ``place`` is 0 or ``BEHIND``."""
+    named = [[place + MATCH_CELLS[length], match, -1]] if length else []
+    rank, most, other = place + len(named), place + RANKS, -1
+    if ngrams is not None:
+        for token in ngrams(pair):
+            if token != match:
+                named.append([rank + NGRAM_CELL, token, -1])
+                rank += 1
+                if rank == most:
+                    return named
+                if other < 0:
+                    other = token
+    for token in recycled(last):
+        if token not in (match, other):
+            named.append([rank + RECYCLED_CELL, token, -1])
+            rank += 1
+            if rank == most:
+                return named
+    return named
