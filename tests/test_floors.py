@@ -86,10 +86,6 @@ TOYS = named(
     "verifier.targets.request_checks sampling.token_counts"
 )
 GUARDED = f"{DRAFTERS}.guarded"
-ON_TENSORS = tuple(
-    f"{SAMPLING}.torch_{part}"
-    for part in "device_copies forbid large_rows noise sampler scores token_counts".split()
-)
 # The first floor that holds a module is its floor.
 FLOORS = (
     Floor(PROTOCOL, (FROZEN,), IMPURE, stdlib_only=True),
@@ -103,7 +99,7 @@ FLOORS = (
     # A guarded draft runs in the simulator too; a log is no harm to it.
     Floor(GUARDED, (CORE, *TOYS), HEAVY | (IMPURE - {"logging"}), stdlib_only=True),
     # One sampling law, on arrays for drafters, on tensors for targets.
-    *(Floor(part, (CORE, SAMPLING), HEAVY - {"torch"}) for part in ON_TENSORS),
+    Floor(f"{SAMPLING}.tensors", (CORE, SAMPLING), HEAVY - {"torch"}),
     Floor(SAMPLING, (CORE,), HEAVY),
     Floor(TELEMETRY, (CORE,), HEAVY),
     Floor(CONFIG, (CORE,), HEAVY),

@@ -1,8 +1,5 @@
-"""How often each token occurs in a text that grows and is cut back; what penalties ask for.
-
-Counting 8,000 tokens anew for each draft node took 30 ms; a step now pays for the tokens that came
-and went, and for those that differ. Standard library only; who has NumPy reads it as arrays.
-"""
+"""How often each token occurs in a text that grows and is cut back. Standard library only, for the
+simulator's drafters count too; who has NumPy reads the counts as arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 
 class TokenCounts:
-    """Counts the tokens of a prompt and of the output behind it, by id.
+    """How often each token occurs in a prompt and in the output behind it, by id; what penalties
+    ask for. A step pays for the tokens that came and went, not for the length of the text.
 
     Ids outside ``[0, vocabulary_size)`` are left out: no penalty can reach them.
     """

@@ -48,7 +48,7 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.link import Link
 from edgespec.device.session_driver import SessionDriver
 from edgespec.models.toy import TOY_ALPHABET
-from edgespec.sampling.array_sampler import best_candidates
+from edgespec.sampling.arrays import best_candidates
 from tests.shell.scripted_verifier import (
     PROMPT,
     QUICK,

@@ -11,10 +11,14 @@ import pytest
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.token_cache import TokenCache
-from edgespec.sampling.array_noise import gumbel, gumbel_row, least_bits
-from edgespec.sampling.array_sampler import best_candidates
+from edgespec.sampling.arrays import (
+    Workspace,
+    best_candidates,
+    gumbel,
+    gumbel_row,
+    least_bits,
+)
 from edgespec.sampling.token_counts import TokenCounts
-from edgespec.sampling.workspace import Workspace
 
 VOCABULARY_SIZE = 151_936
 Row = np.ndarray[Any, np.dtype[np.float32]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol import sampling as scalar
-from edgespec.sampling import array_noise as noise
+from edgespec.sampling import arrays as noise
 
 SEEDS = st.integers(0, (1 << 64) - 1)
 POSITIONS = st.integers(0, 1 << 40)

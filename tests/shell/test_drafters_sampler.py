@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
-from edgespec.sampling.array_sampler import MAX_WIDTH, best_candidates
+from edgespec.sampling.arrays import MAX_WIDTH, best_candidates
 from edgespec.sampling.token_counts import TokenCounts
 
 VOCABULARY_SIZE = 40

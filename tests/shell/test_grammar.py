@@ -32,7 +32,7 @@ from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.token_bytes import TokenBytes
-from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
+from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget

@@ -212,7 +212,7 @@ def test_nobody_asks_and_nothing_is_scored(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from edgespec.sampling import torch_scores as scores
+    from edgespec.sampling import tensors as scores
 
     calls: list[int] = []
     inner = scores._score_rows

@@ -16,9 +16,16 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, warp
 from edgespec.core.protocol.sampling import noise_bits as scalar_bits
-from edgespec.sampling.torch_noise import gumbel_noise, noise_bits
-from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens, warp_rows
-from edgespec.sampling.torch_token_counts import TokenCounts, TokenCountsCache
+from edgespec.sampling import tensors
+from edgespec.sampling.tensors import (
+    SampleBlock,
+    TokenCounts,
+    TokenCountsCache,
+    choose_tokens,
+    gumbel_noise,
+    noise_bits,
+    warp_rows,
+)
 
 CPU = torch.device("cpu")
 SIZE = 61
@@ -169,9 +176,15 @@ def _random_params(rng: random.Random) -> SamplingParams:
     )
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("size", [61, 320, 1000])
-def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(size: int) -> None:
-    """Random texts, trees and parameters; logits on a coarse grid, so that many are equal."""
+def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
+    size: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random texts, trees and parameters; logits on a coarse grid, so that many are equal. Rows
+    over a large vocabulary go by arrays."""
+    if large:
+        monkeypatch.setattr(tensors, "_LARGE_VOCABULARY", 1)
     rng = random.Random(size)
     for _ in range(12):
         blocks, lines, wanted = [], [], []

@@ -47,7 +47,7 @@ from edgespec.device.drafters.runtime_session import (
     weights_bytes,
 )
 from edgespec.device.drafters.token_cache import TokenCache
-from edgespec.sampling.workspace import Workspace
+from edgespec.sampling.arrays import Workspace
 
 # Past this, positions and masks are longer than most models' contexts; as of our own drafts.
 DEFAULT_CONTEXT_LIMIT = 16_384

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.ports import Candidate
 from edgespec.device.drafters.token_cache import TokenCache
-from edgespec.sampling.array_sampler import best_candidates
-from edgespec.sampling.workspace import Workspace
+from edgespec.sampling.arrays import Workspace, best_candidates
 
 
 def guesses(

@@ -52,8 +52,7 @@ from edgespec.device.drafters.runtime_session import (
     usual_threads,
 )
 from edgespec.device.drafters.token_cache import TokenCache
-from edgespec.sampling.array_sampler import MAX_WIDTH
-from edgespec.sampling.workspace import Workspace
+from edgespec.sampling.arrays import MAX_WIDTH, Workspace
 
 CHUNK = PREFILL_CHUNK
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.

@@ -32,6 +32,7 @@ from edgespec.models.folders import (
     token_count,
     trained_length,
 )
+from edgespec.sampling.arrays import MAX_WIDTH
 
 if TYPE_CHECKING:
     import onnx

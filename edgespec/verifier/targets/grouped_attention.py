@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from edgespec.sampling.torch_device_copies import to_device
+from edgespec.sampling.tensors import to_device
 from edgespec.verifier.targets.attention_backend import LayerAttention, LayerStates
 from edgespec.verifier.targets.batch_rows import BatchRows
 from edgespec.verifier.targets.pass_batch import Indices

@@ -32,8 +32,7 @@ from edgespec.core.ports import CapacityError, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.sampling.torch_device_copies import to_device
-from edgespec.sampling.torch_sampler import is_plain
+from edgespec.sampling.tensors import is_plain, to_device
 from edgespec.verifier.targets import block_tables
 from edgespec.verifier.targets.block_tables import BlockTables
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch

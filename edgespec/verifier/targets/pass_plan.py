@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from edgespec.core.ports import PassRequest
-from edgespec.sampling.torch_device_copies import to_device
+from edgespec.sampling.tensors import to_device
 from edgespec.verifier.targets.attention_backend import AttentionBackend, AttentionLayout
 from edgespec.verifier.targets.batch_rows import BatchRows, lay_out, write_slots
 from edgespec.verifier.targets.kv_pool import KvPool

@@ -21,9 +21,13 @@ import torch
 from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
-from edgespec.sampling.torch_sampler import SampleBlock, best_tokens, choose_tokens
-from edgespec.sampling.torch_scores import score_passes
-from edgespec.sampling.torch_token_counts import TokenCountsCache
+from edgespec.sampling.tensors import (
+    SampleBlock,
+    TokenCountsCache,
+    best_tokens,
+    choose_tokens,
+    score_passes,
+)
 from edgespec.verifier.targets.attention_backend import AttentionBackend
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import CanonicalModeError, find_canonical_mode

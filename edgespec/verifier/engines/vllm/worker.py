@@ -23,9 +23,7 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
-from edgespec.sampling.torch_sampler import SampleBlock, choose_tokens
-from edgespec.sampling.torch_scores import score_passes
-from edgespec.sampling.torch_token_counts import TokenCounts
+from edgespec.sampling.tensors import SampleBlock, TokenCounts, choose_tokens, score_passes
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""

@@ -1,34 +1,264 @@
-"""Many rows of logits to one token each: ``core/protocol/sampling.choose`` in torch, float32.
+"""The sampling law on tensors: many rows of logits to one token each, float32.
 
 Theory of operation. Rows that are greedy and nothing else share one maximum. All others are warped
-together: parameters are tensors over the rows, bias and penalties are lists of (row, token, value)
-for all rows at once. So the number of torch operations of a pass does not depend on its rows or
-texts. Ties go to the lowest token id. On a CPU, rows over a large vocabulary are then looked at one
-by one (``large_rows.py``): few tokens of such a row can win at all.
+together, as ``core/protocol/sampling.choose`` has it: parameters are tensors over the rows, bias
+and penalties are lists of (row, token, value) for all rows at once. So the number of torch
+operations of a pass does not depend on its rows or texts. Ties go to the lowest token id. On a CPU,
+rows over a large vocabulary are looked at one by one instead (``arrays.py``), for few tokens of
+such a row can win at all.
 
 What a row becomes never depends on the rows beside it, not even in the last bit: rows are padded to
 whole vectors (the scalar function for what is left over at the end of a tensor differs in the last
 bit), and the sums of top-p run along a row, in float64, from left to right.
+
+The integers of the noise are those of the scalar specification bit for bit: 32-bit arithmetic done
+in int64, with a mask after every product and sum.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from edgespec.core.ports import ModelOutputError
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.sampling.torch_device_copies import to_device
-from edgespec.sampling.torch_forbid import forbid
-from edgespec.sampling.torch_large_rows import choose_in_row
-from edgespec.sampling.torch_noise import gumbel_noise
-from edgespec.sampling.torch_token_counts import Occurrences
+from edgespec.core.ports import ModelOutputError, PassRequest
+from edgespec.core.protocol.sampling import (
+    GOLDEN,
+    MASK_32,
+    MIX_A,
+    MIX_B,
+    SamplingParams,
+    position_keys,
+)
+from edgespec.core.protocol.work import LEAST_LOGPROB, TokenScore
+from edgespec.sampling.arrays import Workspace, best_token
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.work = Workspace()
+
+
+_SCRATCH = _Scratch()
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``, where what is asked of the device from now on finds it; on a CPU it
+    is the same memory. Unlike ``Tensor.to`` this does not make the host wait for a GPU."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def noise_bits(
+    seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
+) -> torch.Tensor:
+    """int64 [rows, vocabulary_size]: ``core.protocol.noise.noise_bits`` of every token id.
+
+    Row r belongs to ``seeds[r]`` and ``positions[r]``.
+    """
+    keys = [position_keys(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    first, second = to_device(np.array(keys, dtype=np.int64), device).view(-1, 2, 1).unbind(1)
+    bits = _token_base(vocabulary_size, device) + first
+    _mix_in_place(bits)
+    bits ^= second
+    _mix_in_place(bits)
+    return bits
+
+
+def gumbel_noise(
+    seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
+) -> torch.Tensor:
+    """float32 [rows, vocabulary_size]: one standard Gumbel variate per row and token id."""
+    bits = noise_bits(seeds, positions, vocabulary_size, device)
+    # Exact in float32: 23 bits and a half.
+    uniform = (bits >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@lru_cache(maxsize=4)
+def _token_base(vocabulary_size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(vocabulary_size, dtype=torch.int64, device=device) * GOLDEN & MASK_32
+
+
+def _mix_in_place(value: torch.Tensor) -> None:
+    """``core.protocol.noise.mix`` of every element; what is above 32 bits on entry is ignored."""
+    value &= MASK_32
+    value ^= value >> 16
+    value *= MIX_A
+    value &= MASK_32
+    value ^= value >> 13
+    value *= MIX_B
+    value &= MASK_32
+    value ^= value >> 16
+
+
+def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
+    """``logits`` [rows, vocabulary] with -inf for each token that its row's mask forbids; None
+    forbids nothing. ``logits`` itself is not changed, and returned where nothing is forbidden."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return logits
+    size = logits.shape[-1]
+    bits = np.zeros((len(rows), -(-size // 8)), dtype=np.uint8)
+    for place, row in enumerate(rows):
+        mask = np.frombuffer(masks[row] or b"", dtype=np.uint8)[: bits.shape[1]]
+        bits[place, : mask.size] = mask
+    allowed = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
+    forbidden = to_device(~allowed, logits.device)
+    if len(rows) == len(masks):
+        return logits.masked_fill(forbidden, -torch.inf)
+    changed = logits.clone()
+    places = to_device(np.array(rows, dtype=np.int64), logits.device)
+    changed[places] = logits[places].masked_fill(forbidden, -torch.inf)
+    return changed
+
+
+_FIRST_CAPACITY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrences:
+    """The tokens that stand before each of one session's sampled rows."""
+
+    tokens: npt.NDArray[np.int64]
+    """[distinct tokens], each once."""
+    in_prompt: npt.NDArray[np.bool_]
+    """[distinct tokens]: whether the prompt holds it."""
+    output_counts: npt.NDArray[np.int32]
+    """[rows, distinct tokens]: how often it stands in the output before this row's position."""
+
+
+class TokenCounts:
+    """How often each token stands in one text, whose first ``prompt_length`` tokens are the prompt.
+
+    A text grows by a few tokens a pass and is sometimes cut back. The counts take the tokens behind
+    the last unchanged one off and add the new ones, so a pass costs what has changed.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._counted: list[int] = []
+        self._place: dict[int, int] = {}
+        self._tokens = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._counts = np.zeros((2, _FIRST_CAPACITY), dtype=np.int32)
+        """Of the prompt and of the output, by place."""
+
+    def follow(self, text: Sequence[int], unchanged_length: int) -> None:
+        """Make the counts those of ``text``, of which the first ``unchanged_length`` tokens are
+        the same as at the last call."""
+        kept = min(unchanged_length, len(self._counted), len(text))
+        for position in range(len(self._counted) - 1, kept - 1, -1):
+            self._add(self._counted[position], position, -1)
+        del self._counted[kept:]
+        for position in range(kept, len(text)):
+            self._add(text[position], position, 1)
+        self._counted += text[kept:]
+
+    def before(self, nodes: Sequence[int], parents: Sequence[int]) -> Occurrences:
+        """Occurrences before the token behind the text, and before that behind each of ``nodes``,
+        a tree behind the text whose parents (-1: the text) come before their children."""
+        known = len(self._place)
+        fresh = {token: known + i for i, token in enumerate(set(nodes) - self._place.keys())}
+        size = known + len(fresh)
+        tokens = np.concatenate([self._tokens[:known], np.array(list(fresh), dtype=np.int64)])
+        in_prompt = np.zeros(size, dtype=np.bool_)
+        in_prompt[:known] = self._counts[0, :known] > 0
+        outputs = np.zeros((1 + len(nodes), size), dtype=np.int32)
+        outputs[0, :known] = self._counts[1, :known]
+        for row, (token, parent) in enumerate(zip(nodes, parents, strict=True), start=1):
+            outputs[row] = outputs[1 + parent]
+            place = self._place.get(token)
+            outputs[row, fresh[token] if place is None else place] += 1
+        return Occurrences(tokens, in_prompt, outputs)
+
+    def _add(self, token: int, position: int, change: int) -> None:
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = len(self._place)
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+            self._tokens[place] = token
+        self._counts[0 if position < self._prompt_length else 1, place] += change
+
+
+class TokenCountsCache:
+    """The counts of at most ``limit`` texts, by key; the one not used for longest goes first. It is
+    only a cache: the sequence's own tokens are the truth."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, tuple[list[int], TokenCounts]] = OrderedDict()
+
+    def of(
+        self, key: str, text: list[int], prompt_length: int, unchanged_length: int
+    ) -> TokenCounts:
+        """The counts of ``text``, which is known by its identity: another list under the same key
+        is another text. As for ``unchanged_length``, see ``TokenCounts.follow``."""
+        known, counts = self._kept.pop(key, (None, None))
+        if counts is None or known is not text:
+            counts = TokenCounts(prompt_length)
+        counts.follow(text, unchanged_length)
+        self._kept[key] = (text, counts)
+        if len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+        return counts
+
+
+def score_passes(
+    logits: torch.Tensor, batch: Sequence[PassRequest], chosen: Sequence[int]
+) -> dict[str, tuple[TokenScore, ...]]:
+    """The scores of every sampled row of the sessions that ask, by key; empty when none does.
+
+    ``logits`` is [sampled rows of all requests, vocabulary] and is not changed; ``chosen`` are the
+    rows' tokens.
+    """
+    if not any([request.logprobs for request in batch]):
+        return {}
+    found: dict[str, tuple[TokenScore, ...]] = {}
+    first = 0
+    for request in batch:
+        if not request.sample:
+            continue
+        last = first + 1 + len(request.tokens)
+        if request.logprobs:
+            rows, tokens = logits[first:last], chosen[first:last]
+            found[request.key] = _score_rows(rows, tokens, request.logprobs)
+        first = last
+    return found
+
+
+def _score_rows(logits: torch.Tensor, tokens: Sequence[int], count: int) -> tuple[TokenScore, ...]:
+    logits = logits.float()
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    best, ids = logits.topk(min(max(count, 2), logits.shape[-1]), dim=-1)
+    best = (best - norms).clamp_(min=LEAST_LOGPROB)
+    index = to_device(np.array(tokens, dtype=np.int64), logits.device)[:, None]
+    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
+    return tuple(
+        [
+            TokenScore(
+                logprob,
+                values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
+                tuple(zip(row[:count], values[:count], strict=True)),
+            )
+            for logprob, row, values in zip(own, ids.tolist(), best.tolist(), strict=True)
+        ]
+    )
+
 
 _VECTOR_ELEMENTS = 64
+
 # From here on looking at each row by itself costs a CPU less than all tokens of all rows.
 _LARGE_VOCABULARY = 16_384
 
@@ -141,19 +371,16 @@ def _choose_row_by_row(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
 ) -> list[int]:
-    """The same tokens by ``large_rows.py``, which looks at few of them closely."""
+    """The same tokens by ``arrays.py``, which looks at few of them closely."""
     scores = logits.float()
     if any(block.params.penalised or block.params.logit_bias for block in blocks):
         scores = scores.clone() if scores is logits else scores
         _add_bias(scores, blocks, logits.shape[-1])
         _penalise(scores, blocks)
-    chosen = []
-    for row, (one, position) in enumerate(zip(params, positions, strict=True)):
-        token = choose_in_row(scores[row].numpy(), one, position)
-        if token is None:
-            [token] = _draw(_padded(scores[row : row + 1]), [one], [position])
-        chosen.append(token)
-    return chosen
+    return [
+        best_token(row.numpy(), one, position, _SCRATCH.work)
+        for row, one, position in zip(scores, params, positions, strict=True)
+    ]
 
 
 def _draw(

@@ -1,0 +1,447 @@
+"""The sampling law on arrays: one row of logits to the ``width`` best guesses, or to one token.
+
+It follows ``core/protocol/sampling.warp`` in order (bias, penalties, temperature, top-k, top-p,
+min-p) and adds the shared noise of ``core/protocol/noise.py``. The ``width`` best perturbed scores
+are that many siblings drawn without replacement (Kool, van Hoof, Welling 2019), best first; the
+first one is the token the scalar ``choose`` picks, up to float32 rounding of near-ties. A draft's
+near-tie that falls otherwise costs speed and never correctness.
+
+Truncation may leave fewer tokens than ``width``. A sibling outside the draft's own support can
+still be the target's token, because the target truncates its own distribution, so missing places
+are filled from outside, after all inside tokens, by untruncated score plus noise.
+
+A row of 151,936 scores passes through a few array operations of 0.02 to 0.4 ms each. Nothing is
+sorted as a whole: a nucleus (Holtzman et al. 2020), the smallest set of best scores that holds a
+share of the probability, has its edge looked for by histogram. Noise is bounded and grows with its
+bits, so bits become numbers only for tokens that can still win. Arrays are kept between rows,
+because the pages of a fresh one cost more than what is done with it.
+
+The integers of the noise agree with the scalar specification bit for bit: arithmetic on uint32
+arrays wraps silently, which is the ``& MASK_32`` of the scalar form. Scalars would warn, so keys
+are folded by the scalar code and enter as array operands.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.ports import Candidate
+from edgespec.core.protocol.sampling import GOLDEN, MIX_A, MIX_B, SamplingParams, position_keys
+from edgespec.sampling.token_counts import TokenCounts
+
+
+class Workspace:
+    """Scratch arrays of one thread, by name; each as large as the largest row so far."""
+
+    def __init__(self) -> None:
+        self._floats: dict[str, NDArray[np.float32]] = {}
+        self._words: dict[str, NDArray[np.uint32]] = {}
+        self._keys = np.empty(0, dtype=np.intp)
+        self._weights = np.empty(0, dtype=np.float64)
+        self._flags = np.empty(0, dtype=np.bool_)
+
+    def floats(self, name: str, size: int) -> NDArray[np.float32]:
+        """float32 [size], whatever it holds; the same memory for the same name."""
+        if name not in self._floats or self._floats[name].size < size:
+            self._floats[name] = np.empty(size, dtype=np.float32)
+        return self._floats[name][:size]
+
+    def words(self, name: str, size: int) -> NDArray[np.uint32]:
+        """uint32 [size], likewise."""
+        if name not in self._words or self._words[name].size < size:
+            self._words[name] = np.empty(size, dtype=np.uint32)
+        return self._words[name][:size]
+
+    def keys(self, size: int) -> NDArray[np.intp]:
+        if self._keys.size < size:
+            self._keys = np.empty(size, dtype=np.intp)
+        return self._keys[:size]
+
+    def weights(self, size: int) -> NDArray[np.float64]:
+        if self._weights.size < size:
+            self._weights = np.empty(size, dtype=np.float64)
+        return self._weights[:size]
+
+    def flags(self, size: int) -> NDArray[np.bool_]:
+        if self._flags.size < size:
+            self._flags = np.empty(size, dtype=np.bool_)
+        return self._flags[:size]
+
+    def nbytes(self) -> int:
+        held = sum(a.nbytes for a in self._floats.values())
+        held += sum(a.nbytes for a in self._words.values())
+        return held + self._keys.nbytes + self._weights.nbytes + self._flags.nbytes
+
+
+# Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.
+LARGEST_NOISE = 16.7
+
+
+def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """32 hash bits for each of ``tokens`` (any shape, ids >= 0) at ``position``."""
+    return _keyed(tokens.astype(np.uint32) * np.uint32(GOLDEN), seed, position)
+
+
+def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """Standard Gumbel variates, float32; only the upper 23 bits count, as in the scalar form."""
+    uniform = (bits >> np.uint32(9)).astype(np.float32)
+    uniform += np.float32(0.5)  # at most 24 significant bits: still exact
+    uniform *= np.float32(2.0**-23)
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    return uniform
+
+
+def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+    """The noise of each of ``tokens`` at ``position``."""
+    return gumbel(noise_bits(seed, position, tokens))
+
+
+def gumbel_row(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
+    """The noise of every token id below ``vocabulary_size`` at ``position``, shape [V]."""
+    return gumbel(row_bits(seed, position, vocabulary_size))
+
+
+def row_bits(
+    seed: int, position: int, vocabulary_size: int, work: Workspace | None = None
+) -> NDArray[np.uint32]:
+    """``noise_bits`` of every token id below ``vocabulary_size``, shape [V]; they last until the
+    next row of the same ``work``."""
+    work = work or Workspace()
+    bits = work.words("bits", vocabulary_size)
+    bits[:] = _spread(vocabulary_size)
+    return _keyed(bits, seed, position, work.words("shifted", vocabulary_size))
+
+
+def least_bits(noise: float) -> np.uint32:
+    """Bits below these give less than ``noise``: the noise grows with its bits.
+
+    The inverse of ``gumbel``, exp(-exp(-noise)), with a margin for its float32 rounding: a few
+    more bits pass than must. Of noise 3.0, for example, 4.9 % of all tokens have as much.
+    """
+    reached = noise - 1e-3 - 1e-6 * abs(noise)
+    uniform = math.exp(-math.exp(-reached)) if reached > -5 else 0.0
+    return np.uint32(max(0, math.floor(uniform * 2.0**23 - 0.5)) << 9)
+
+
+@lru_cache(maxsize=4)
+def _spread(vocabulary_size: int) -> NDArray[np.uint32]:
+    spread = np.arange(vocabulary_size, dtype=np.uint32) * np.uint32(GOLDEN)
+    spread.setflags(write=False)
+    return spread
+
+
+def _keyed(
+    values: NDArray[np.uint32],
+    seed: int,
+    position: int,
+    shifted: NDArray[np.uint32] | None = None,
+) -> NDArray[np.uint32]:
+    """Both rounds, in place; ``shifted`` is scratch of the same shape."""
+    first, second = position_keys(seed, position)
+    shifted = np.empty_like(values) if shifted is None else shifted
+    values += np.uint32(first)
+    _mix(values, shifted)
+    values ^= np.uint32(second)
+    _mix(values, shifted)
+    return values
+
+
+def _mix(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
+    values ^= np.right_shift(values, np.uint32(16), out=shifted)
+    values *= np.uint32(MIX_A)
+    values ^= np.right_shift(values, np.uint32(13), out=shifted)
+    values *= np.uint32(MIX_B)
+    values ^= np.right_shift(values, np.uint32(16), out=shifted)
+
+
+_BUCKETS = 2048
+
+# So few scores are sorted.
+_FEW = 1024
+
+# Scores so far below the best share one bucket at first: together they weigh next to nothing.
+_SPAN = 32.0
+
+
+class Support(NamedTuple):
+    """The tokens that truncation keeps: all scores above ``floor``, and of those at ``floor`` the
+    ids up to ``last``. ``mass`` is the sum of exp(score) over them, where it is known."""
+
+    floor: float = -math.inf
+    last: int | None = None
+    mass: float | None = None
+
+    def only(self, scores: Row, ids: Ids) -> Ids:
+        """Those of ``ids`` that are kept, in their order."""
+        values = scores[ids]
+        if self.last is None:
+            kept = values >= self.floor
+        else:
+            kept = (values > self.floor) | ((values == self.floor) & (ids <= self.last))
+        inside: Ids = ids[kept]
+        return inside
+
+    def ids(self, scores: Row) -> Ids:
+        """All ids that are kept, ascending."""
+        return self.only(scores, np.flatnonzero(scores >= self.floor))
+
+    def log_total(self, scores: Row, work: Workspace) -> float:
+        """The logarithm of ``mass``, which is summed here where it is not known."""
+        if self.mass is not None:
+            return math.log(self.mass)
+        weights = work.floats("weights", scores.size)
+        if self.floor == -math.inf:
+            return math.log(np.exp(scores, out=weights).sum(dtype=np.float64))
+        kept = np.greater_equal(scores, self.floor, out=work.flags(scores.size))
+        if np.count_nonzero(kept) * 8 < kept.size:
+            return math.log(np.exp(scores[self.ids(scores)]).sum(dtype=np.float64))
+        # Gathering so many costs more than weighing all. None are left out by `last`: it stands
+        # beside a known mass.
+        np.exp(scores, out=weights)
+        weights *= kept
+        return math.log(weights.sum(dtype=np.float64))
+
+
+EVERYTHING = Support()
+
+
+def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
+    """The smallest set of best ``scores`` whose probability reaches ``top_p``, at least one token;
+    of equal scores the lowest ids first. ``scores`` are float32 [V], their maximum 0."""
+    masses = np.exp(scores, out=work.floats("weights", scores.size))
+    total = float(masses.sum(dtype=np.float64))
+    needed, above = top_p * total, 0.0
+    # Tokens of less make up no more than half of what is cut off.
+    least = 0.5 * (1.0 - top_p) * total / scores.size
+    able = np.greater_equal(masses, least, out=work.flags(scores.size))
+    if np.count_nonzero(able) * 8 < scores.size:
+        values, weights = scores[able], masses[able].astype(np.float64)
+    else:
+        values, weights = scores, work.weights(scores.size)
+        weights[:] = masses
+    while values.size > _FEW:
+        best = values.max()
+        span = min(float(best - values.min()), _SPAN)
+        if not span > 1e-30:
+            break
+        keys = _keys(values, best, span, work)
+        reached = np.cumsum(np.bincount(keys, weights, minlength=_BUCKETS + 1)) + above
+        bucket = int(np.searchsorted(reached, needed))
+        if bucket > _BUCKETS:  # by rounding alone
+            return EVERYTHING
+        above = float(reached[bucket - 1]) if bucket else above
+        inside = np.flatnonzero(np.equal(keys, bucket, out=work.flags(keys.size)))
+        values, weights = values[inside], weights[inside]
+    order = np.argsort(-values, kind="stable")
+    reached = np.cumsum(weights[order]) + above
+    last = int(np.searchsorted(reached, needed))
+    if last >= values.size:
+        return EVERYTHING
+    floor = values[order[last]]
+    ties = int(np.count_nonzero(values[order[: last + 1]] == floor))
+    at_floor = np.flatnonzero(np.equal(scores, floor, out=work.flags(scores.size)))
+    return Support(float(floor), int(at_floor[ties - 1]), float(reached[last]))
+
+
+def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
+    """The bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
+    depth = np.subtract(best, values, out=work.floats("spare", values.size))
+    depth *= np.float32(_BUCKETS / span)
+    np.minimum(depth, _BUCKETS, out=depth)
+    keys = work.keys(values.size)
+    keys[:] = depth
+    return keys
+
+
+MAX_WIDTH = 64
+
+# Tokens sampled to bound the others, for each guess wanted; more where many are nearly the best.
+_BOUNDING = 8
+
+_DEPTHS = (0.0, 4.0, 8.0)
+
+_NEARLY, _MOST_BOUNDING = 2.0, 512
+
+# For more contenders than one in so many, noise bits of the whole row cost less than theirs.
+_MANY = 10
+
+Row = NDArray[np.float32]
+
+Ids = NDArray[np.intp]
+
+
+def best_candidates(
+    logits: Row,
+    params: SamplingParams,
+    position: int,
+    width: int,
+    counts: TokenCounts | None = None,
+    work: Workspace | None = None,
+) -> tuple[Candidate, ...]:
+    """The ``width`` best guesses for ``position``, best first, ties to the lowest id.
+
+    ``logits`` is float32 [V] and is not changed; ``counts`` are those of all tokens before
+    ``position`` (needed only where penalties are set). ``work`` is scratch memory, about 40 bytes
+    a token of the vocabulary; who samples often keeps one. Fewer come back only when fewer tokens
+    have a finite logit. ``logprob`` is under the warped distribution (greedy: softmax of the
+    biased and penalised logits); for a token that truncation took out it is under the untruncated
+    one, which keeps it finite and not above that of any token inside.
+
+    Raises ``ValueError`` for a width outside 1..64 and for logits whose maximum is not finite.
+    """
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
+    work = work or Workspace()
+    scores = _biased(logits, params, counts, work)
+    best = scores.max()
+    if not np.isfinite(best):
+        # Told once for each reason: where it came is none.
+        raise ValueError(f"the draft computes no finite scores: the largest is {best}")
+    scores -= best
+    if params.greedy:
+        return _candidates(scores, _best(scores, width, work), EVERYTHING.log_total(scores, work))
+    support = _warmed(scores, params, work)
+    inside = _sampled(scores, support, params.seed, position, width, work)
+    found = _candidates(scores, inside, support.log_total(scores, work))
+    missing = width - len(found)
+    if support is EVERYTHING or missing <= 0:
+        return found
+    outside = scores.copy()
+    outside[support.ids(scores)] = -np.inf
+    fill = _sampled(outside, EVERYTHING, params.seed, position, missing, work)
+    return found + _candidates(scores, fill, EVERYTHING.log_total(scores, work))
+
+
+def best_token(row: Row, params: SamplingParams, position: int, work: Workspace) -> int:
+    """The first of ``best_candidates`` for logits [V] that are biased and penalised already, finite
+    at their largest. ``row`` is not changed."""
+    best = int(row.argmax())
+    if params.greedy:
+        return best
+    scores = np.subtract(row, row[best], out=work.floats("scores", row.size))
+    support = _warmed(scores, params, work)
+    return int(_sampled(scores, support, params.seed, position, 1, work)[0])
+
+
+def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
+    """Divide ``scores``, whose maximum is 0, by the temperature; what truncation keeps of them."""
+    with np.errstate(over="ignore"):  # to -inf, where the token belongs
+        scores /= np.float32(params.temperature)
+    return _support(scores, params, work)
+
+
+def _biased(
+    logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace
+) -> Row:
+    """A copy of ``logits`` with bias and penalties, as the first lines of ``warp``."""
+    scores = work.floats("scores", logits.size)
+    scores[:] = logits.reshape(-1)
+    for token, bias in params.logit_bias.items():
+        if 0 <= token < scores.size:
+            scores[token] += np.float32(bias)
+    if counts is None or not params.penalised:
+        return scores
+    seen = np.flatnonzero(np.frombuffer(counts.occurs, dtype=np.bool_))
+    in_output = np.frombuffer(counts.in_output, dtype=np.intc)[seen]
+    factor = np.float32(params.repetition_penalty)
+    values = scores[seen]
+    values = np.where(values > 0, values / factor, values * factor)
+    taken = params.presence_penalty + params.frequency_penalty * in_output.astype(np.float64)
+    scores[seen] = values - np.where(in_output > 0, taken, 0.0).astype(np.float32)
+    return scores
+
+
+def _support(scores: Row, params: SamplingParams, work: Workspace) -> Support:
+    """What truncation keeps. ``scores`` are after temperature, with maximum 0."""
+    support = EVERYTHING
+    if 0 < params.top_k < scores.size:
+        support = Support(float(_nth_best(scores, params.top_k, work)))
+    if params.top_p < 1.0:
+        support = _nucleus_within(scores, support, params.top_p, work)
+    if params.min_p > 0.0 and support.floor < (least := np.float32(math.log(params.min_p))):
+        support = Support(float(least))
+    return support
+
+
+def _nucleus_within(scores: Row, support: Support, top_p: float, work: Workspace) -> Support:
+    if support is EVERYTHING:
+        return nucleus(scores, top_p, work)
+    ids = support.ids(scores)
+    inner = nucleus(scores[ids], top_p, work)
+    if inner.last is None:
+        return support
+    return inner._replace(last=int(ids[inner.last]))
+
+
+def _sampled(
+    scores: Row, support: Support, seed: int, position: int, width: int, work: Workspace
+) -> Ids:
+    """The ``width`` best of the support by score plus noise, best first; exact.
+
+    A token must reach the ``width``-th best of some perturbed scores to rank. The noise is bounded
+    above, so most tokens of a peaked row drop out by their scores; in a flat row most do by the
+    bits of their noise, which grow as it does.
+    """
+    near = np.greater_equal(scores, max(support.floor, -_NEARLY), out=work.flags(scores.size))
+    some = support.only(scores, np.flatnonzero(near)[:_MOST_BOUNDING])
+    if some.size < width:
+        count = min(_BOUNDING * width, scores.size)
+        some = np.sort(support.only(scores, _best(scores, count, work)))
+        if some.size < count:  # that is the whole support
+            return some[_best(scores[some] + gumbel_noise(seed, position, some), width, work)]
+    floor = float(_nth_best(scores[some] + gumbel_noise(seed, position, some), width, work))
+    least = max(floor - LARGEST_NOISE, support.floor)
+    contending = np.greater_equal(scores, least, out=work.flags(scores.size))
+    if np.count_nonzero(contending) * _MANY < scores.size:
+        ids = np.flatnonzero(contending)
+        bits = noise_bits(seed, position, ids)
+    else:
+        bits = row_bits(seed, position, scores.size, work)
+        best = float(scores[some].max())
+        for depth in _DEPTHS:  # who is so far below the best needs so much more noise
+            contending &= (bits >= least_bits(floor - best + depth)) | (scores > best - depth)
+        ids = np.flatnonzero(contending)
+        bits = bits[ids]
+    perturbed = scores[ids] + gumbel(bits)
+    if support.last is not None:
+        perturbed[(scores[ids] == support.floor) & (ids > support.last)] = -np.inf
+    return ids[_best(perturbed, width, work)]
+
+
+def _best(scores: Row, count: int, work: Workspace) -> Ids:
+    """Indices of the ``count`` best finite scores, best first, ties to the lowest index."""
+    if count == 1 and scores.size:
+        top = np.array([scores.argmax()])
+    elif count < scores.size:
+        least, flags = _nth_best(scores, count, work), work.flags(scores.size)
+        above = np.flatnonzero(np.greater(scores, least, out=flags))
+        ties = np.flatnonzero(np.equal(scores, least, out=flags))[: count - above.size]
+        top = np.sort(np.concatenate((above, ties)))
+    else:
+        top = np.arange(scores.size)
+    ranked: Ids = top[np.argsort(-scores[top], kind="stable")]
+    return ranked[scores[ranked] > -np.inf]
+
+
+def _nth_best(scores: Row, n: int, work: Workspace) -> np.float32:
+    spare = work.floats("spare", scores.size)
+    spare[:] = scores
+    cut = scores.size - n
+    spare.partition(cut)
+    best: np.float32 = spare[cut]
+    return best
+
+
+def _candidates(scores: Row, tokens: Ids, log_total: float) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(int(token), float(score) - log_total)
+        for token, score in zip(tokens, scores[tokens], strict=True)
+    )
