@@ -33,8 +33,8 @@ from edgespec.core.protocol.constraint import Constraint, allows
 # Gumbel-max trick). When the noise is a counter-based hash instead of a generator's state, a device
 # that knows the seed can add *the same* noise to its own logits and will often pick the same token
 # (Daliri, Musco, Suresh, arXiv 2408.07978: probability at least (1-TV)/(1+TV)), and nobody has to
-# send probabilities. This file is the scalar specification. ``sampling/array_noise.py`` (numpy) and
-# ``sampling/torch_noise.py`` (torch) vectorise it over token ids; the integers agree bit for bit,
+# send probabilities. This file is the scalar specification. ``sampling/arrays.py`` (numpy) and
+# ``sampling/tensors.py`` (torch) vectorise it over token ids; the integers agree bit for bit,
 # which tests check. Floating point may differ in the last bit: only the verifier's choice counts.
 #
 # Law of the file: 32-bit unsigned integers throughout, every step a bijection or a xor with a key.

@@ -32,7 +32,6 @@ from edgespec.models.folders import (
     token_count,
     trained_length,
 )
-from edgespec.sampling.arrays import MAX_WIDTH
 
 if TYPE_CHECKING:
     import onnx
