@@ -24,14 +24,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from edgespec.bench.arm_options import arm_options
 from edgespec.bench.arms import Arm
-from edgespec.bench.lent_drafter import LentDrafter
-from edgespec.bench.measurement import Measurement, measure
-from edgespec.bench.prompts import DEFAULT_PROMPTS
+from edgespec.bench.measurement import LentDrafter, Measurement, measure
+from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload
 from edgespec.bench.report import machine, versions
-from edgespec.bench.tape_recorder import record_tape, tape_about
-from edgespec.bench.workload import Workload, choose_workload
+from edgespec.bench.runner import record_tape, tape_about
+from edgespec.bench.settings import arm_options
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.association.policies import association_policy

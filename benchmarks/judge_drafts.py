@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from edgespec.bench.intervals import mean_interval, ratio_interval
+from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, LONG_PROMPTS, read_prompts
 from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig

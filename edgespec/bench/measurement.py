@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from edgespec.core.device.events import DraftCounters
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    never_cancelled,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 
@@ -66,3 +75,112 @@ def mismatch_count(tokens: Sequence[int], reference: Sequence[int]) -> int:
     """Positions at which two streams differ, those that only one of them has included."""
     differing = sum(a != b for a, b in zip(tokens, reference, strict=False))
     return differing + abs(len(tokens) - len(reference))
+
+
+# --- one drafter for many agents ---------------------------------------------------------------
+# each of them closes what it holds, but this one is only lent.
+
+
+class LentDrafter:
+    """``Drafter`` that passes everything on but ``close``; agents must use it one at a time."""
+
+    def __init__(self, owned: Drafter) -> None:
+        self._owned = owned
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._owned.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._owned.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        return self._owned.step(keep_length, feed, width, cancelled)
+
+    def close(self) -> None:
+        """Nothing: the owner closes it."""
+
+
+# --- the best draft length of stop-and-wait, so that the baseline is not handicapped by a guess ---
+# Stop-and-wait drafts nothing while a draft is under way, and which drafts hit is a function of
+# the prompt and the seed. So a request takes what it takes without a link, plus one round trip
+# for each of its passes, whatever the link: one sweep without a link, on the bench's own prompts,
+# ranks the draft lengths at every RTT, free of the link's noise.
+
+
+GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16)
+PROMPT_COUNT = 9
+"""How many prompts the sweep runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GammaCost:
+    """Of one draft length, over the sweep's requests."""
+
+    flow_s: float
+    """From first to last tokens, without a link."""
+    rounds: int
+    """Passes after the first tokens: each costs a round trip more on a link."""
+    tokens: int
+
+    def tpot_s(self, rtt_s: float) -> float:
+        return (self.flow_s + self.rounds * rtt_s) / self.tokens
+
+
+def gamma_cost(measurements: Iterable[Measurement]) -> GammaCost | None:
+    """None when no request had two tokens to measure between."""
+    usable = [m for m in measurements if len(m.times_s) >= 2]
+    if not usable:
+        return None
+    return GammaCost(
+        flow_s=sum(m.times_s[-1] - m.times_s[0] for m in usable),
+        rounds=sum(m.counters.passes - 1 for m in usable),
+        tokens=sum(len(m.times_s) - 1 for m in usable),
+    )
+
+
+def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int | None:
+    """The draft length with the least time per token, the shortest among equals."""
+    if not costs:
+        return None
+    return min(sorted(costs), key=lambda gamma: costs[gamma].tpot_s(rtt_s))
+
+
+# --- how sure a mean over texts is -------------------------------------------------------------
+# texts differ more than runs of the same text do.
+# Intervals are 95 % by a bootstrap (Efron, 1979): the mean of as many texts drawn with
+# replacement, 2,000 times. A ratio of two arms draws the same texts for both, which ran them all.
+# Draws are seeded, so a result printed twice says the same.
+
+
+_DRAWS = 2000
+_SHARE = 0.95
+Interval = tuple[float, float]
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Of the mean of at least one value; a single one is its own interval."""
+    return _bootstrap(len(values), lambda drawn: fmean([values[index] for index in drawn]))
+
+
+def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval:
+    """Of mean(upper) / mean(lower), value by value of the same texts; lower ones are above 0."""
+
+    def ratio(drawn: Sequence[int]) -> float:
+        return sum([upper[index] for index in drawn]) / sum([lower[index] for index in drawn])
+
+    return _bootstrap(len(upper), ratio)
+
+
+def _bootstrap(count: int, of: Callable[[Sequence[int]], float]) -> Interval:
+    dice = random.Random(0)
+    everyone = range(count)
+    found = sorted(of(dice.choices(everyone, k=count)) for _ in range(_DRAWS if count > 1 else 1))
+    outside = round(len(found) * (1.0 - _SHARE) / 2.0)
+    return found[outside], found[-1 - outside]

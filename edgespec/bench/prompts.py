@@ -8,7 +8,7 @@ fields are ignored. Blank lines are skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,3 +198,50 @@ def _text(line: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise PromptError(f"{where}: {name} must be a text that is not empty")
     return value
+
+
+# --- what every arm is asked to do -------------------------------------------------------------
+# the same prompts, as token ids.
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts as token ids, with their names, and the ids that end a text."""
+
+    names: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    eos_token_ids: frozenset[int]
+    too_long: int = 0
+    """Prompts left out because they do not fit with their output into the context."""
+
+
+def choose_workload(
+    prompts: Iterable[BenchPrompt],
+    encode: Callable[[str], Sequence[int]],
+    *,
+    limit: int,
+    room: int,
+    eos_token_ids: Iterable[int],
+) -> Workload:
+    """The first ``limit`` prompts of at most ``room`` tokens.
+
+    Raises ``ValueError`` when there is none.
+    """
+    names: list[str] = []
+    chosen: list[tuple[int, ...]] = []
+    too_long = 0
+    for prompt in prompts:
+        tokens = tuple(encode(prompt.text))
+        if len(tokens) > room:
+            too_long += 1
+            continue
+        names.append(prompt.name)
+        chosen.append(tokens)
+        if len(chosen) >= limit:
+            break
+    if not chosen:
+        raise ValueError(
+            f"none of the {too_long} prompts fits: with max-tokens of output the context has "
+            f"room for {room} prompt tokens"
+        )
+    return Workload(tuple(names), tuple(chosen), frozenset(eos_token_ids), too_long)

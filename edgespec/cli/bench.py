@@ -17,17 +17,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edgespec.bench.arm_options import parse_arms, parse_rtts_ms
 from edgespec.bench.arms import Arm
-from edgespec.bench.estimate import ASSUMED_ACCEPTANCE, bench_s
-from edgespec.bench.lent_drafter import LentDrafter
-from edgespec.bench.progress import BenchProgress
-from edgespec.bench.prompts import BUILT_IN, BenchPrompt, read_prompts
-from edgespec.bench.report import Subject, document, footer, summary_table, verdict, write_json
-from edgespec.bench.runner import BenchRunner, Station
-from edgespec.bench.settings import BenchSettings
-from edgespec.bench.tape_recorder import record_tape, tape_about, tape_report
-from edgespec.bench.workload import Workload, choose_workload
+from edgespec.bench.measurement import LentDrafter
+from edgespec.bench.prompts import BUILT_IN, BenchPrompt, Workload, choose_workload, read_prompts
+from edgespec.bench.report import (
+    BenchProgress,
+    Subject,
+    document,
+    footer,
+    summary_table,
+    verdict,
+    write_json,
+)
+from edgespec.bench.runner import BenchRunner, Station, record_tape, tape_about, tape_report
+from edgespec.bench.settings import (
+    ASSUMED_ACCEPTANCE,
+    BenchSettings,
+    bench_s,
+    parse_arms,
+    parse_rtts_ms,
+)
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run

@@ -18,12 +18,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.bench.lent_drafter import LentDrafter
-from edgespec.bench.profile_fit import FitRow, fit_profile, fit_rows, read_lines, samples_of
-from edgespec.bench.profiling import run_workloads, workloads, worth
-from edgespec.bench.progress import BenchProgress
+from edgespec.bench.measurement import LentDrafter
+from edgespec.bench.profile_fit import (
+    FitRow,
+    fit_profile,
+    fit_rows,
+    read_lines,
+    run_workloads,
+    samples_of,
+    workloads,
+    worth,
+)
 from edgespec.bench.prompts import DEFAULT_PROMPTS
-from edgespec.bench.report import machine, versions
+from edgespec.bench.report import BenchProgress, machine, versions
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.running import reported, run
 from edgespec.config import AgentConfig, ConfigError, DraftSection

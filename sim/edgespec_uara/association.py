@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from edgespec.core.association.network import LearnedAssociation
-from edgespec_uara.paper import CorrectedCost
+from edgespec_uara.cost import CorrectedCost
 
 FILE = "association.json"
 BYTES_MAX = 50_000
@@ -31,7 +31,7 @@ def main(
     out: Path = Path(__file__).parent / "policies" / FILE,
 ) -> None:
     """Distil, and write the weights as JSON."""
-    from edgespec_uara.masac.distil import distil
+    from edgespec_uara.masac.learner import distil
 
     network, agreement = distil(worlds, seed, CorrectedCost())
     text = network.to_json()

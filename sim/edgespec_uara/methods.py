@@ -6,17 +6,491 @@ association is worth and what the shares are worth, and what is left to gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 
-from edgespec_uara.cost import CostModel, Decision, Terms
-from edgespec_uara.local_search import greedy, greedy_with_search, local_search
-from edgespec_uara.matching import Steps, best_gain, two_phase_matching
-from edgespec_uara.policy import Actor, masac_shares, tma_masac
-from edgespec_uara.shares import Weights, optimal, uniform
-from edgespec_uara.world import Ints, Snapshot
+from edgespec.core.association.policies import (
+    AssociationPolicy,
+    DeviceView,
+    LinkView,
+    VerifierView,
+)
+from edgespec_uara.cost import (
+    CostModel,
+    Decision,
+    Terms,
+    Weights,
+    bandwidth_costs,
+    bandwidth_shares,
+    downlink_bits_per_s,
+    objective,
+    optimal,
+    priced_cost,
+    rtt_s,
+    sinr,
+    uniform,
+    uplink_bits_per_s,
+    weighted,
+)
+from edgespec_uara.world import (
+    DRAFT_PARAMETERS,
+    TARGET_BYTES,
+    TARGET_PARAMETERS,
+    Floats,
+    Ints,
+    Snapshot,
+)
+
+# --- two-phase matching ------------------------------------------------------------------------
+# each device to its best gain, then swaps and moves while the cost falls.
+# With shares in proportion to weights (``shares.Weights``; uniform shares are weights of 1) a
+# server's cost is made of a few sums over its devices: with V = sum v and u the share of the band
+# used,
+#     sum constant + (u / V) sum power v + balance ((V / u)^2 sum (uplink / v)^2
+#         - 2 (V / u) sum draft uplink / v + sum draft^2) + Q sum work / q
+# so what a move or a swap would change is exact, and is computed for all moves and all swaps at
+# once from sums with one device taken out or put in. Each iteration applies the best one. The
+# cost strictly falls and associations are finite, so it ends; a limit guards against rounding.
+
+
+TOLERANCE = 1e-7
+"""Of the present cost: less is rounding."""
+
+
+class SwapTest(Enum):
+    LOWERS_COST = auto()
+    AS_PRINTED = auto()
+    """The paper's inequality, that of a maximiser: kept to show what it does."""
+
+
+class Steps(Enum):
+    SWAPS = auto()
+    """As the paper has it: each server keeps as many devices as it starts with."""
+    SWAPS_AND_MOVES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """An association (M,), its cost and the number of changes that led to it."""
+
+    association: Ints
+    cost: float
+    changes: int
+
+
+def best_gain(gains: Floats) -> Ints:
+    """First phase: for each device the server it hears best."""
+    best: Ints = gains.argmax(axis=1)
+    return best
+
+
+def two_phase_matching(
+    terms: Terms,
+    weights: Weights,
+    start: Ints,
+    steps: Steps = Steps.SWAPS_AND_MOVES,
+    test: SwapTest = SwapTest.LOWERS_COST,
+) -> Matched:
+    """Second phase, from ``start``. Shares are those of ``weights`` throughout."""
+    sign = 1.0 if test is SwapTest.LOWERS_COST else -1.0
+    search = _Search(terms, weights, start)
+    limit = 20 * terms.devices
+    changes = 0
+    while changes < limit and search.improve(steps, sign):
+        changes += 1
+    return Matched(search.association, float(search.costs.sum()), changes)
+
+
+class _Search:
+    """An association and the sums of every server under it."""
+
+    def __init__(self, terms: Terms, weights: Weights, start: Ints) -> None:
+        self.association = start.copy()
+        self._balance, self._used = terms.balance, weights.used
+        v, q = weights.bandwidth, weights.compute
+        ones = np.ones_like(v)
+        reach = terms.uplink / v
+        # (sums, M, E): what each device would add to each sum of each server.
+        self._parts = np.stack(
+            [
+                terms.constant,
+                v,
+                terms.power[:, None] * v,
+                reach**2,
+                terms.draft[:, None] * reach,
+                terms.draft[:, None] ** 2 * ones,
+                q,
+                terms.work / q,
+            ]
+        )
+        self._everyone = np.arange(terms.devices)
+        own = self._parts[:, self._everyone, start]
+        sums = [np.bincount(start, part, terms.servers) for part in own]
+        self._sums: Floats = np.stack(sums).astype(np.float64)
+        self.costs = self._cost(self._sums, self._used)
+
+    def _cost(self, sums: Floats, used: Floats) -> Floats:
+        """Of servers with these sums; axis 0 is the sum. Empty servers cost nothing."""
+        constant, v, power, squares, cross, drafts, q, work = sums
+        wide = v / used
+        safe = np.where(wide > 0, wide, 1.0)
+        gap = wide**2 * squares - 2.0 * wide * cross + drafts
+        cost: Floats = constant + power / safe + self._balance * gap + q * work
+        return cost
+
+    def improve(self, steps: Steps, sign: float) -> bool:
+        """Apply the best change; False when none helps by more than rounding."""
+        at = self.association
+        own = self._parts[:, self._everyone, at]
+        less = self._sums[:, at] - own
+        swap_i, swap_k, swap = self._best_swap(less, sign)
+        device, server, move = self._best_move(less, sign)
+        threshold = -TOLERANCE * abs(float(self.costs.sum()))
+        if steps is Steps.SWAPS_AND_MOVES and move <= swap and move < threshold:
+            self._put(device, server)
+        elif swap < threshold:
+            first, second = int(at[swap_i]), int(at[swap_k])
+            self._put(swap_i, second)
+            self._put(swap_k, first)
+        else:
+            return False
+        return True
+
+    def _best_move(self, less: Floats, sign: float) -> tuple[int, int, float]:
+        at = self.association
+        left = self._cost(less, self._used[at]) - self.costs[at]
+        more = self._sums[:, None, :] + self._parts
+        joined = self._cost(more, self._used) - self.costs
+        delta = sign * (left[:, None] + joined)
+        delta[self._everyone, at] = np.inf
+        best = int(delta.argmin())
+        device, server = divmod(best, delta.shape[1])
+        return device, server, float(delta[device, server])
+
+    def _best_swap(self, less: Floats, sign: float) -> tuple[int, int, float]:
+        """Row i, column k: i's server after i left and k came; a swap is that plus its mirror."""
+        at = self.association
+        # parts[:, k, server of i] as (sums, i, k).
+        coming = self._parts[:, :, at].transpose(0, 2, 1)
+        changed = self._cost(less[:, :, None] + coming, self._used[at][:, None])
+        half = changed - self.costs[at][:, None]
+        delta = sign * (half + half.T)
+        delta[at[:, None] == at[None, :]] = np.inf
+        best = int(delta.argmin())
+        first, second = divmod(best, delta.shape[1])
+        return first, second, float(delta[first, second])
+
+    def _put(self, device: int, server: int) -> None:
+        old = int(self.association[device])
+        self.association[device] = server
+        for changed in (old, server):
+            members = np.flatnonzero(self.association == changed)
+            # Summed anew: sums that are only added to and subtracted from would drift.
+            self._sums[:, changed] = self._parts[:, members, changed].sum(axis=1)
+        self.costs = self._cost(self._sums, self._used)
+
+
+# --- greedy start, then local search over associations whose shares are always optimal ---------
+# A server's optimal cost is (sum sqrt(work))^2, constants, and the least bandwidth cost, which
+# takes a search for its price. Trying all moves and swaps that way would be slow, so they are
+# first ranked by what they would cost at present prices (``shares.priced_cost``: to first order
+# exact, and the compute part is exact), and only the best ranked are worked out. Of those that
+# truly lower the cost and touch different servers, all are applied at once.
+
+
+TRIED = 12
+"""Changes worked out in full, a round."""
+ROUNDS_MAX = 400
+
+
+def greedy(terms: Terms) -> Decision:
+    """Devices one by one, those with the most work first, each to where it raises the cost least
+    with a bandwidth share as if even among those already there; then optimal shares."""
+    order = np.argsort(-terms.work.mean(axis=1), kind="stable")
+    association = np.zeros(terms.devices, dtype=np.int64)
+    count, root = np.zeros(terms.servers), np.zeros(terms.servers)
+    for device in order:
+        own = np.sqrt(terms.work[device])
+        held = 1.0 / (count + 1.0)
+        reach = terms.draft[device] - terms.uplink[device] / held
+        added = (
+            terms.constant[device]
+            + terms.power[device] * held
+            + terms.balance * reach**2
+            + own * (own + 2.0 * root)
+        )
+        server = int(added.argmin())
+        association[device] = server
+        count[server] += 1.0
+        root[server] += own[server]
+    return optimal(terms, association)
+
+
+def local_search(terms: Terms, start: Ints) -> Decision:
+    """Never worse than the optimal shares for ``start``."""
+    search = _LocalSearch(terms, start)
+    for _ in range(ROUNDS_MAX):
+        if not search.improve():
+            break
+    found, before = optimal(terms, search.association), optimal(terms, start)
+    return found if objective(terms, found) <= objective(terms, before) else before
+
+
+def greedy_with_search(terms: Terms) -> Decision:
+    return local_search(terms, greedy(terms).association)
+
+
+_Change = dict[int, int]
+"""Device to its new server; one entry is a move, two a swap."""
+
+
+class _LocalSearch:
+    def __init__(self, terms: Terms, start: Ints) -> None:
+        self._terms = terms
+        self.association = start.copy()
+        self._devices = np.arange(terms.devices)
+        self._roots = np.sqrt(np.maximum(terms.work, 0.0))
+        self._costs, self._prices, self._shares = self._priced(self._devices, start, start)
+
+    def _priced(self, devices: Ints, servers: Ints, groups: Ints) -> tuple[Floats, Floats, Floats]:
+        """Least cost and price of each group of pairs, and the pairs' shares."""
+        terms, count = self._terms, max(self._terms.servers, int(groups.max()) + 1)
+        shares, prices = bandwidth_shares(terms, devices, servers, groups, count)
+        each = bandwidth_costs(terms, devices, servers, shares) + terms.constant[devices, servers]
+        roots = np.bincount(groups, self._roots[devices, servers], count)
+        costs = (np.bincount(groups, each, count) + roots**2).astype(np.float64)
+        return costs, prices, shares
+
+    def improve(self) -> bool:
+        ranked = self._ranked()
+        if not ranked:
+            return False
+        deltas = self._worked_out(ranked)
+        threshold = -TOLERANCE * float(self._costs.sum())
+        touched: set[int] = set()
+        for index in np.argsort(deltas):
+            servers = self._touched(ranked[index])
+            if deltas[index] >= threshold or touched & servers:
+                continue
+            touched |= servers
+            for device, server in ranked[index].items():
+                self.association[device] = server
+        if touched:
+            at = self.association
+            self._costs, self._prices, self._shares = self._priced(self._devices, at, at)
+        return bool(touched)
+
+    def _touched(self, change: _Change) -> set[int]:
+        return set(change.values()) | {int(self.association[device]) for device in change}
+
+    def _ranked(self) -> list[_Change]:
+        """The most promising moves and swaps at present prices."""
+        at, terms, everyone = self.association, self._terms, self._devices
+        rent = priced_cost(terms, self._prices) + terms.constant
+        own_root = self._roots[everyone, at]
+        sums = np.bincount(at, own_root, terms.servers)
+        leaving = rent[everyone, at] + sums[at] ** 2 - (sums[at] - own_root) ** 2
+        joining = rent + (sums + self._roots) ** 2 - sums**2
+        move = joining - leaving[:, None]
+        move[everyone, at] = np.inf
+        # Row i, column k: k takes i's place.
+        after = (sums[at] - own_root)[:, None] + self._roots[:, at].T
+        half = rent[:, at].T - rent[everyone, at][:, None] + after**2 - (sums[at] ** 2)[:, None]
+        swap = half + half.T
+        swap[at[:, None] == at[None, :]] = np.inf
+        changes: list[tuple[float, _Change]] = []
+        for flat in _least(move, TRIED):
+            device, server = divmod(int(flat), terms.servers)
+            changes.append((float(move[device, server]), {device: server}))
+        for flat in _least(np.where(np.tri(len(at), k=-1, dtype=bool), swap, np.inf), TRIED):
+            first, second = divmod(int(flat), len(at))
+            exchange = {first: int(at[second]), second: int(at[first])}
+            changes.append((float(swap[first, second]), exchange))
+        # The estimate for a move may err to either side; a hopeless one is not tried.
+        slack = 0.02 * float(self._costs.sum()) / terms.servers
+        hopeful = [change for change in changes if change[0] < slack]
+        return [change for _, change in sorted(hopeful, key=lambda pair: pair[0])[:TRIED]]
+
+    def _worked_out(self, changes: list[_Change]) -> Floats:
+        """What each change truly adds to the cost."""
+        devices, servers, groups, before = [], [], [], np.zeros(len(changes))
+        for index, change in enumerate(changes):
+            changed = self.association.copy()
+            for device, server in change.items():
+                changed[device] = server
+            touched = self._touched(change)
+            before[index] = self._costs[list(touched)].sum()
+            for place, server in enumerate(sorted(touched)):
+                members = np.flatnonzero(changed == server)
+                devices.append(members)
+                servers.append(np.full(len(members), server))
+                groups.append(np.full(len(members), 2 * index + place))
+        group = np.concatenate(groups)
+        costs, _, _ = self._priced(np.concatenate(devices), np.concatenate(servers), group)
+        padded = np.zeros(2 * len(changes))
+        padded[: min(len(costs), len(padded))] = costs[: len(padded)]
+        after: Floats = padded.reshape(-1, 2).sum(axis=1)
+        return after - before
+
+
+def _least(table: Floats, count: int) -> Ints:
+    """Flat indices of the ``count`` least entries, in no order."""
+    flat = table.ravel()
+    return np.argpartition(flat, min(count, flat.size - 1))[:count]
+
+
+# --- the trained resource allocation, in numpy -------------------------------------------------
+# features in, shares out. No torch here.
+# Each server is an agent; all share one set of parameters. An agent looks at a list of devices
+# that it may be any length of: every device is embedded by the same small network, the mean of
+# its own devices' embeddings says how crowded it is and with what, and from the two come the
+# device's weights of bandwidth and compute. So one policy serves any number of devices and
+# servers.
+# Actions lie in (-1, 1). A pair's two become weights exp(4 a); a server's one becomes the share
+# of the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
+
+
+FEATURES = 6
+PAIR_ACTIONS, SERVER_ACTIONS = 2, 1
+WEIGHT_SPAN, USED_SPAN = 4.0, 1.5
+ROUNDS = 3
+"""Of matching under the actor's weights, then weights for the new association."""
+SHIPPED = "masac"
+LAYERS = ("embed0", "embed1", "pair0", "pair1", "server0", "server1")
+
+
+def pair_features(terms: Terms) -> Floats:
+    """(M, E, features), each of order 1: logarithms of the five terms, and the constant."""
+
+    def log(milliseconds: Floats, middle: float) -> Floats:
+        scaled: Floats = np.log(np.maximum(milliseconds, 1e-3) / middle) / 2.0
+        return scaled
+
+    shape = terms.constant.shape
+    columns = [
+        log(terms.uplink, 5.0),
+        np.broadcast_to(log(terms.draft, 50.0)[:, None], shape),
+        log(terms.work, 50.0),
+        np.broadcast_to(log(terms.power + 1.0, 300.0)[:, None], shape),
+        log(terms.uplink / terms.draft[:, None], 0.1),
+        log(terms.constant, 200.0),
+    ]
+    return np.stack(columns, axis=-1)
+
+
+def action_weights(pair_actions: Floats, server_actions: Floats) -> Weights:
+    """Actions (M, E, 2) and (E, 1), in [-1, 1], as weights."""
+    return Weights(
+        bandwidth=np.exp(WEIGHT_SPAN * pair_actions[..., 0]),
+        compute=np.exp(WEIGHT_SPAN * pair_actions[..., 1]),
+        used=np.exp(USED_SPAN * (server_actions[..., 0] - 1.0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Arrays ``NAME.weight`` (out, in) and ``NAME.bias`` (out,) for each of ``LAYERS``."""
+
+    arrays: Mapping[str, Floats]
+
+    def __post_init__(self) -> None:
+        wanted = {f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")}
+        if set(self.arrays) != wanted:
+            raise ValueError(f"a policy of arrays {sorted(self.arrays)}: wanted {sorted(wanted)}")
+        inputs = self.arrays["embed0.weight"].shape[1]
+        if inputs != FEATURES:
+            raise ValueError(f"a policy for {inputs} features; this version has {FEATURES}")
+
+    @classmethod
+    def load(cls, path: Path) -> Actor:
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls({name: arrays[name].astype(np.float64) for name in arrays})
+
+    @classmethod
+    def shipped(cls) -> Actor:
+        with resources.as_file(resources.files("edgespec_uara") / "policies") as folder:
+            return cls.load(folder / f"{SHIPPED}.npz")
+
+    def actions(self, features: Floats, association: Ints) -> tuple[Floats, Floats]:
+        """Most likely actions: of all pairs (M, E, 2) and of all servers (E, 1).
+
+        A pair that is not associated is judged as one more device of that server.
+        """
+        devices, servers = np.arange(len(association)), features.shape[1]
+        embedded = self._two("embed", features, last=True)
+        own = embedded[devices, association]
+        counts = np.bincount(association, minlength=servers)
+        pooled = np.zeros((servers, own.shape[1]))
+        np.add.at(pooled, association, own)
+        pooled /= np.maximum(counts, 1)[:, None]
+        crowd = np.concatenate([pooled, crowding(counts)[:, None]], axis=1)
+        beside = np.broadcast_to(crowd, (*features.shape[:2], crowd.shape[1]))
+        pairs = self._two("pair", np.concatenate([embedded, beside], axis=-1))
+        whole = self._two("server", crowd)
+        return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
+
+    def actions_before_matching(self, features: Floats) -> tuple[Floats, Floats]:
+        """The same while no device has a server yet: every server pools all devices."""
+        devices, servers = features.shape[:2]
+        embedded = self._two("embed", features, last=True)
+        count = np.full((servers, 1), float(crowding(np.array(devices))))
+        crowd = np.concatenate([embedded.mean(axis=0), count], axis=1)
+        beside = np.broadcast_to(crowd, (devices, *crowd.shape))
+        pairs = self._two("pair", np.concatenate([embedded, beside], axis=-1))
+        whole = self._two("server", crowd)
+        return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
+
+    def _two(self, name: str, rows: Floats, last: bool = False) -> Floats:
+        hidden = np.maximum(self._linear(f"{name}0", rows), 0.0)
+        out = self._linear(f"{name}1", hidden)
+        return np.maximum(out, 0.0) if last else out
+
+    def _linear(self, name: str, rows: Floats) -> Floats:
+        product: Floats = rows @ self.arrays[f"{name}.weight"].T + self.arrays[f"{name}.bias"]
+        return product
+
+    def weights(self, features: Floats, association: Ints) -> Weights:
+        return action_weights(*self.actions(features, association))
+
+
+def crowding(counts: Ints) -> Floats:
+    """How many devices a server has, as a feature of order 1."""
+    crowded: Floats = np.log1p(counts.astype(np.float64)) - 2.0
+    return crowded
+
+
+def masac_shares(actor: Actor, terms: Terms, association: Ints) -> Decision:
+    """The policy's shares for a fixed association."""
+    return weighted(actor.weights(pair_features(terms), association), association)
+
+
+def tma_masac(actor: Actor, terms: Terms, start: Ints, steps: Steps) -> Decision:
+    """Matching and the policy's shares take turns; the best round's decision is returned.
+
+    The paper matches by ``Steps.SWAPS``; with moves as well the method is ours, and far better.
+    """
+    features = pair_features(terms)
+    association, best = start, masac_shares(actor, terms, start)
+    for _ in range(ROUNDS):
+        weights = actor.weights(features, association)
+        association = two_phase_matching(terms, weights, association, steps).association
+        decision = weighted(actor.weights(features, association), association)
+        if objective(terms, decision) < objective(terms, best):
+            best = decision
+    return best
+
+
+def papers_tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
+    """The paper's order of things: weights first, for all pairs, then swaps under them."""
+    weights = action_weights(*actor.actions_before_matching(pair_features(terms)))
+    matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
+    return weighted(weights, matched.association)
+
 
 TMA_MASAC = "TMA-MASAC"
 """The paper's method: matching by swaps alone, shares by the trained policy."""
@@ -84,3 +558,108 @@ def without_speculation(snapshot: Snapshot, cost: CostModel) -> tuple[Terms, Dec
     """The server decodes alone: its own terms, association by search, optimal shares."""
     terms = cost.plain_terms(snapshot)
     return terms, local_search(terms, max_compute(snapshot))
+
+
+# --- what the full simulator needs from a decision ---------------------------------------------
+# rates, round trips, shares, association.
+# ``plan`` decides one snapshot and puts it into the units of the rest of the product: links are
+# ``LinkView``, devices and verifiers are views of ``edgespec.core.association.policies``, so the
+# same object answers here, in the simulator and in an agent.
+
+
+SESSIONS_MAX = 512
+"""Of one server; far above what the paper's sizes bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One slot, decided. M devices, E servers."""
+
+    decision: Decision
+    up_bits_per_s: Floats
+    """(M, E): of a server's whole band; times a device's share is its rate."""
+    down_bits_per_s: Floats
+    """(M, E): likewise, at the server's power."""
+    rtt_s: Floats
+    """(M, E): propagation, air interface and backhaul; no serialisation, no queue."""
+
+    def link(self, device: int) -> LinkView:
+        """The link this device gets, with its share of the uplink."""
+        server = int(self.decision.association[device])
+        share = float(self.decision.bandwidth[device])
+        return LinkView(
+            rtt_s=float(self.rtt_s[device, server]),
+            up_bits_per_s=share * float(self.up_bits_per_s[device, server]),
+            down_bits_per_s=float(self.down_bits_per_s[device, server]),
+        )
+
+
+def plan(snapshot: Snapshot, cost: CostModel, method: Method, seed: int) -> Plan:
+    situation = Situation(snapshot, cost.terms(snapshot), np.random.default_rng(seed))
+    return Plan(
+        method(situation),
+        uplink_bits_per_s(snapshot),
+        downlink_bits_per_s(snapshot),
+        rtt_s(snapshot),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """A snapshot as an ``AssociationPolicy`` sees it."""
+
+    devices: tuple[DeviceView, ...]
+    verifiers: tuple[VerifierView, ...]
+    links: tuple[tuple[LinkView, ...], ...]
+
+
+def views(snapshot: Snapshot) -> Views:
+    """Links at the band of a server that nobody shares; passes of one mean draft."""
+    up, down = uplink_bits_per_s(snapshot), downlink_bits_per_s(snapshot)
+    delay_s, snr_db = rtt_s(snapshot), 10.0 * np.log10(np.maximum(sinr(snapshot), 1e-9))
+    length = snapshot.drafted / snapshot.passes
+    rates = np.minimum(snapshot.tokens / snapshot.drafted, 1.0)
+    devices = tuple(
+        DeviceView(f"device-{index}", 2 * DRAFT_PARAMETERS / flops, float(rate), charge / 100.0)
+        for index, (flops, rate, charge) in enumerate(
+            zip(
+                snapshot.device_flops.tolist(),
+                rates.tolist(),
+                snapshot.battery_percent.tolist(),
+                strict=True,
+            )
+        )
+    )
+    compute_s = 2 * TARGET_PARAMETERS * float(length.mean()) / snapshot.server_flops
+    weights_s = TARGET_BYTES / snapshot.server_bytes_per_s
+    verifiers = tuple(
+        VerifierView(f"server-{index}", more + once, 0, SESSIONS_MAX, session_s=more)
+        for index, (more, once) in enumerate(
+            zip(compute_s.tolist(), weights_s.tolist(), strict=True)
+        )
+    )
+    return Views(devices, verifiers, _links(delay_s, up, down, snr_db))
+
+
+def _links(
+    delay_s: Floats, up: Floats, down: Floats, snr_db: Floats
+) -> tuple[tuple[LinkView, ...], ...]:
+    tables = (delay_s.tolist(), up.tolist(), down.tolist(), snr_db.tolist())
+    return tuple(
+        tuple(LinkView(*pair) for pair in zip(*rows, strict=True))
+        for rows in zip(*tables, strict=True)
+    )
+
+
+def follow(
+    policy: AssociationPolicy, shares: Callable[[Terms, Ints], Decision] = optimal
+) -> Method:
+    """A policy of the product as a method here, with optimal shares or those of ``shares``."""
+
+    def decide(situation: Situation) -> Decision:
+        seen = views(situation.snapshot)
+        chosen: Sequence[int] = policy.assign(seen.devices, seen.verifiers, seen.links)
+        association: Ints = np.array(chosen, dtype=np.int64)
+        return shares(situation.terms, association)
+
+    return decide

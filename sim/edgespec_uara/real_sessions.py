@@ -47,11 +47,8 @@ from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import token_source
 from edgespec_sim.world.surrounding import Allocation, Surrounding
 from edgespec_uara.association import shipped_association
-from edgespec_uara.cost import Decision
-from edgespec_uara.methods import TMA_MASAC, TMA_MASAC_MOVES, methods
-from edgespec_uara.paper import AIR_RTT_S, SERVER_W, CorrectedCost
-from edgespec_uara.planning import SESSIONS_MAX, plan
-from edgespec_uara.policy import Actor
+from edgespec_uara.cost import AIR_RTT_S, SERVER_W, CorrectedCost, Decision
+from edgespec_uara.methods import SESSIONS_MAX, TMA_MASAC, TMA_MASAC_MOVES, Actor, methods, plan
 from edgespec_uara.world import (
     DRAFT_PARAMETERS,
     TARGET_BYTES,

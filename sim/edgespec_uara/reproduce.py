@@ -29,10 +29,15 @@ from edgespec_uara.comparison import (
     gains,
     over_the_papers,
 )
-from edgespec_uara.matching import best_gain
-from edgespec_uara.methods import PAPER_BASELINES, Method, methods
-from edgespec_uara.paper import PaperCost
-from edgespec_uara.policy import Actor, papers_tma_masac
+from edgespec_uara.cost import PaperCost
+from edgespec_uara.methods import (
+    PAPER_BASELINES,
+    Actor,
+    Method,
+    best_gain,
+    methods,
+    papers_tma_masac,
+)
 from edgespec_uara.world import Floats
 
 DISCOUNT = 0.9
@@ -43,9 +48,8 @@ CAPACITY, WARM_UP, UPDATES_PER_EPISODE = 400, 10, 10
 def train(seed: int, updates: int) -> dict[str, Floats]:
     """The actor's arrays after so many updates: the last, not the best, as nothing of the sweep may
     choose it."""
-    from edgespec_uara.masac.learner import Learner, LearnerSettings, one_thread
+    from edgespec_uara.masac.learner import Learner, LearnerSettings, Replay, one_thread
     from edgespec_uara.masac.paper_rollout import PaperRollout
-    from edgespec_uara.masac.rollout import Replay
 
     one_thread()
     settings = replace(LearnerSettings(), discount=DISCOUNT, batch=8)

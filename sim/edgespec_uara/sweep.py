@@ -29,13 +29,17 @@ from edgespec_uara.comparison import (
     gains,
     over_the_papers,
     over_the_strongest,
+    write_page,
 )
-from edgespec_uara.methods import PAPER_BASELINES, TMA_MASAC, TMA_MASAC_MOVES, methods
-from edgespec_uara.paper import CorrectedCost, PaperCost
-from edgespec_uara.planning import follow
-from edgespec_uara.plots import write_page
-from edgespec_uara.policy import Actor
-from edgespec_uara.shares import uniform
+from edgespec_uara.cost import CorrectedCost, PaperCost, uniform
+from edgespec_uara.methods import (
+    PAPER_BASELINES,
+    TMA_MASAC,
+    TMA_MASAC_MOVES,
+    Actor,
+    follow,
+    methods,
+)
 
 LEARNED = "learned association + optimal shares"
 ON_A_DEVICE = "learned association + uniform shares"

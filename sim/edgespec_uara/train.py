@@ -18,11 +18,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from edgespec_uara.cost import CostModel, Terms, objective
-from edgespec_uara.matching import best_gain, two_phase_matching
-from edgespec_uara.paper import CorrectedCost, PaperCost
-from edgespec_uara.policy import SHIPPED, Actor, masac_shares
-from edgespec_uara.shares import Weights, optimal
+from edgespec_uara.cost import (
+    CorrectedCost,
+    CostModel,
+    PaperCost,
+    Terms,
+    Weights,
+    objective,
+    optimal,
+)
+from edgespec_uara.methods import SHIPPED, Actor, best_gain, masac_shares, two_phase_matching
 from edgespec_uara.world import Floats, Ints, UaraSettings, UaraWorld
 
 POLICIES = Path(__file__).parent / "policies"
@@ -83,8 +88,13 @@ class Training:
     seconds: float = 0.0
 
     def run(self, console: Console) -> None:
-        from edgespec_uara.masac.learner import Learner, LearnerSettings, one_thread
-        from edgespec_uara.masac.rollout import Replay, Rollout
+        from edgespec_uara.masac.learner import (
+            Learner,
+            LearnerSettings,
+            Replay,
+            Rollout,
+            one_thread,
+        )
 
         one_thread()
         costs = (PaperCost(), CorrectedCost())

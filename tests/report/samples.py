@@ -38,8 +38,7 @@ from edgespec.telemetry.run_summary import (
 )
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import build_verifier
-from edgespec_sim.report.spans import Lane, Span
-from edgespec_sim.report.timeline import Timeline
+from edgespec_sim.report.timeline import Lane, Span, Timeline
 from edgespec_sim.traces.network_trace import NetworkTrace, describe
 
 ARMS = ("target-only", "vanilla", "pearl", "windowed", "edgespec")

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgespec_sim.report.spans import Lane, Span, rows_apart
-from edgespec_sim.report.timeline import Clocks, build_timeline
+from edgespec_sim.report.timeline import Clocks, Lane, Span, build_timeline, rows_apart
 from edgespec_sim.report.trace_lines import Line
 
 

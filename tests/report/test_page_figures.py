@@ -13,19 +13,20 @@ from pathlib import Path
 import pytest
 
 from edgespec.telemetry.run_summary import RunSummary, read_summary
-from edgespec_sim.report.answer_plot import answer_plot
-from edgespec_sim.report.arms_over_time import arms_over_time
-from edgespec_sim.report.cell_map import cell_maps
+from edgespec_sim.report.arms_over_time import arms_over_time, cell_maps
 from edgespec_sim.report.document import LIBRARY, Document, ReportError, write_page
-from edgespec_sim.report.load_plots import link_load_plot, verifier_load_plot
-from edgespec_sim.report.pace_plot import pace_plot
-from edgespec_sim.report.page import asked, render
-from edgespec_sim.report.plots import OURS_COLOR
-from edgespec_sim.report.question_plot import question_plot
-from edgespec_sim.report.sweep_page import render_sweep
-from edgespec_sim.report.winner_map import answer, winner, winner_maps, with_unit
-from edgespec_sim.report.work_plots import energy_plot, wasted_plot
-from edgespec_sim.report.write import first_question, first_questions, write_report
+from edgespec_sim.report.page import asked, first_question, first_questions, render, write_report
+from edgespec_sim.report.plots import (
+    OURS_COLOR,
+    answer_plot,
+    energy_plot,
+    link_load_plot,
+    pace_plot,
+    verifier_load_plot,
+    wasted_plot,
+)
+from edgespec_sim.report.sweep_page import answer, render_sweep, winner, winner_maps, with_unit
+from edgespec_sim.report.timeline_plot import question_plot
 from tests.report.samples import asked_alike, five_arms, made_up_sweep, pictured
 
 

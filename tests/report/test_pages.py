@@ -18,18 +18,14 @@ from typer.testing import CliRunner
 from edgespec.telemetry.run_summary import RunSummary, Series
 from edgespec_sim.commands.run import report
 from edgespec_sim.report import figures
-from edgespec_sim.report.answer_plot import answer_plot
-from edgespec_sim.report.csv_table import arms_csv, requests_csv
-from edgespec_sim.report.document import LIBRARY
-from edgespec_sim.report.page import headline, render
-from edgespec_sim.report.plots import series_plots
-from edgespec_sim.report.spans import Lane, Span
+from edgespec_sim.report.document import LIBRARY, arms_csv, requests_csv
+from edgespec_sim.report.page import RunNotFound, headline, render, report_on, write_report
+from edgespec_sim.report.plots import answer_plot, series_plots
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.report.tables import arms_table, bounds_table
-from edgespec_sim.report.timeline import Timeline
+from edgespec_sim.report.timeline import Lane, Span, Timeline
 from edgespec_sim.report.timeline_plot import timeline_plots
 from edgespec_sim.report.trace_page import render_trace
-from edgespec_sim.report.write import RunNotFound, report_on, write_report
 from tests.report.samples import ARMS, five_arms, made_up_sweep, made_up_trace
 
 EVIL = "<script>alert('x')</script>&\"</script>"

@@ -17,9 +17,9 @@ from xml.etree import ElementTree
 import pytest
 
 from edgespec.bench.arms import Arm
+from edgespec.bench.prompts import Workload
 from edgespec.bench.report import Subject, document
 from edgespec.bench.settings import BenchSettings
-from edgespec.bench.workload import Workload
 from tests.sources import ROOT
 from tools import draw_bench, draw_race
 from tools.svg import PictureError, text

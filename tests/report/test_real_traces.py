@@ -24,12 +24,18 @@ from edgespec.device.build import build_agent
 from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import load_target
-from edgespec_sim.report.perfetto import perfetto_json
-from edgespec_sim.report.spans import Lane, Span, rows_apart
+from edgespec_sim.report.page import report_on
 from edgespec_sim.report.summarise import summarise
-from edgespec_sim.report.timeline import Clocks, Timeline, build_timeline
+from edgespec_sim.report.timeline import (
+    Clocks,
+    Lane,
+    Span,
+    Timeline,
+    build_timeline,
+    perfetto_json,
+    rows_apart,
+)
 from edgespec_sim.report.trace_lines import Line, TraceLineError, read_lines
-from edgespec_sim.report.write import report_on
 from tests.report.samples import SAMPLED, agent_config, traced_run
 from tests.shell.live_verifier import GatedTarget, serving
 

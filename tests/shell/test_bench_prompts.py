@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.bench.prompts import DEFAULT_PROMPTS, MAX_LINE_CHARACTERS, PromptError, read_prompts
+from edgespec.bench.prompts import (
+    DEFAULT_PROMPTS,
+    MAX_LINE_CHARACTERS,
+    PromptError,
+    choose_workload,
+    read_prompts,
+)
 from edgespec.bench.settings import BenchSettings
-from edgespec.bench.workload import choose_workload
 from edgespec.cli import bench
 from edgespec.cli.main import app
 

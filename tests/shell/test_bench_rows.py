@@ -11,16 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.bench.arm_options import arm_options, parse_arms, parse_rtts_ms, rotated
 from edgespec.bench.arms import Arm
-from edgespec.bench.calibration import GammaCost, best_gamma_at, gamma_cost
-from edgespec.bench.estimate import bench_s, tpot_s
-from edgespec.bench.intervals import mean_interval
-from edgespec.bench.measurement import Measurement, mismatch_count
-from edgespec.bench.report import Subject, document, footer, verdict, write_json
-from edgespec.bench.rows import Cell, percentile, summarise
-from edgespec.bench.settings import BenchSettings
-from edgespec.bench.workload import Workload
+from edgespec.bench.measurement import (
+    GammaCost,
+    Measurement,
+    best_gamma_at,
+    gamma_cost,
+    mean_interval,
+    mismatch_count,
+)
+from edgespec.bench.prompts import Workload
+from edgespec.bench.report import (
+    Cell,
+    Subject,
+    document,
+    footer,
+    percentile,
+    summarise,
+    verdict,
+    write_json,
+)
+from edgespec.bench.settings import (
+    BenchSettings,
+    arm_options,
+    bench_s,
+    parse_arms,
+    parse_rtts_ms,
+    rotated,
+    tpot_s,
+)
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import FixedPolicy
 from edgespec.core.protocol.messages import RunAhead

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.calibration import GAMMAS
-from edgespec.bench.lent_drafter import LentDrafter
-from edgespec.bench.rows import Row
+from edgespec.bench.measurement import GAMMAS, LentDrafter
+from edgespec.bench.prompts import Workload
+from edgespec.bench.report import Row
 from edgespec.bench.runner import BenchRunner, Station
 from edgespec.bench.settings import BenchSettings
-from edgespec.bench.workload import Workload
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, AgentOptions, GenerationError

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from edgespec.bench.lent_drafter import LentDrafter
+from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.prompts import LONG_PROMPTS
 from edgespec.config import DraftSection, VerifierConfig
 from edgespec.core.device.memory import plan_memory

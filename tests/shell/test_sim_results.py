@@ -133,7 +133,6 @@ def test_a_worker_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         ("devices.laptop.draft={profile: nowhere.json}", "nowhere.json"),
         ("verifiers.server.pass_time={roofline: gpt-9@h200}", "roofline is 'gpt-9@h200'"),
         ("verifiers.server.stages={nodes: 2, rtt_matrix: none.tar.xz}", "none.tar.xz"),
-        ("association=learned:none.json", "none.json"),
         ("duration_s=-1", "duration_s is -1.0"),
         ("devices.laptop.radio_power=6g", "radio_power is '6g'"),
     ],

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.bench.profile_fit import read_lines, samples_of
-from edgespec.bench.prompts import DEFAULT_PROMPTS
-from edgespec.bench.tape_recorder import TAPE_WIDTH, record_tape, tape_report
-from edgespec.bench.workload import Workload
+from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload
+from edgespec.bench.runner import TAPE_WIDTH, record_tape, tape_report
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.protocol.sampling import SamplingParams

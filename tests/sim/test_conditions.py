@@ -13,8 +13,7 @@ from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.planning.mean_field import check_mean_field
-from edgespec_sim.report.device_spans import DeviceSpans
-from edgespec_sim.report.spans import Mark
+from edgespec_sim.report.timeline import DeviceSpans, Mark
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     ConditionSection,

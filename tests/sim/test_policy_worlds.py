@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.bench.arm_options import arm_options
 from edgespec.bench.arms import Arm
+from edgespec.bench.settings import arm_options
 from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead

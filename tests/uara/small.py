@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec_uara.cost import CostModel, Terms
-from edgespec_uara.paper import CorrectedCost, PaperCost
+from edgespec_uara.cost import CorrectedCost, CostModel, PaperCost, Terms
 from edgespec_uara.world import Snapshot, UaraSettings, UaraWorld
 
 COSTS: tuple[CostModel, ...] = (PaperCost(), CorrectedCost())

@@ -21,20 +21,20 @@ from edgespec_uara.comparison import (
     over_the_papers,
     over_the_strongest,
 )
-from edgespec_uara.cost import objective
-from edgespec_uara.matching import best_gain
+from edgespec_uara.cost import CorrectedCost, PaperCost, objective, optimal
 from edgespec_uara.methods import (
     NO_SPECULATION,
     TMA_MASAC,
     TMA_MASAC_MOVES,
+    Actor,
     Situation,
+    best_gain,
+    follow,
     max_compute,
     methods,
+    plan,
+    views,
 )
-from edgespec_uara.paper import CorrectedCost, PaperCost
-from edgespec_uara.planning import follow, plan, views
-from edgespec_uara.policy import Actor
-from edgespec_uara.shares import optimal
 from edgespec_uara.world import UaraSettings, UaraWorld
 from tests.uara.small import snapshot
 

@@ -7,9 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgespec_uara.cost import Decision, delays, device_costs
-from edgespec_uara.paper import CorrectedCost, PaperCost, rtt_s, sinr
-from edgespec_uara.shares import uniform
+from edgespec_uara.cost import (
+    CorrectedCost,
+    Decision,
+    PaperCost,
+    delays,
+    device_costs,
+    rtt_s,
+    sinr,
+    uniform,
+)
 from edgespec_uara.world import UaraSettings, UaraWorld, tokens_per_pass
 from tests.uara.small import COSTS, snapshot
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from edgespec_uara.environment import SLOTS, ServersEnv, SlotGame
-from edgespec_uara.paper import PaperCost
+from edgespec_uara.cost import PaperCost
+from edgespec_uara.masac.paper_rollout import SLOTS, ServersEnv, SlotGame
 from edgespec_uara.world import UaraSettings
 
 SETTINGS = UaraSettings(devices=12, servers=3)

@@ -7,11 +7,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgespec_uara.cost import CostModel, objective
-from edgespec_uara.local_search import greedy, greedy_with_search, local_search
-from edgespec_uara.matching import Steps, SwapTest, best_gain, two_phase_matching
-from edgespec_uara.methods import Situation, max_compute, two_phase
-from edgespec_uara.shares import Weights, optimal, uniform, weighted
+from edgespec_uara.cost import CostModel, Weights, objective, optimal, uniform, weighted
+from edgespec_uara.methods import (
+    Situation,
+    Steps,
+    SwapTest,
+    best_gain,
+    greedy,
+    greedy_with_search,
+    local_search,
+    max_compute,
+    two_phase,
+    two_phase_matching,
+)
 from tests.uara.small import COSTS, snapshot, terms
 
 SEEDS = range(4)

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 
 from edgespec_uara import train
-from edgespec_uara.cost import CostModel, objective
-from edgespec_uara.matching import Steps, best_gain
-from edgespec_uara.methods import Situation, methods, two_phase
-from edgespec_uara.paper import PaperCost
-from edgespec_uara.policy import PAIR_ACTIONS, Actor, masac_shares, pair_features, tma_masac
-from edgespec_uara.shares import optimal, uniform
+from edgespec_uara.cost import CostModel, PaperCost, objective, optimal, uniform
+from edgespec_uara.methods import (
+    PAIR_ACTIONS,
+    Actor,
+    Situation,
+    Steps,
+    best_gain,
+    masac_shares,
+    methods,
+    pair_features,
+    tma_masac,
+    two_phase,
+)
 from edgespec_uara.train import BYTES_MAX, Training, exam, judge
 from tests.uara.small import COSTS, snapshot, terms
 
@@ -23,7 +30,7 @@ SIZES = ((30, 4), (90, 12), (40, 20))
 
 
 def test_numpy_says_what_torch_says() -> None:
-    from edgespec_uara.masac.networks import Layout, TorchActor
+    from edgespec_uara.masac.learner import Layout, TorchActor
 
     torch.manual_seed(3)
     network = TorchActor()
@@ -120,8 +127,7 @@ def test_the_shipped_policy_is_small_and_has_its_card() -> None:
 
 def test_learning_moves_towards_reward() -> None:
     """A few updates of the real learner: finite losses, and the same seed, the same arrays."""
-    from edgespec_uara.masac.learner import Learner, LearnerSettings
-    from edgespec_uara.masac.rollout import Replay, Rollout
+    from edgespec_uara.masac.learner import Learner, LearnerSettings, Replay, Rollout
 
     def trained() -> dict[str, np.ndarray]:
         learner, rollout = Learner(LearnerSettings(batch=4), 5), Rollout(COSTS, 5)

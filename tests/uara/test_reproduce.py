@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 from edgespec_uara import reproduce
-from edgespec_uara.matching import best_gain
-from edgespec_uara.paper import PaperCost
-from edgespec_uara.policy import PAIR_ACTIONS, Actor, pair_features, papers_tma_masac
+from edgespec_uara.cost import PaperCost
+from edgespec_uara.methods import PAIR_ACTIONS, Actor, best_gain, pair_features, papers_tma_masac
 from tests.uara.small import snapshot, terms
 
 torch = pytest.importorskip("torch")
 
 
 def test_an_episode_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec_uara.environment import SLOTS
     from edgespec_uara.masac import paper_rollout
-    from edgespec_uara.masac.networks import TorchActor
+    from edgespec_uara.masac.learner import TorchActor
+    from edgespec_uara.masac.paper_rollout import SLOTS
 
     monkeypatch.setattr(paper_rollout, "DEVICES", (12,))
     monkeypatch.setattr(paper_rollout, "SERVERS", (3,))
@@ -36,7 +35,7 @@ def test_an_episode_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numpy_pools_all_devices_as_torch_does() -> None:
-    from edgespec_uara.masac.networks import Layout, TorchActor
+    from edgespec_uara.masac.learner import Layout, TorchActor
 
     torch.manual_seed(3)
     network = TorchActor()

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from edgespec_uara.cost import CostModel, Decision, Terms, delays, device_costs, objective
-from edgespec_uara.shares import bandwidth_shares, optimal, uniform
+from edgespec_uara.cost import (
+    CostModel,
+    Decision,
+    Terms,
+    bandwidth_shares,
+    delays,
+    device_costs,
+    objective,
+    optimal,
+    uniform,
+)
 from tests.uara.small import COSTS, snapshot, terms
 
 

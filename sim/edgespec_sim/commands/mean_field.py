@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.running import reported, say
+from edgespec.core.association.policies import association_policy
 from edgespec_sim.commands.simulate import parse_settings
 from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
-from edgespec_sim.world.run import association_named, check, token_source
+from edgespec_sim.world.run import check, token_source
 from edgespec_sim.world.surrounding import Surrounding
 
 
@@ -46,7 +47,7 @@ def mean_field(
         check(loaded, folder)
         surrounding = Surrounding(
             token_source(loaded, seed, folder),
-            association_named(loaded.association, folder, seed),
+            association_policy(loaded.association, seed),
             folder,
             checks=False,
         )

@@ -32,7 +32,7 @@ from edgespec_sim.commands.simulate import (
 )
 from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.report import figures
-from edgespec_sim.report.write import refuse_to_replace, report_on, write_report
+from edgespec_sim.report.page import refuse_to_replace, report_on, write_report
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,

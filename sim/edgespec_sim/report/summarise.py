@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from edgespec.core.protocol.messages import FinishReason
 from edgespec.telemetry.run_summary import (
     ArmSummary,
     GroupSummary,
@@ -20,9 +22,280 @@ from edgespec.telemetry.run_summary import (
     VerifierSummary,
     spread_of,
 )
-from edgespec_sim.report.device_tally import DeviceTally, Request
-from edgespec_sim.report.trace_lines import DEVICE, Line
-from edgespec_sim.report.verifier_tally import ServedSession, VerifierTally
+from edgespec_sim.report.trace_lines import DEVICE, Line, sized
+from edgespec_sim.wire_size import message_bytes
+
+# -----------------------------------------------------------------------------------------------
+# How often the draft's first choice was the target's token, from the lines of a device's trace.
+# The rule is that of ``core/device/commit_reader.py``: every position that was decided while the
+# drafter had a guess there, or was making one, is one trial. The tree is not in the trace, but
+# what each step was fed is: its guesses count where all tokens before them were committed.
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    base: int
+    """Committed length when the step began."""
+    path: tuple[int, ...]
+    """Tokens from there to the guess."""
+    first: int | None
+
+
+class Guesses:
+    """Of one generation. ``held`` is the committed length, None before it is known."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+        self.hits = 0
+        self.held: int | None = None
+        self._first = 0
+        self._committed: list[int] = []
+        """Tokens from position ``_first`` on."""
+        self._cache: list[int] = []
+        self._step_base = 0
+        self._pending: dict[int, list[_Guess]] = defaultdict(list)
+
+    def opened(self, held: int) -> None:
+        """A stream was opened with this many tokens held."""
+        if self.held is None:
+            self.held = self._first = held
+
+    def step(self, line: Line) -> None:
+        """``StartStep``."""
+        del self._cache[line["keep_length"] :]
+        self._cache += line["feed"]
+        if self.held is None:  # the first step is on the prompt
+            self.opened(len(self._cache))
+        self._step_base = self.held or 0
+
+    def step_done(self, line: Line) -> None:
+        """``StepDone``: the guesses wait to be decided, or have been meanwhile."""
+        text, tokens = self._cache, [candidate["token"] for candidate in line["candidates"]]
+        position = len(text)
+        path = tuple(text[self._step_base :])
+        guess = _Guess(self._step_base, path, tokens[0] if tokens else None)
+        if position < (self.held or 0):
+            if self._agrees(guess):
+                self._score(guess, self._committed[position - self._first])
+        elif tokens:
+            self._pending[position].append(guess)
+
+    def delivered(self, line: Line) -> None:
+        """``Deliver``."""
+        self.opened(line["position"])
+        for position, token in enumerate(line["tokens"], start=line["position"]):
+            for guess in self._pending.pop(position, ()):
+                if self._agrees(guess):
+                    self._score(guess, token)
+                    break  # one trial a position
+            self._committed.append(token)
+        self.held = line["position"] + len(line["tokens"])
+
+    def _agrees(self, guess: _Guess) -> bool:
+        start = guess.base - self._first
+        return tuple(self._committed[start : start + len(guess.path)]) == guess.path
+
+    def _score(self, guess: _Guess, token: int) -> None:
+        self.tried += 1
+        self.hits += guess.first == token
+
+
+# --- what one device session's lines add up to, request by request -----------------------------
+
+
+UNFINISHED = "the trace ends before the request does"
+
+
+@dataclass(slots=True)
+class Request:
+    """One generation, as its device counted it; times on the device's clock."""
+
+    started_s: float
+    ended_s: float
+    guesses: Guesses = field(default_factory=Guesses)
+    first_s: float | None = None
+    last_s: float | None = None
+    tokens: int = 0
+    """Delivered before the end token."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between deliveries."""
+    committed: int = 0
+    sent: int = 0
+    accepted: int = 0
+    passes: int = 0
+    rows: int = 0
+    connects: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    over: bool = False
+    failed: str = UNFINISHED
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.started_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.first_s is None or self.last_s is None or self.tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.tokens - 1)
+
+    @property
+    def reconnects(self) -> int:
+        return max(0, self.connects - 1)
+
+
+class DeviceTally:
+    """Feed it one session's lines in order; generations that follow each other are kept apart."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.deliveries: list[tuple[float, int]] = []
+        """When, and how many tokens."""
+        self._streaming = False
+        self._ends = False
+
+    def read(self, line: Line) -> None:
+        name, at_s = line["name"], line["at_s"]
+        if name == "Start":
+            self.requests.append(Request(at_s, at_s))
+            self._streaming = self._ends = False
+        if not self.requests or self.requests[-1].over:
+            return  # the trace begins in the middle, or this is what comes after the end
+        request = self.requests[-1]
+        request.ended_s = at_s
+        match name:
+            case "Connect":
+                request.connects += 1
+            case "Connected":
+                self._streaming = True
+            case "Disconnect" | "LinkDown":
+                self._streaming = False
+            case "StartStep":
+                request.guesses.step(line)
+            case "StepDone":
+                request.guesses.step_done(line)
+            case "Transmit":
+                self._send(request, line["message"])
+            case "Commit" if self._streaming:
+                self._receive(request, line)
+            case "Deliver":
+                self._deliver(request, line)
+            case "Finish":
+                request.over, request.failed = True, ""
+            case "Fail":
+                request.over, request.failed = True, str(line["why"]) or "failed"
+
+    def _send(self, request: Request, message: Line) -> None:
+        request.up_bytes += _payload_bytes(message)
+        if message["name"] == "Draft":
+            request.sent += len(message["tokens"])
+        elif message["name"] == "Open":
+            request.guesses.opened(len(message["prompt"]) + len(message["committed"]))
+
+    def _receive(self, request: Request, line: Line) -> None:
+        request.down_bytes += _payload_bytes(line)
+        if line["position"] <= (request.guesses.held or 0):
+            request.passes += bool(line["verify_us"])
+            request.rows += line["rows"]
+        self._ends = line["finish"] == FinishReason.STOP.value
+
+    def _deliver(self, request: Request, line: Line) -> None:
+        request.guesses.delivered(line)
+        request.committed += len(line["tokens"])
+        request.accepted += line["kinds"].count("accepted")
+        # What a stop id ended ends with that id, which the user is not shown.
+        count = len(line["tokens"]) - self._ends
+        if not count:
+            return
+        at_s = line["at_s"]
+        if request.last_s is not None:
+            request.gaps_s.append(at_s - request.last_s)
+        request.first_s = at_s if request.first_s is None else request.first_s
+        request.last_s = at_s
+        request.tokens += count
+        self.deliveries.append((at_s, count))
+
+
+def _payload_bytes(message: Line) -> int:
+    payload = sized(message)
+    return 0 if payload is None else message_bytes(payload)
+
+
+# --- what one verifier's lines add up to -------------------------------------------------------
+# its load, and each session as seen from there.
+
+
+@dataclass(slots=True)
+class ServedSession:
+    """One session, with the link left out: all times are the verifier's."""
+
+    opened_s: float
+    first_s: float | None = None
+    last_s: float | None = None
+    tokens: int = 0
+    passes: int = 0
+    finished: bool = False
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class VerifierTally:
+    """Feed it one verifier's lines in order."""
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self.passes = 0
+        self.rows = 0
+        self.sessions_in_passes = 0
+        self.busy: list[tuple[float, float]] = []
+        """Begin and end of each pass."""
+        self.queues_s: list[float] = []
+        self.sessions: dict[str, ServedSession] = {}
+        self.commits: list[tuple[float, int]] = []
+        self._session_of: dict[int, str] = {}
+        self._begun_s: float | None = None
+
+    def read(self, line: Line) -> None:
+        at_s = line["at_s"]
+        self.first_s = at_s if self.first_s is None else self.first_s
+        self.last_s = at_s
+        match line["name"]:
+            case "StreamOpened":
+                session = line["request"]["session_id"]
+                self._session_of[line["stream"]] = session
+                self.sessions.setdefault(session, ServedSession(at_s))
+            case "RunBatch":
+                self._begin(at_s, line["requests"])
+            case "BatchDone" | "BatchFailed":
+                if self._begun_s is not None:
+                    self.busy.append((self._begun_s, at_s))
+                self._begun_s = None
+            case "SendTo" if line["message"]["name"] == "Commit":
+                self._commit(line["stream"], at_s, line["message"])
+
+    def _begin(self, at_s: float, requests: list[Line]) -> None:
+        self._begun_s = at_s
+        self.passes += 1
+        self.sessions_in_passes += len(requests)
+        for request in requests:
+            self.rows += len(request["feed"]) + len(request["tokens"])
+
+    def _commit(self, stream: int, at_s: float, commit: Line) -> None:
+        session = self.sessions.get(self._session_of.get(stream, ""))
+        if session is None or not commit["tokens"]:
+            return
+        self.commits.append((at_s, len(commit["tokens"])))
+        if commit["rows"]:
+            self.queues_s.append(commit["queue_us"] / 1e6)
+        if session.last_s is not None:
+            session.gaps_s.append(at_s - session.last_s)
+        session.first_s = at_s if session.first_s is None else session.first_s
+        session.last_s = at_s
+        session.tokens += len(commit["tokens"])
+        session.passes += bool(commit["verify_us"])
+        session.finished |= commit["finish"] is not None
+
 
 MAX_ROWS: Final = 300
 _STEPS: Final = 60

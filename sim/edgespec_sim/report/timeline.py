@@ -22,19 +22,279 @@ downlink delay, which is right if the least delays are equal (NTP's assumption, 
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from edgespec_sim.report.device_spans import DeviceSpans
-from edgespec_sim.report.spans import Crossing, CrossingKey, Lane, Mark, Span
-from edgespec_sim.report.trace_lines import DEVICE, Line
-from edgespec_sim.report.verifier_spans import VerifierSpans
+from edgespec_sim.report.trace_lines import DEVICE, Line, fed_by
+
+# --- the parts of a timeline, and how spans that overlap share a lane --------------------------
+
+
+Args = dict[str, int | float | str]
+
+
+class Lane(Enum):
+    """What a span of time went on, in the order a token meets them."""
+
+    DRAFT = "draft"
+    UPLINK = "uplink"
+    QUEUE = "queue"
+    PASS = "pass"
+    DOWNLINK = "downlink"
+    STALL = "stall"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    session: str
+    lane: Lane
+    start_s: float
+    end_s: float
+    """At least ``start_s``."""
+    name: str
+    args: Args = field(default_factory=dict)
+    """What a reader may want to know: tokens, rows, accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that took no time: a correction, a lost link, a reconnect, the end."""
+
+    session: str
+    at_s: float
+    name: str
+    args: Args = field(default_factory=dict)
+
+
+class CrossingKey(NamedTuple):
+    """What both ends of a message's way agree on."""
+
+    session: str
+    lane: Lane
+    number: int
+    """First node id or position."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One end of a message's way over the link, on the clock of that end."""
+
+    at_s: float
+    name: str
+    args: Args = field(default_factory=dict)
+
+
+def rows_apart(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span with a row number, such that spans of one session, lane and row do not overlap;
+    the lowest free row is taken. ``spans`` by start."""
+    ends: dict[tuple[str, Lane], list[float]] = {}
+    for span in spans:
+        rows = ends.setdefault((span.session, span.lane), [])
+        row = next((i for i, end_s in enumerate(rows) if end_s <= span.start_s), len(rows))
+        if row == len(rows):
+            rows.append(span.end_s)
+        rows[row] = span.end_s
+        yield row, span
+
+
+# --- one device session's lines as spans -------------------------------------------------------
+# its steps and stalls, and its ends of the crossings.
+
+
+class DeviceSpans:
+    """Feed it one session's lines in order. Several generations under one name may follow each
+    other; marks go to ``marks`` as (written by a device, mark)."""
+
+    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
+        self.spans: list[Span] = []
+        self.sent: dict[CrossingKey, list[Crossing]] = defaultdict(list)
+        self.arrived: dict[CrossingKey, list[Crossing]] = defaultdict(list)
+        self._marks = marks
+        self._step: tuple[float, int] | None = None
+        """When it began, and the tokens fed."""
+        self._waiting_since: float | None = None
+        self._ended = True
+
+    def read(self, line: Line) -> int:
+        """How many spans and ends of spans that made."""
+        at_s, session, name = line["at_s"], line["session"], line["name"]
+        before = len(self.spans)
+        ends = 0
+        match name:
+            case "Start":
+                self._ended, self._waiting_since = False, at_s
+            case "StartStep":
+                self._stall(session, at_s)
+                self._step = (at_s, fed_by(line))
+            case "StepDone" | "StepFailed":
+                self._step_over(line)
+            case "Transmit" if line["message"]["name"] == "Draft":
+                self._send(session, at_s, line["message"])
+                ends = 1
+            case "Commit" if not self._ended:
+                key = CrossingKey(session, Lane.DOWNLINK, line["position"], len(line["tokens"]))
+                self.arrived[key].append(Crossing(at_s, "commit"))
+                self._stall(session, at_s)
+                self._wait(at_s)
+                ends = 1
+            case "Deliver":
+                corrected = line["kinds"].count("corrected")
+                if corrected:
+                    self._mark(line, "correction", tokens=corrected, position=line["position"])
+            case "LinkDown":
+                self._mark(line, "link down", why=str(line["why"]))
+            case "LadderMoved":
+                self._mark(line, f"drafting: {line['rung']}", why=str(line["why"]))
+            case "DraftRestricted":
+                self._mark(line, "draft's memory", window=line["window"], width=line["width"])
+            case "Connected":
+                self._mark(line, "connected")
+            case "Finish" | "Fail":
+                self._over(line)
+        return len(self.spans) - before + ends
+
+    def _send(self, session: str, at_s: float, draft: Line) -> None:
+        size = len(draft["tokens"])
+        key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], size)
+        name = f"draft of {size}" if size else "no draft"
+        args: Args = {"tokens": size, "first_node_id": draft["first_node_id"]}
+        self.sent[key].append(Crossing(at_s, name, args))
+
+    def _step_over(self, line: Line) -> None:
+        if self._step is not None:
+            start_s, fed = self._step
+            answers = (line.get("candidates", ()), *line.get("others", ()))
+            args: Args = {"fed": fed, "guesses": sum(len(one) for one in answers)}
+            name = "draft step" if line["name"] == "StepDone" else "failed step"
+            span = Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args)
+            self.spans.append(span)
+        self._step = None
+        self._wait(line["at_s"])
+
+    def _wait(self, at_s: float) -> None:
+        if not self._ended and self._step is None:
+            self._waiting_since = at_s
+
+    def _stall(self, session: str, at_s: float) -> None:
+        """The device waited until now, if it did."""
+        since, self._waiting_since = self._waiting_since, None
+        if since is not None and at_s > since:
+            self.spans.append(Span(session, Lane.STALL, since, at_s, "waits"))
+
+    def _over(self, line: Line) -> None:
+        if not self._ended:
+            self._stall(line["session"], line["at_s"])
+            self._ended = True
+            if line["name"] == "Fail":
+                self._mark(line, "failed", why=str(line["why"]))
+            else:
+                self._mark(line, "finished", reason=str(line["reason"]))
+
+    def _mark(self, line: Line, name: str, **args: int | float | str) -> None:
+        self._marks.append((True, Mark(line["session"], line["at_s"], name, args)))
+
+
+# --- one verifier's lines as spans -------------------------------------------------------------
+# queues and passes by session, and its ends of the crossings.
+
+
+class VerifierSpans:
+    """Feed it one verifier's lines in order; marks go to ``marks`` as (by a device, mark)."""
+
+    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
+        self.spans: list[Span] = []
+        self.sent: dict[CrossingKey, list[Crossing]] = defaultdict(list)
+        self.arrived: dict[CrossingKey, list[Crossing]] = defaultdict(list)
+        self._marks = marks
+        self._session_of: dict[int, str] = {}
+        self._batch: tuple[float, list[Line]] | None = None
+        self._passes: dict[str, Span] = {}
+        """The pass of each session that ended last, until its commit is seen."""
+
+    def read(self, line: Line) -> int:
+        """How many spans and ends of spans that made."""
+        at_s = line["at_s"]
+        before = len(self.spans)
+        ends = 0
+        match line["name"]:
+            case "StreamOpened":
+                session = line["request"]["session_id"]
+                self._session_of[line["stream"]] = session
+            case "StreamLost":
+                lost = self._session_of.pop(line["stream"], None)
+                if lost is not None:
+                    self._marks.append((False, Mark(lost, at_s, "stream lost")))
+            case "CloseStream":
+                self._session_of.pop(line["stream"], None)
+            case "StreamMessage" if line["message"]["name"] == "Draft":
+                ends = self._on_draft(line["stream"], at_s, line["message"])
+            case "RunBatch":
+                self._batch = (at_s, line["requests"])
+            case "BatchDone" | "BatchFailed":
+                self._end(at_s, failed=line["name"] == "BatchFailed")
+            case "SendTo" if line["message"]["name"] == "Commit":
+                ends = self._on_commit(line["stream"], at_s, line["message"])
+        return len(self.spans) - before + ends
+
+    def _on_draft(self, stream: int, at_s: float, draft: Line) -> int:
+        session = self._session_of.get(stream)
+        if session is None:
+            return 0
+        size = len(draft["tokens"])
+        key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], size)
+        self.arrived[key].append(Crossing(at_s, "draft"))
+        return 1
+
+    def _end(self, at_s: float, *, failed: bool) -> None:
+        if self._batch is None:
+            return  # the trace begins in the middle of a pass
+        start_s, requests = self._batch
+        self._batch = None
+        rows = [len(request["feed"]) + len(request["tokens"]) for request in requests]
+        for request, own in zip(requests, rows, strict=True):
+            args: Args = {
+                "rows": own,
+                "nodes": len(request["tokens"]),
+                "batch_rows": sum(rows),
+                "batch_sessions": len(requests),
+            }
+            name = "failed pass" if failed else "pass" if request["sample"] else "prefill"
+            span = Span(request["key"], Lane.PASS, start_s, at_s, name, args)
+            self._passes[span.session] = span
+            self.spans.append(span)
+
+    def _on_commit(self, stream: int, at_s: float, commit: Line) -> int:
+        session = self._session_of.get(stream)
+        if session is None:
+            return 0
+        tokens, accepted = len(commit["tokens"]), commit["accepted"]
+        ended = self._passes.pop(session, None)
+        if ended is not None and commit["verify_us"]:
+            ended.args.update({"committed": tokens, "accepted": accepted})
+            self._queued(ended, commit)
+        key = CrossingKey(session, Lane.DOWNLINK, commit["position"], tokens)
+        args: Args = {"tokens": tokens, "accepted": accepted, "stale": commit["stale"]}
+        self.sent[key].append(Crossing(at_s, f"commit of {tokens}", args))
+        return 1
+
+    def _queued(self, taken: Span, commit: Line) -> None:
+        """Which arrivals a pass has taken up only its commit tells: others had gone stale."""
+        if commit["rows"] and commit["queue_us"]:
+            since_s = taken.start_s - commit["queue_us"] / 1e6
+            args: Args = {"nodes": commit["rows"]}
+            self.spans.append(
+                Span(taken.session, Lane.QUEUE, since_s, taken.start_s, "waits", args)
+            )
+
 
 MAX_SPANS: Final = 200_000
+
 # A clock read twice for one moment, and rounding to whole microseconds.
 _SLACK_S: Final = 2e-6
 
@@ -166,3 +426,78 @@ def _from_zero(
         first[session] = min(at_s, first.get(session, at_s))
     sessions = tuple(sorted(first, key=lambda session: (first[session], session)))
     return Timeline(sessions, tuple(ordered), tuple(placed), dict(offsets), truncated)
+
+
+# -----------------------------------------------------------------------------------------------
+# A timeline in the Chrome trace-event format, which ui.perfetto.dev and chrome://tracing open.
+# A session is a process, a lane a thread of it; spans that overlap in one lane (drafts in flight
+# behind each other) go to further threads. Source: Google, "Trace Event Format", complete ("X"),
+# instant ("i") and metadata ("M") events; ``ts`` and ``dur`` are microseconds.
+
+
+_LANES: Final = {lane: number for number, lane in enumerate(Lane)}
+
+# Thread numbers: a lane's first row is a multiple of this, its further rows follow.
+_ROWS_MAX: Final = 1000
+
+
+def perfetto_json(timeline: Timeline) -> str:
+    """One JSON object, as the viewers read it."""
+    events = list(_metadata(timeline)) + sorted(_events(timeline), key=lambda event: event["ts"])
+    document = {"displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _metadata(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    numbers = _numbers(timeline)
+    for session, pid in numbers.items():
+        yield _named("process_name", pid, 0, name=session)
+        yield _named("process_sort_index", pid, 0, sort_index=pid)
+    threads = {(span.session, span.lane, row) for row, span in rows_apart(timeline.spans)}
+    for session, lane, row in sorted(threads, key=lambda t: (numbers[t[0]], _thread(t[1], t[2]))):
+        pid, tid = numbers[session], _thread(lane, row)
+        yield _named("thread_name", pid, tid, name=lane.value + (f" {row + 1}" if row else ""))
+        yield _named("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _named(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    numbers = _numbers(timeline)
+    for row, span in rows_apart(timeline.spans):
+        start_us, end_us = _microseconds(span)
+        yield {
+            "name": span.name,
+            "cat": span.lane.value,
+            "ph": "X",
+            "pid": numbers[span.session],
+            "tid": _thread(span.lane, row),
+            "ts": start_us,
+            "dur": end_us - start_us,
+            "args": span.args,
+        }
+    for mark in timeline.marks:
+        yield {
+            "name": mark.name,
+            "cat": "mark",
+            "ph": "i",
+            "s": "p",
+            "pid": numbers[mark.session],
+            "tid": 0,
+            "ts": round(mark.at_s * 1e6),
+            "args": mark.args,
+        }
+
+
+def _numbers(timeline: Timeline) -> dict[str, int]:
+    return {session: number for number, session in enumerate(timeline.sessions, start=1)}
+
+
+def _thread(lane: Lane, row: int) -> int:
+    return 1 + _LANES[lane] * _ROWS_MAX + min(row, _ROWS_MAX - 1)
+
+
+def _microseconds(span: Span) -> tuple[int, int]:
+    return round(span.start_s * 1e6), round(span.end_s * 1e6)

@@ -16,10 +16,8 @@ from statistics import fmean
 from typing import assert_never
 
 from edgespec.bench.arms import Arm
-from edgespec.config import LEARNED
 from edgespec.config.loading import dump_config
-from edgespec.core.association.network import LearnedAssociation
-from edgespec.core.association.policies import AssociationPolicy, association_policy
+from edgespec.core.association.policies import association_policy
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
@@ -309,21 +307,13 @@ def _world(job: Job, tracer: Tracer | None) -> World:
     devices = sum(section.count for section in job.scenario.devices.values())
     surrounding = Surrounding(
         source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
-        association=association_named(scenario.association, job.folder, job.seed),
+        association=association_policy(scenario.association, job.seed),
         folder=job.folder,
         checks=job.checks and devices <= _CHECKED_DEVICES,
     )
     seed = f"{job.seed}/{job.shard}"
     traced = _TRACED_DEVICES if tracer is not None else 0
     return World(scenario, job.arm, seed, surrounding, tracer, traced)
-
-
-def association_named(name: str, folder: Path, seed: int) -> AssociationPolicy:
-    """By its name, or from the file in ``learned:FILE``. Raises ``ValueError``, ``OSError``."""
-    if not name.startswith(LEARNED):
-        return association_policy(name, seed)
-    text = (folder / name.removeprefix(LEARNED)).read_text(encoding="utf-8")
-    return LearnedAssociation.from_json(text)
 
 
 def token_source(
