@@ -1,9 +1,10 @@
 """The sampling law on arrays: one row of logits to the ``width`` best guesses, or to one token.
 
 It follows ``core/protocol/sampling.warp`` in order (bias, penalties, temperature, top-k, top-p,
-min-p) and adds the noise that both ends share. The ``width`` best perturbed scores are that many siblings drawn without replacement (Kool, van Hoof, Welling 2019), best first; the
-first one is the token the scalar ``choose`` picks, up to float32 rounding of near-ties. A draft's
-near-tie that falls otherwise costs speed and never correctness.
+min-p) and adds the noise that both ends share. The ``width`` best perturbed scores are that many
+siblings drawn without replacement (Kool, van Hoof, Welling 2019), best first; the first one is the
+token the scalar ``choose`` picks, up to float32 rounding of near-ties. A draft's near-tie that
+falls otherwise costs speed and never correctness.
 
 Truncation may leave fewer tokens than ``width``. A sibling outside the draft's own support can
 still be the target's token, because the target truncates its own distribution, so missing places
