@@ -80,8 +80,7 @@ ENDS = (*BELOW, MODELS, WIRE)
 ARMS = f"{BENCH}.arms"
 # The toys are the simulator's models, so they keep its rules: no clock, no chance, no library.
 TOYS = named(
-    "device.drafters.toy device.drafters.token_cache device.drafters.twins "
-    "device.drafters.draft_window verifier.targets.toy "
+    "device.drafters.toy device.drafters.token_cache verifier.targets.toy "
     "verifier.targets.toy_memory verifier.targets.constrained_rows "
     "verifier.targets.request_checks sampling.token_counts"
 )

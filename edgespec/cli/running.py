@@ -26,8 +26,8 @@ from edgespec.cli.entry import USAGE as USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN
 from edgespec.config.setup_error import SetupError
+from edgespec.device import drafters
 from edgespec.device.agent import GenerationError
-from edgespec.device.drafters import deaf_calls
 from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
@@ -178,10 +178,10 @@ def stoppable() -> Iterator[None]:
         woken = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
         try:
             _answer(dict.fromkeys(heeded, stop))
-            deaf_calls.around = deadly
+            drafters.around_deaf_calls = deadly
             yield
         finally:
-            deaf_calls.around = nullcontext
+            drafters.around_deaf_calls = nullcontext
             signal.set_wakeup_fd(woken)  # first, or a signal in between would wake nobody
             _answer(heeded)
 

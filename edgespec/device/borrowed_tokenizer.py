@@ -21,9 +21,9 @@ from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of
 from edgespec.device.export.export import cache_folder
 from edgespec.device.many_verifiers import with_port
+from edgespec.models.folders import vocabulary_fingerprint
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY
-from edgespec.models.vocabulary import vocabulary_fingerprint
 from edgespec.wire.access import device_access
 from edgespec.wire.tokenizer_lending import TextFile, TokenizerFetch, are_as_announced, cache_key
 

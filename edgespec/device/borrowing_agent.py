@@ -31,7 +31,7 @@ from edgespec.device.build import (
 )
 from edgespec.device.many_verifiers import with_port
 from edgespec.device.reply import ReplyEvent
-from edgespec.models.constraint_readers import device_reader
+from edgespec.models.grammar import device_reader
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
 

@@ -29,12 +29,17 @@ from edgespec.device.many_verifiers import verifiers_of, with_port
 from edgespec.device.text import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.models.chat_template import ChatTokenizer
-from edgespec.models.constraint_readers import device_reader
 from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, resolve_model
+from edgespec.models.folders import (
+    DRAFT_MANIFEST,
+    Role,
+    model_info,
+    resolve_model,
+    vocabulary_fingerprint,
+    vocabulary_info,
+)
+from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
-from edgespec.models.vocabulary import vocabulary_fingerprint
-from edgespec.models.vocabulary_info import vocabulary_info
 from edgespec.telemetry.logs import current_trace_parent
 from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
@@ -231,7 +236,7 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
         return TextDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
     if draft.model == RANDOM:
-        from edgespec.device.drafters.adversarial import RandomDrafter
+        from edgespec.device.drafters.toy import RandomDrafter
 
         reference = tokenizer_reference(config)
         if reference == TOY:

@@ -12,9 +12,8 @@ from edgespec.config import DraftSection, PolicySection
 from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter
-from edgespec.models.draft_sources import DraftSource, find_draft, resolve_texts
+from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
-from edgespec.models.foreign_info import read_foreign_info
 
 if TYPE_CHECKING:
     from edgespec.device.drafters.foreign_drafter import ForeignDrafter
@@ -126,7 +125,7 @@ def inspected(source: DraftSource, variant: str) -> str:
 def _providers(name: str) -> tuple[str, ...]:
     """Raises ``SetupError`` saying why ``name`` does not load, and what does."""
     from edgespec.device.drafters.manifest import DraftModelError
-    from edgespec.device.drafters.providers import execution_providers
+    from edgespec.device.drafters.runtime_session import execution_providers
 
     try:
         return execution_providers(name)

@@ -8,16 +8,104 @@ Face one (``config.json``, ``*.safetensors``, ``tokenizer.json``) and a draft fo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from edgespec.core.ports import ModelInfo
-from edgespec.models.vocabulary import read_vocabulary, vocabulary_fingerprint
+
+# --------------------------------------------------------------------------------------------
+# The fingerprint of a vocabulary: equal for two models exactly when ids mean the same text.
+#
+# Drafts travel as token ids, so a device and a verifier must agree on what an id means, and nothing
+# else: merges, normalisation and chat templates may differ. The hash covers every (id, token
+# string), added tokens included, in order of id. Two ``tokenizer.json`` files of one vocabulary
+# agree however they are laid out.
+
+
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TOKEN_ID = (1 << 24) - 1
+_FINGERPRINT_DIGITS = 32
+
+
+class VocabularyError(ValueError):
+    """A tokenizer file cannot be read; the message names the file and what is wrong with it."""
+
+
+def vocabulary_fingerprint(path: Path) -> str:
+    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``. Raises ``VocabularyError``.
+
+    A file is read once: that takes ten times its size of memory, and ``serve`` asks every while."""
+    try:
+        found = path.stat()
+    except OSError:
+        return _fingerprint(path, ())  # which says what is wrong
+    return _fingerprint(path, (found.st_mtime_ns, found.st_size, found.st_ino))
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
+    tokens = read_vocabulary(path)
+    digest = hashlib.sha256()
+    for token_id in sorted(tokens):
+        text = tokens[token_id].encode("utf-8", errors="surrogatepass")
+        # Lengths are part of the input: no two vocabularies run together to the same bytes.
+        digest.update(b"%d %d " % (token_id, len(text)))
+        digest.update(text)
+    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
+
+
+def read_vocabulary(path: Path) -> dict[int, str]:
+    """Token strings by id, added tokens last. Raises ``VocabularyError``."""
+    data = _read(path)
+    model = data.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    tokens: dict[int, str]
+    try:
+        match vocabulary:
+            case dict():  # BPE, WordPiece, WordLevel: token -> id
+                tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
+            case list():  # Unigram: [token, score] at the place of its id
+                tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
+            case _:
+                raise VocabularyError(f"{path}: model.vocab is missing")
+        for added in data.get("added_tokens") or ():
+            tokens[int(added["id"])] = str(added["content"])
+    except VocabularyError:
+        raise
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
+        raise VocabularyError(f"{path}: unreadable vocabulary entry: {error!r}") from error
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high > MAX_TOKEN_ID:  # whoever counts ids from 0 on would never end
+        raise VocabularyError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
+    return tokens
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > MAX_TOKENIZER_BYTES:
+            raise VocabularyError(
+                f"{path}: {size} bytes, but at most {MAX_TOKENIZER_BYTES} are read"
+            )
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise VocabularyError(f"{path}: no such file") from error
+    except VocabularyError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise VocabularyError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise VocabularyError(f"{path}: holds a JSON {type(data).__name__}, not an object")
+    return data
+
 
 BUNDLED = "bundled"
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
@@ -34,7 +122,6 @@ DRAFT_MODEL = "model.onnx"
 HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
 MAX_EOS_IDS = 16
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-
 GIVE_A_FOLDER = "; or download it elsewhere and give its folder"
 
 
@@ -275,3 +362,112 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+# --------------------------------------------------------------------------------------------
+# What a drafter without a model has to know of the target: its vocabulary.
+
+
+def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
+    """The vocabulary of a model's folder, or of one that holds a ``tokenizer.json`` and no more,
+    with a context of this length. Raises ``ModelFolderError`` or ``VocabularyError``, naming the
+    file."""
+    if any((folder / name).is_file() for name in (DRAFT_MANIFEST, "config.json")):
+        return replace(model_info(folder), context_length=context_length)
+    vocabulary = vocabulary_fingerprint(folder / "tokenizer.json")
+    return ModelInfo(folder.name, vocabulary, token_count(folder), context_length)
+
+
+# --------------------------------------------------------------------------------------------
+# What a repository on the Hugging Face Hub holds, asked before anything is downloaded.
+
+
+def hub_files(reference: str) -> list[str]:
+    """The paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError`` naming the
+    reference and what the host said."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import ENDPOINT
+
+    name, _, revision = reference.partition("@")
+    try:
+        return list(HfApi().list_repo_files(name, revision=revision or None))
+    except Exception as error:  # the library's, its HTTP client's and the system's share no base
+        kind = type(error).__name__
+        raise ModelFolderError(
+            f"model {reference!r} is no local folder, and {ENDPOINT} does not list its files"
+            f" ({kind}: {one_line(error)}){GIVE_A_FOLDER}"
+        ) from error
+
+
+def cached_snapshot(reference: str, error: ModelFolderError) -> Path:
+    """The repository as it lies in the local cache; raises ``error`` where it does not."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = reference.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except Exception:  # as above
+        raise error from error.__cause__
+
+
+# --------------------------------------------------------------------------------------------
+# The fingerprint of a model's weights: equal for two folders that hold the same model.
+#
+# A device continues a text at another verifier only if that one serves the model that began it, and
+# names can be given to anything. Reading all of a large model would take minutes, so the hash
+# covers its configuration, the names, types and shapes of all tensors (the headers of the
+# safetensors files), and from the data of each file 1,024 pieces of 1 KiB, evenly spread: a fine-
+# tuned, merged or quantised copy differs there. It is no defence against somebody who makes two
+# models agree on purpose; whoever serves the target is trusted anyway.
+
+
+PIECES: Final = 1024
+PIECE_BYTES: Final = 1024
+MAX_HEADER_BYTES: Final = 100 << 20
+_DIGITS: Final = 32
+
+# What does not change a token: who made the file, with what, and how it is to be loaded.
+_BESIDE_THE_POINT: Final = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"}
+)
+
+
+def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
+    """32 hex digits (128 bits of SHA-256) of the model in ``folder``, with its ``vocabulary``.
+
+    Raises ``ValueError`` or ``OSError`` naming a file that cannot be read.
+    """
+    digest = hashlib.sha256()
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name not in _BESIDE_THE_POINT}
+    digest.update(json.dumps([vocabulary, kept], sort_keys=True).encode())
+    _add_tensors(digest, folder)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """The same for an adapter (LoRA) as PEFT writes it; that of its model is not part of it."""
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    config.pop("base_model_name_or_path", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    _add_tensors(digest, folder)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"{path}: a header of {size} bytes, at most {MAX_HEADER_BYTES}")
+            digest.update(file.read(size))
+            begin, end = 8 + size, path.stat().st_size
+            step = max(PIECE_BYTES, (end - begin) // PIECES)
+            for at in range(begin, end, step):
+                file.seek(at)
+                digest.update(file.read(PIECE_BYTES))
+
+
+def text_fingerprint(text: str) -> str:
+    """32 hex digits for a model that a line of text describes, such as the toy."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,9 @@ from edgespec.core.protocol.constraint import (
     ConstraintKind,
     allows,
 )
+from edgespec.models.draft_sources import resolve_texts
+from edgespec.models.folders import Role, resolve_model
+from edgespec.models.toy import TOY_ALPHABET, TOY_EOS
 from edgespec.models.trial_processes import DATA_BYTES, TrialFailedError, TrialProcesses
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ _KEPT: Final = 128
 _MOST_COPIES: Final = 256
 """Texts of one compiled constraint, which share what it has learned and its bound on that; then it
 is compiled again."""
+
 _TRIAL_S: Final = 30.0
 """Of the clock, on a busy machine; of processor time a trial has less."""
 _MAX_MESSAGE: Final = 400
@@ -48,6 +53,7 @@ STEP_BOUNDS: Final = {
     "max_grammar_size": 200_000,
 }
 """llguidance's ``LLParserLimits``, at or below its defaults: about 10 ms for one mask at worst."""
+
 # White space as in printed JSON, but never without end: a small model might not stop.
 _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
@@ -294,3 +300,42 @@ def _too_much(kind: ConstraintKind) -> ConstraintError:
 def _first_words(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _MAX_MESSAGE else words[:_MAX_MESSAGE] + " ..."
+
+
+# --------------------------------------------------------------------------------------------
+# Who reads constraints: a verifier in the vocabulary of its target, a device in that of its texts.
+#
+# The library is optional on either side. A verifier without it refuses constraints and names the
+# package; a device without it lets its drafts guess freely, which costs speed and no text.
+
+
+ReadConstraint = Callable[[Constraint], Constraint]
+
+_TOY = "toy"
+_IDLE_S: Final = 300.0
+"""After which a device lets go of the process that tries its grammars."""
+_DEVICE_BYTES: Final = 192 << 20
+"""Of data that such a process may have: a service with a memory budget ends where all its processes
+together go far beyond it."""
+
+
+def verifier_reader(reference: str) -> GrammarReader:
+    """For the target that ``reference`` names. Nothing is loaded before the first constraint, or
+    before it is told to get ready."""
+    return GrammarReader(partial(_vocabulary, reference, Role.TARGET))
+
+
+def device_reader(reference: str) -> ReadConstraint | None:
+    """For the tokenizer that ``reference`` names; None where the library is not installed."""
+    vocabulary = partial(_vocabulary, reference, Role.DRAFT)
+    reader = GrammarReader(vocabulary, idle_s=_IDLE_S, most_bytes=_DEVICE_BYTES)
+    return reader if reader.available else None
+
+
+def _vocabulary(reference: str, role: Role) -> Any:
+    """What ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
+    if reference == _TOY:
+        return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
+    target = role is Role.TARGET
+    folder = resolve_model(reference, role) if target else resolve_texts(reference)
+    return (folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -18,10 +18,16 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
-from edgespec.models.constraint_readers import verifier_reader
-from edgespec.models.folders import Role, check_folder, model_info, resolve_model
+from edgespec.models.folders import (
+    Role,
+    check_folder,
+    model_info,
+    resolve_model,
+    text_fingerprint,
+    weights_fingerprint,
+)
+from edgespec.models.grammar import verifier_reader
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
-from edgespec.models.weights import text_fingerprint, weights_fingerprint
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Watch

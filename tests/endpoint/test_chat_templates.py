@@ -20,8 +20,7 @@ from edgespec.models.chat_template import (
     TokenizerError,
     read_chat_templates,
 )
-from edgespec.models.token_bytes import TokenBytes
-from edgespec.models.tokenizer import TextTokenizer
+from edgespec.models.tokenizer import TextTokenizer, TokenBytes
 from tests.shell.tiny_checkpoints import write_tokenizer
 
 NOW = datetime(2026, 3, 14, 15, 9)

@@ -18,10 +18,13 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
-from edgespec.device.drafters.foreign_check import LARGEST_DIFFERENCE, relative_difference
-from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.foreign_drafter import (
+    LARGEST_DIFFERENCE,
+    ForeignDrafter,
+    relative_difference,
+)
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.providers import EXECUTION, why_not_loadable
+from edgespec.device.drafters.runtime_session import EXECUTION, why_not_loadable
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
 from tests.shell.foreign_graphs import Style, concatenating_graph, write_folder

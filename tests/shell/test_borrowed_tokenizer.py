@@ -31,8 +31,7 @@ from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import _place, with_tokenizer
 from edgespec.device.borrowing_agent import BorrowingAgent
 from edgespec.device.build import build_agent, load_tokenizer
-from edgespec.models.folders import Role, model_info, resolve_model
-from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.folders import Role, model_info, resolve_model, vocabulary_fingerprint
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.tokenizer_lending import PART_BYTES, PackedFile, TextFile, TokenizerFetch

@@ -23,7 +23,7 @@ import pytest
 
 from edgespec.cli.running import on_stopping_signals, stoppable
 from edgespec.cli.serving import Stopping
-from edgespec.device.drafters import deaf_calls
+from edgespec.device import drafters
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -160,7 +160,7 @@ def test_a_ctrl_c_during_the_imports_says_nothing(
 LOADING = """
 import ctypes, threading
 from edgespec.cli import running
-from edgespec.device.drafters import deaf_calls
+from edgespec.device import drafters
 
 def listening():
     print("loading", flush=True)
@@ -176,7 +176,7 @@ def deaf():
         lock(mutex)
 
 def held():
-    with deaf_calls.around():
+    with drafters.around_deaf_calls():
         print("loading", flush=True)
         while True:  # a handler in Python would be heard here, unlike in a call that holds it
             pass
@@ -233,7 +233,7 @@ def test_what_a_block_of_loading_changed_is_as_it_was() -> None:
     now = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(now[1])
     assert now == before
-    assert deaf_calls.around is nullcontext
+    assert drafters.around_deaf_calls is nullcontext
     for one in threading.enumerate():
         if one.name == "edgespec-signals":
             one.join(WITHIN_S)

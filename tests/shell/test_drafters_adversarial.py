@@ -15,9 +15,14 @@ from edgespec.core.ports import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter, random_ids
 from edgespec.device.drafters.paced import PacedDrafter
-from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.drafters.toy import (
+    AdversarialDrafter,
+    RandomDrafter,
+    ToyDrafter,
+    random_ids,
+    toy_info,
+)
 
 MODEL = ToyModel(vocabulary_size=20)
 

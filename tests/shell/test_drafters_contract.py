@@ -19,13 +19,12 @@ import pytest
 from edgespec.core.ports import Drafter, ModelInfo, StepCancelledError, Twinned
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.adversarial import AdversarialDrafter, RandomDrafter
 from edgespec.device.drafters.foreign_drafter import ForeignDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.routed import RoutedDrafter
 from edgespec.device.drafters.text_drafter import TextDrafter
-from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.drafters.toy import AdversarialDrafter, RandomDrafter, ToyDrafter, toy_info
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft

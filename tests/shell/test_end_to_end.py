@@ -25,8 +25,7 @@ from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
 from edgespec.device.build import build_agent, build_policy, connect
-from edgespec.device.drafters.adversarial import AdversarialDrafter
-from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.device.drafters.toy import AdversarialDrafter, ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text

@@ -11,10 +11,10 @@ from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
 from edgespec.config.setup_error import SetupError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
-from edgespec.device.drafters import providers
+from edgespec.device.drafters import runtime_session as providers
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.providers import (
+from edgespec.device.drafters.runtime_session import (
     EXECUTION,
     execution_providers,
     why_not_loadable,

@@ -20,8 +20,7 @@ from onnx import TensorProto, helper
 from edgespec.config import DraftSection
 from edgespec.core.ports import Drafter, StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.foreign_cache import ReslicedCache
-from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter, ReslicedCache
 from edgespec.device.drafters.foreign_graph import CacheTensor
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.export.export import export_draft

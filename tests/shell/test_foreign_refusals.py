@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from edgespec.device.drafters.foreign_check import Behaviour, check_behaviour
+from edgespec.device.drafters.foreign_drafter import Behaviour, check_behaviour
+from edgespec.device.drafters.foreign_graph import read_nodes
 from edgespec.device.drafters.manifest import DraftModelError
-from edgespec.device.drafters.onnx_nodes import read_nodes
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
 from tests.shell.foreign_graphs import (

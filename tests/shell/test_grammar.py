@@ -31,7 +31,7 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
-from edgespec.models.token_bytes import TokenBytes
+from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters import kv_buffers, onnx_drafter
-from edgespec.device.drafters.draft_window import DraftWindow
-from edgespec.device.drafters.kv_buffers import KvBuffers, block_tokens
+from edgespec.device.drafters import onnx_drafter
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import KvBuffers, OnnxDrafter, block_tokens
+from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
@@ -293,4 +292,4 @@ def test_a_closed_drafter_gives_its_rows_back(drafts: dict[KvType, Path]) -> Non
     assert drafter.held_tokens == 100
     drafter.close()
     assert drafter.held_tokens == 0
-    kv_buffers.give_back()
+    onnx_drafter.give_back()

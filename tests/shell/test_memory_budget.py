@@ -41,8 +41,13 @@ from edgespec.device.draft_memory import (
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.models.folders import Role, model_info, read_config, resolve_model
-from edgespec.models.vocabulary import vocabulary_fingerprint
+from edgespec.models.folders import (
+    Role,
+    model_info,
+    read_config,
+    resolve_model,
+    vocabulary_fingerprint,
+)
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 from tests.shell.live_verifier import serving
 
@@ -193,7 +198,7 @@ def test_a_process_reads_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_tokenizer(BUNDLED) is first
     path = resolve_model(BUNDLED, Role.DRAFT) / "tokenizer.json"
     found = vocabulary_fingerprint(path)
-    monkeypatch.setattr("edgespec.models.vocabulary.read_vocabulary", None)
+    monkeypatch.setattr("edgespec.models.folders.read_vocabulary", None)
     assert vocabulary_fingerprint(path) == found
 
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from edgespec.models.folders import ModelFolderError, read_config
-from edgespec.models.vocabulary import VocabularyError, read_vocabulary, vocabulary_fingerprint
+from edgespec.models.folders import (
+    ModelFolderError,
+    VocabularyError,
+    read_config,
+    read_vocabulary,
+    vocabulary_fingerprint,
+)
 from tests.shell.tiny_checkpoints import write_tokenizer
 
 VOCABULARY = {"a": 0, "b": 1, "ü": 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.models.weights import PIECES, text_fingerprint, weights_fingerprint
+from edgespec.models.folders import PIECES, text_fingerprint, weights_fingerprint
 
 SIZE = 3_000_000
 

@@ -13,10 +13,11 @@ branches are the siblings of one row of logits, as with our own drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -31,15 +32,19 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.foreign_cache import InPlaceCache, KeyValueCache, ReslicedCache
-from edgespec.device.drafters.foreign_check import CHECKED_LENGTH, Behaviour, check_behaviour
-from edgespec.device.drafters.foreign_graph import ForeignGraph, HeadHint, Role, read_graph
+from edgespec.device.drafters.foreign_graph import (
+    CacheTensor,
+    ForeignGraph,
+    HeadHint,
+    Role,
+    read_graph,
+    read_nodes,
+)
 from edgespec.device.drafters.manifest import DraftModelError
-from edgespec.device.drafters.masked_guesses import guesses
-from edgespec.device.drafters.onnx_nodes import read_nodes
 from edgespec.device.drafters.runtime_session import (
     CPU,
     Placement,
+    guesses,
     load_session,
     placement,
     ports,
@@ -48,6 +53,236 @@ from edgespec.device.drafters.runtime_session import (
 )
 from edgespec.device.drafters.token_cache import TokenCache
 from edgespec.sampling.arrays import Workspace
+
+# --------------------------------------------------------------------------------------------
+# Keys and values of a foreign graph between its steps, in two ways.
+#
+# ``InPlaceCache``: past and present are one buffer per tensor, with room to spare; attention
+# appends to it, and a rollback is a smaller length somewhere else: nothing is copied.
+# ``ReslicedCache``: the graph concatenates past and present itself, so it wants a past of exactly
+# the cached length and writes a present of exactly the new one. Two buffers take turns; a rollback
+# copies the rows that are kept into the other one, and says how many bytes that were.
+#
+# Buffers grow by doubling, so a long context costs memory only once it is used. Their addresses are
+# given to the runtime, which reads and writes them during a run and at no other time.
+
+
+_FIRST_CAPACITY = 256
+
+Buffer = NDArray[np.generic]
+
+
+class KeyValueCache(Protocol):
+    """Where keys and values lie; lengths are in tokens."""
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        """Bind past (``cached`` tokens) and present (``count`` more) of every tensor."""
+
+    def advance(self) -> None:
+        """The run that was bound has ended well: present becomes past."""
+
+    def truncate(self, length: int) -> int:
+        """Keep so many tokens; returns the bytes copied for it."""
+
+    def memory_bytes(self, length: int) -> int:
+        """What ``length`` cached tokens keep resident."""
+
+
+class InPlaceCache:
+    """For grouped-query attention with shared buffers."""
+
+    def __init__(self, tensors: Sequence[CacheTensor], context_length: int) -> None:
+        self._tensors = tuple(tensors)
+        self._context_length = context_length
+        self._capacity = 0
+        self._buffers: list[Buffer] = []
+        self._bound = 0
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        self._grow(cached, cached + count)
+        if self._bound == self._capacity:
+            return
+        for tensor, buffer in zip(self._tensors, self._buffers, strict=True):
+            place = "cpu", 0, buffer.dtype.type, tensor.shape(self._capacity), buffer.ctypes.data
+            binding.bind_input(tensor.past, *place)
+            binding.bind_output(tensor.present, *place)
+        self._bound = self._capacity
+
+    def advance(self) -> None:
+        pass
+
+    def truncate(self, length: int) -> int:
+        return 0
+
+    def memory_bytes(self, length: int) -> int:
+        return (
+            sum(one.row_elements * np.dtype(one.dtype).itemsize for one in self._tensors) * length
+        )
+
+    def _grow(self, cached: int, needed: int) -> None:
+        if needed <= self._capacity:
+            return
+        capacity = _room(needed, self._context_length)
+        buffers: list[Buffer] = [np.zeros(one.shape(capacity), one.dtype) for one in self._tensors]
+        for grown, old in zip(buffers, self._buffers, strict=False):  # at first there are none
+            grown[:, :, :cached] = old[:, :, :cached]
+        self._buffers, self._capacity = buffers, capacity  # not before all of them are there
+
+
+class ReslicedCache:
+    """For graphs that concatenate; flat buffers whose beginning is shaped as the graph wants it."""
+
+    def __init__(self, tensors: Sequence[CacheTensor], context_length: int) -> None:
+        self._tensors = tuple(tensors)
+        self._context_length = context_length
+        self._length = 0
+        self._next_length = 0
+        self._past: list[Buffer] = [np.zeros(0, dtype=one.dtype) for one in tensors]
+        self._present: list[Buffer] = [np.zeros(0, dtype=one.dtype) for one in tensors]
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        assert cached == self._length, (cached, self._length)
+        self._next_length = cached + count
+        for index, tensor in enumerate(self._tensors):
+            past = self._past[index] = self._with_room(tensor, self._past[index], max(1, cached))
+            shape = tensor.shape(cached)
+            binding.bind_input(tensor.past, "cpu", 0, past.dtype.type, shape, past.ctypes.data)
+            present = self._with_room(tensor, self._present[index], self._next_length)
+            self._present[index] = present
+            binding.bind_output(
+                tensor.present,
+                "cpu",
+                0,
+                present.dtype.type,
+                tensor.shape(self._next_length),
+                present.ctypes.data,
+            )
+
+    def advance(self) -> None:
+        self._past, self._present = self._present, self._past
+        self._length = self._next_length
+
+    def truncate(self, length: int) -> int:
+        if length >= self._length:
+            return 0
+        copied = 0
+        past, present = list(self._past), list(self._present)
+        for index, tensor in enumerate(self._tensors):
+            if tensor.tokens_first or not length:
+                continue  # the beginning of the buffer is what is kept
+            other = self._with_room(tensor, present[index], length)
+            source = past[index][: tensor.row_elements * self._length]
+            kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
+            kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
+            past[index], present[index] = other, past[index]
+            copied += kept.nbytes
+        self._past, self._present, self._length = past, present, length
+        return copied
+
+    def memory_bytes(self, length: int) -> int:
+        row = sum(one.row_elements * np.dtype(one.dtype).itemsize for one in self._tensors)
+        return 2 * row * length
+
+    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+        if buffer.size >= tensor.row_elements * needed:
+            return buffer
+        room = _room(needed, self._context_length)
+        grown: Buffer = np.zeros(tensor.row_elements * room, dtype=tensor.dtype)
+        grown[: buffer.size] = buffer
+        return grown
+
+
+def _room(needed: int, context_length: int) -> int:
+    """The next power of two from 256 on, or the whole context."""
+    doubled = 1 << max(int(math.log2(_FIRST_CAPACITY)), math.ceil(math.log2(needed)))
+    return max(needed, min(doubled, context_length))
+
+
+# --------------------------------------------------------------------------------------------
+# Does a graph with a cache behave like one? Four tokens are decoded in four ways and compared.
+#
+#     at once from nothing    a b c d
+#     one by one behind two   a b | c | d
+#     again after a rollback  a b c | d     the last token alone is taken back
+#     several behind a cache  a | b c d     all but the first token are taken back
+#
+# The logits behind ``d`` must agree but for rounding. Early merged decoders were traced with one
+# token behind the cache, so that in a longer feed a token sees those after it. That moves the
+# logits behind ``d`` little, but those behind the first token of a long feed much, so they are
+# compared too. Activations that are rounded to 8 bits for a whole tensor at a time differ a good
+# deal between all these ways, a wrong mask or a wrong row of the cache far more, so the bound
+# between them is wide.
+
+
+Rows = NDArray[np.float32]
+"""Logits of every token fed, or of the last one alone, [rows, V]."""
+LARGEST_DIFFERENCE = 0.35
+"""Root mean square of a difference of logits, over their standard deviation."""
+TOKENS = (1, 2, 3, 1)
+_LATER = (4, 5, 6, 7, 8, 9, 10, 11)
+CHECKED_LENGTH = 2 + len(_LATER)
+"""The most tokens that are cached while checking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How a graph may be used."""
+
+    works: bool
+    """Steps and rollbacks give what decoding from nothing gives."""
+    chunks: bool = False
+    """May several tokens be fed behind a cache, or one at a time only?"""
+    in_place: bool = False
+    """Is a rollback a smaller number, or a copy?"""
+    reason: str = ""
+    """Why it does not work, or why a rollback is a copy."""
+    difference: float = 0.0
+    """The largest that was let pass, as ``LARGEST_DIFFERENCE`` counts."""
+
+
+def check_behaviour(
+    decode_rows: Callable[[int, Sequence[int]], Rows], vocabulary_size: int
+) -> Behaviour:
+    """``decode_rows(keep, tokens)`` cuts the cache to ``keep`` tokens, feeds the others and returns
+    a copy of the logits."""
+
+    def decode(keep_length: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        last: NDArray[np.float32] = decode_rows(keep_length, tokens)[-1]
+        return last
+
+    a, b, c, d = (token % vocabulary_size for token in TOKENS)
+    whole = decode(0, (a, b, c, d))
+    if not np.isfinite(whole).all():
+        return Behaviour(False, reason="its logits are not all finite")
+    decode(0, (a, b))
+    decode(2, (c,))
+    single = decode(3, (d,))
+    again = decode(3, (d,))
+    ways = (
+        (single, "decoding token by token differs from decoding at once"),
+        (again, "decoding after a rollback differs from decoding at once"),
+    )
+    largest = 0.0
+    for row, what in ways:
+        difference = relative_difference(row, whole)
+        if not difference <= LARGEST_DIFFERENCE:
+            reason = f"{what} by {difference:.2f} standard deviations of the logits"
+            return Behaviour(False, reason=reason, difference=difference)
+        largest = max(largest, difference)
+    several = relative_difference(decode(1, (b, c, d)), whole)
+    alone = decode(1, (b,))
+    rows = decode_rows(1, (b, *(token % vocabulary_size for token in _LATER)))
+    if len(rows) > 1:
+        several = max(several, relative_difference(rows[0], alone))
+    chunks = several <= LARGEST_DIFFERENCE
+    return Behaviour(True, chunks, difference=max(largest, several if chunks else 0.0))
+
+
+def relative_difference(row: NDArray[np.float32], reference: NDArray[np.float32]) -> float:
+    """Root mean square of the difference over the reference's standard deviation."""
+    scale = max(float(reference.std()), 1e-12)
+    return float(np.sqrt(np.mean((row - reference) ** 2))) / scale
+
 
 # Past this, positions and masks are longer than most models' contexts; as of our own drafts.
 DEFAULT_CONTEXT_LIMIT = 16_384

@@ -14,7 +14,7 @@ from typing import Final, Protocol, runtime_checkable
 from edgespec.core.device.memory import MemoryGovernor, Observation, Restriction
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.twins import twin_of
+from edgespec.device.drafters.token_cache import twin_of
 
 MEASURE_EVERY_S: Final = 0.5
 _MUCH_BYTES: Final = 1 << 20

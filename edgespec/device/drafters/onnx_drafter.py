@@ -1,10 +1,9 @@
 """A draft model on onnxruntime: one sequence, key/value buffers that grow, rollback by one integer.
 
-Past and present keys/values of every layer are bound once to the same memory (``kv_buffers.py``),
+Past and present keys/values of every layer are bound once to the same memory (``KvBuffers``),
 so a step copies no cache. What is cached is said by two small integers the graph reads; writing
 smaller ones is the whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and
-writes in place. Of a text longer than the window only the last tokens are held
-(``draft_window.py``).
+writes in place. Of a text longer than the window only the last tokens are held (``DraftWindow``).
 
 Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
 from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory
@@ -14,16 +13,20 @@ Chunking changes logits by rounding only, so a guess may differ; a guess is only
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from edgespec.core.device.memory import KvType
 from edgespec.core.ports import (
     PREFILL_CHUNK,
     Cancelled,
@@ -34,8 +37,6 @@ from edgespec.core.ports import (
 )
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.draft_window import DraftWindow
-from edgespec.device.drafters.kv_buffers import KV_TYPES, KvBuffers, give_back
 from edgespec.device.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
     MODEL_FILE,
@@ -43,22 +44,143 @@ from edgespec.device.drafters.manifest import (
     DraftModelError,
     read_manifest,
 )
-from edgespec.device.drafters.masked_guesses import guesses
 from edgespec.device.drafters.runtime_session import (
     CPU,
     Placement,
+    guesses,
     load_session,
     placement,
     usual_threads,
 )
-from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace
 
 CHUNK = PREFILL_CHUNK
+
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
+
 # Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
 _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
+_PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+_DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
+_SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
+PARTS: Final = ("key", "value")
+KV_TYPES: Final = {
+    "tensor(float)": KvType.FLOAT32,
+    "tensor(float16)": KvType.FLOAT16,
+    "tensor(int8)": KvType.INT8,
+}
+"""By onnxruntime's name of the type of an input."""
+
+
+def block_tokens(row_bytes: int) -> int:
+    """In how many tokens a buffer grows: the fewest whose rows of one head fill whole pages. Rows
+    of 512 bytes, on pages of 4096, grow by 8 tokens."""
+    return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
+
+
+class KvBuffers:
+    """``2 * layers`` buffers [1, heads, capacity, head_dim] of ``kv_type``, all zero.
+
+    Each is one private anonymous mapping, whose capacity is address space alone: the system adds a
+    page when a row in it is first written, and takes it back on ``shrink``. They are mappings of
+    our own, as an allocator keeps what it is given back, and of small pages: one of 2 MiB under the
+    first row of a head would hold the rows of its whole context. Without ``madvise`` (Windows) a
+    mapping is given back on ``close`` alone.
+
+    The capacity is rounded up to whole blocks of tokens, so that no page holds rows of two heads.
+    Raises ``MemoryError`` naming the size when the system has no address space for them.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, capacity: int, head_dim: int, kv_type: KvType
+    ) -> None:
+        self._type = kv_type
+        self._row_bytes = head_dim * kv_type.bytes
+        self._block = block_tokens(self._row_bytes)
+        capacity = -(-capacity // self._block) * self._block
+        self._shape = (1, heads, capacity, head_dim)
+        self._touched = 0
+        size = heads * capacity * self._row_bytes
+        try:
+            self._maps = [_mapping(size) for _ in range(2 * layers)]
+        except OSError as error:
+            raise MemoryError(
+                f"no address space for {2 * layers} key and value buffers of {size} bytes,"
+                f" {capacity} tokens: {error.strerror}"
+            ) from error
+
+    @property
+    def capacity(self) -> int:
+        """In tokens."""
+        return self._shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self._maps) * self._shape[1] * self._row_bytes
+
+    @property
+    def touched_length(self) -> int:
+        """Rows below it may be resident."""
+        return self._touched
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the rows that were written keep resident: whole blocks. 100 rows of 512 bytes, in
+        blocks of 8, in 4 heads of 6 buffers take 24 * 104 * 512 = 1277952 bytes."""
+        return -(-self._touched // self._block) * self._block * self.bytes_per_token
+
+    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
+        """(``"0.key"``, the buffer) and so on, layer by layer, as the graph names them."""
+        for index, memory in enumerate(self._maps):
+            name = f"{index // 2}.{PARTS[index % 2]}"
+            yield name, np.frombuffer(memory, dtype=self._type.value).reshape(self._shape)
+
+    def touch(self, length: int) -> None:
+        """Rows below ``length`` are about to be written."""
+        self._touched = max(self._touched, length)
+
+    def shrink(self, length: int) -> None:
+        """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
+        call a head and buffer, and nothing where no such row was written."""
+        if length >= self._touched:
+            return
+        if _DROP is None:
+            return
+        kept = -(-length // self._block) * self._block * self._row_bytes
+        end = -(-self._touched // self._block) * self._block * self._row_bytes
+        head_bytes = self.capacity * self._row_bytes
+        if end > kept:
+            for memory in self._maps:
+                for start in range(0, len(memory), head_bytes):
+                    memory.madvise(_DROP, start + kept, end - kept)
+        self._touched = length
+
+    def close(self) -> None:
+        """Give everything back. An array of ``arrays`` that somebody still holds keeps its own
+        buffer until it is dropped."""
+        self._maps.clear()
+        self._touched = 0
+
+
+def _mapping(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=_PRIVATE) if _PRIVATE else mmap.mmap(-1, size)
+    if _SMALL_PAGES is not None:
+        try:
+            memory.madvise(_SMALL_PAGES)
+        except OSError:  # a kernel without large pages has only small ones
+            pass
+    return memory
+
+
+def give_back() -> None:
+    """Ask the C library to return what it keeps of freed memory; a model that was closed leaves
+    half of its weights there. Does nothing where the library cannot (only glibc can)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        pass
 
 
 class OnnxDrafter:
@@ -67,7 +189,7 @@ class OnnxDrafter:
     ``threads`` 0 chooses by size. ``context_length`` 0 is the model's own; a
     smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
     ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
-    (``draft_window.py``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
+    (``DraftWindow``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
     how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
     a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
     """
@@ -192,7 +314,7 @@ class OnnxDrafter:
         """An estimate of what this drafter keeps resident: weights, cache rows, logits.
 
         With ``cached_length``, what it would be with so many tokens cached; without, with the
-        most there have been (``kv_buffers.py``). Not counted: the runtime itself (about 50 MB with
+        most there have been (``KvBuffers``). Not counted: the runtime itself (about 50 MB with
         its imports) and scratch.
         """
         rows = self._rows.touched_length if cached_length is None else cached_length

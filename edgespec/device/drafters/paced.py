@@ -14,7 +14,7 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.twins import twin_of
+from edgespec.device.drafters.token_cache import twin_of
 
 MAX_STEP_MS = 60_000.0
 # A cancelled step ends within so much time, however long the emulated one is.

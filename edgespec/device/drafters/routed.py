@@ -40,7 +40,7 @@ from edgespec.device.drafters.text_drafter import (
     TextGuesses,
     permitted,
 )
-from edgespec.device.drafters.twins import twin_of
+from edgespec.device.drafters.token_cache import twin_of
 
 TRUSTED = 0.5
 LEAST_WORTH = 0.025

@@ -43,8 +43,6 @@ from edgespec.device.drafters.token_cache import TokenCache
 NAME = "lookup"
 MOST_LEADERS = 4096
 LEAST_CHANCE = 0.3
-
-
 LAG = 32
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.core.ports import ModelInfo
+from edgespec.core.ports import Drafter, ModelInfo, Twinned
 from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.sampling.token_counts import TokenCounts
@@ -105,3 +105,48 @@ class TokenCache:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+
+# --------------------------------------------------------------------------------------------
+# Which tokens of a growing text a draft model holds keys and values of: the last ones.
+#
+# Rows are counted from the window's first token on, so a position inside the model is never beyond
+# the window's size, however long the text is. A text that outgrows the window slides it: the second
+# half of what may be held is fed again from row 0 (its keys were rotated for other positions), and
+# as many tokens fit until the next time. A token so costs one more token of prefill on average.
+
+
+class DraftWindow:
+    """The rows of one sequence: row ``i`` is the token at position ``first + i``; ``held`` rows are
+    valid. ``size`` is the most there may be."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.first = self.held = 0
+
+    def clear(self) -> None:
+        """Nothing is held, of a text that begins."""
+        self.first = self.held = 0
+
+    def place(self, keep_length: int, length: int) -> int:
+        """The text agrees in its first ``keep_length`` tokens with what was held, and is ``length``
+        long: the position from which on it has to be fed. Everything before that, from ``first``
+        on, is held."""
+        self.held = min(self.held, max(0, keep_length - self.first), self.size)
+        if length <= self.size and keep_length < self.first:
+            self.clear()  # it fits again as a whole
+        elif keep_length < self.first or length - self.first > self.size:
+            self.first, self.held = max(0, length - max(1, self.size // 2)), 0
+        return self.first + self.held
+
+
+# --------------------------------------------------------------------------------------------
+# A drafter that wraps another one has twins where that has them.
+
+
+def twin_of(drafter: Drafter) -> Drafter:
+    """Another sequence on the weights of ``drafter`` (``ports.Twinned``). Raises ``TypeError``
+    naming its class where it can have one only, and what the drafter raises without room."""
+    if not isinstance(drafter, Twinned):
+        raise TypeError(f"{type(drafter).__name__} holds one sequence only")
+    return drafter.twin()

@@ -25,19 +25,14 @@ MODEL_TYPES = (
     "qwen3",
     "smollm3",
 )
-
 _GEMMA = ("gemma2", "gemma3_text")
-
 _WINDOWED = ("mistral", "phi3", *_GEMMA)
-
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -45,7 +40,6 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-
 """What ``hidden_act`` may be, and what it computes."""
 
 
@@ -308,7 +302,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 _LAST_MATRICES = (".self_attn.o_proj.", ".mlp.down_proj.")
-
 _BRANCH_NORMS = (".post_attention_layernorm.", ".post_feedforward_layernorm.")
 
 

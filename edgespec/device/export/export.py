@@ -50,7 +50,6 @@ COPIED_FILES = (
 # Weights inside the graph's file stay in memory beside those that the kernels have repacked, also
 # after the session is closed; those of a file of their own are mapped. Small drafts are one file.
 MAX_SINGLE_FILE_BYTES = 4_000_000
-
 WEIGHTS_FILE = "model.onnx.data"
 
 # The rotary tables are stored: 128k positions would add 64 MB to a small draft.
@@ -243,13 +242,9 @@ def _take(folder: Path) -> int | None:
 
 # Raised when an export of the same input would give other bytes.
 _EXPORT_VERSION = 4
-
 WORK_PREFIX = ".edgespec-export-"
-
 """Of folders in which exports are built."""
-
 _CHUNK_BYTES = 1 << 20
-
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 
 

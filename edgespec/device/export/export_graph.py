@@ -225,11 +225,8 @@ def pad_tables(
 
 
 BITS = (4, 8, 32)
-
 _OPSET = 21
-
 _IR_VERSION = 10
-
 _CONTRIB = "com.microsoft"
 
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
@@ -240,7 +237,6 @@ _CONTRIB_KINDS = (
     "QuickGelu",
     "SkipSimplifiedLayerNormalization",
 )
-
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
 

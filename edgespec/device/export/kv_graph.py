@@ -27,7 +27,6 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 
 Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
 """A layer's (scales of keys, scales of values), each [heads * head dim]."""
-
 _ATTENTION = "GroupQueryAttention"
 _SEQUENCES, _LENGTH = 4, 64
 # Beyond the largest value seen: texts to come are not those seen.

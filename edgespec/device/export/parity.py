@@ -162,21 +162,16 @@ def _active(activation: str, value: Array) -> Array:
 
 
 CHECKED_TOKENS = 48
-
 LARGEST_WEIGHT_ERROR = {4: 0.25, 8: 0.02, 32: 0.0}
-
 """Root mean square of what rounding a matrix changes, over that of the matrix, by bits. Four bits
 on normal weights in blocks of 32 lose about 0.1."""
 
 LARGEST_DIFFERENCE = {4: 0.2, 8: 0.2, 32: 0.005}
-
 """Root mean square of a difference of logits over their standard deviation, by bits: activations of
 quantised products are rounded to 8 bits."""
 
 LARGEST_CACHE_DIFFERENCE = {"float32": 0.0, "float16": 0.02, "int8": 0.2}
-
 """Likewise, of rounding keys and values. The bundled target gave 0.0004 and 0.014."""
-
 WAYS = {
     "in one pass": ((0, CHECKED_TOKENS),),
     "in chunks": ((0, 17), (17, 18), (18, 41), (41, CHECKED_TOKENS)),

@@ -29,9 +29,7 @@ BLOCK_SIZE = 32
 
 # Largest magnitude over integer range, as multiples of the full-range scale; both signs are tried.
 _GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
-
 _GRID_8 = (1.0,)
-
 _ROWS_A_TIME = 2048
 
 
@@ -119,9 +117,7 @@ def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 _CONTRIB = "com.microsoft"
-
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
-
 MAX_SINGLE_FILE_BYTES = 4_000_000
 
 

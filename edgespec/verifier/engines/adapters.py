@@ -13,7 +13,7 @@ from typing import Final
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import MAX_ADAPTERS
-from edgespec.models.weights import adapter_fingerprint
+from edgespec.models.folders import adapter_fingerprint
 from edgespec.verifier.engines.vllm.step import Adapter
 
 FLAG: Final = "--lora-modules"

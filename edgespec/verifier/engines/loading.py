@@ -8,8 +8,7 @@ from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import ModelInfo
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.models.folders import Role, model_info, resolve_model
-from edgespec.models.weights import weights_fingerprint
+from edgespec.models.folders import Role, model_info, resolve_model, weights_fingerprint
 from edgespec.verifier.engines.adapters import served_adapters, split_adapters
 from edgespec.verifier.engines.vllm.flags import refuse_our_flags
 from edgespec.verifier.engines.vllm.install import check_install

@@ -20,8 +20,8 @@ from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.draft_window import DraftWindow
 from edgespec.device.drafters.guarded import GuardedDrafter
+from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import (
@@ -113,7 +113,7 @@ def battery(charge: float, per_drafting_s: float, per_s: float = 0.0) -> ReadAt:
 
 # --- a simulated draft with keys and values that take memory -----------------------------------
 # what the product's guard can restrict.
-# The product's own window (``drafters/draft_window.py``) says which tokens are held and which a
+# The product's own window (``drafters/token_cache.py``) says which tokens are held and which a
 # step has to feed again; guesses are those of the drafter inside, whose texts do not depend on
 # how far it looks back. So a window costs time here, and acceptance it does not.
 
