@@ -40,7 +40,8 @@ def test_the_first_screen_says_what_was_asked_and_draws_the_answer() -> None:
     assert "Asked: which way of decoding is fastest here" in first
     assert "2.31× as fast" in first
     assert first.count('id="plot-') == 1
-    assert html.index("<h2>All arms side by side") < html.index("<h2>Arms</h2>"), "tables below"
+    assert html.index("<h2>Arms</h2>") < html.index("<h2>All arms side by side"), "folded"
+    assert "<details" not in html[: html.index("<h2>Arms</h2>")]
 
 
 def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:

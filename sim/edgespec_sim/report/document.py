@@ -11,7 +11,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
@@ -71,6 +72,8 @@ figcaption { color: var(--soft); font-size: 0.875rem; max-width: 48rem; overflow
   grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); }
 details { margin: 0.6rem 0; border: 1px solid var(--line); border-radius: 6px; }
 summary { cursor: pointer; padding: 0.5rem 0.8rem; background: var(--panel); border-radius: 6px; }
+details.part > :not(summary) { margin-left: 0.8rem; margin-right: 0.8rem; }
+summary h2 { display: inline; border: 0; font-size: 1rem; }
 pre { margin: 0; padding: 0.8rem; overflow: auto; max-height: 32rem; font-size: 0.8rem;
   white-space: pre-wrap; overflow-wrap: anywhere; }
 @media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; }
@@ -113,6 +116,9 @@ async function draw() {
   document.documentElement.dataset.drawn = plots.length;
 }
 draw();
+// What is drawn in a closed part has no width until that is opened.
+document.addEventListener("toggle", event => { if (event.target.open && window.Plotly)
+  for (const place of event.target.querySelectorAll(".plot")) Plotly.Plots.resize(place); }, true);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 addEventListener("beforeprint", repaint);
 addEventListener("afterprint", repaint);
@@ -165,6 +171,13 @@ class Document:
         """Long plain text behind a line to click."""
         shown = f"<summary>{escape(summary)}</summary><pre>{escape(text)}</pre>"
         self.add(f"<details>{shown}</details>")
+
+    @contextmanager
+    def fold(self, heading: str) -> Iterator[None]:
+        """What is added within stands behind a line to click."""
+        self.add(f'<details class="part"><summary><h2>{escape(heading)}</h2></summary>')
+        yield
+        self.add("</details>")
 
     def figure(self, figure: Figure) -> None:
         number = len(self._figures)

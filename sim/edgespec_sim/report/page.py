@@ -42,80 +42,65 @@ def render(
     page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
     page.paragraph(asked(summary), "asked")
     page.paragraph(headline(summary), "headline")
-    first, more = pace_plot(summary), answer_plot(summary)
-    for picture in (first or more,):
-        if picture is not None:
-            page.figure(picture)
+    sessions = timeline_plots(timeline) if timeline is not None and timeline.spans else []
+    lanes = question_plot(firsts or {}) or (sessions[0] if sessions else None)
+    pace, answer = pace_plot(summary), answer_plot(summary)
+    for figure in (lanes, pace or answer):
+        if figure is not None:
+            page.figure(figure)
     page.paragraph(_facts(summary), "facts")
-    _side_by_side(page, summary, firsts or {})
-    _load(page, summary)
-    _map(page, summary)
-    _together(page, "Wasted work and energy", (wasted_plot(summary), energy_plot(summary)))
-    _distributions(page, summary, more if first is not None else None)
-    _tables(page, summary)
-    if timeline is not None and timeline.spans:
-        _timeline(page, timeline, trace_note)
+    page.heading("Arms")
+    page.add(tables.arms_table(summary))
+    page.items(summary.notes)
+    _fold(page, "Verifiers, groups and limits", tables_=_more_tables(summary))
+    _fold(page, "All arms side by side", (arms_over_time(summary),))
+    _fold(page, "Load", (verifier_load_plot(summary), link_load_plot(summary)))
+    _fold(page, "Map of the cells", cell_maps(summary))
+    _fold(page, "Wasted work and energy", (wasted_plot(summary), energy_plot(summary)))
+    _fold(page, "How sure, and how spread", (answer if pace else None, *_spreads(summary)))
+    _fold(page, "Over time", plots.series_plots(summary))
+    if timeline is not None and sessions:
+        _timeline(page, timeline, trace_note, [one for one in sessions if one is not lanes])
     _requests(page, summary)
     _settings(page, summary)
     return page.html()
 
 
-def _side_by_side(page: Document, summary: RunSummary, firsts: Mapping[str, Timeline]) -> None:
-    pictures = [arms_over_time(summary), question_plot(firsts)]
-    shown = [figure for figure in pictures if figure is not None]
-    if shown:
-        page.heading("All arms side by side")
-    for figure in shown:
-        page.figure(figure)
-
-
-def _load(page: Document, summary: RunSummary) -> None:
-    _together(page, "Load", (verifier_load_plot(summary), link_load_plot(summary)))
-
-
-def _map(page: Document, summary: RunSummary) -> None:
-    _together(page, "Map of the cells", cell_maps(summary))
-
-
-def _together(page: Document, heading: str, figures_: Sequence[Figure | None]) -> None:
-    """Beside each other where there is room."""
+def _fold(
+    page: Document,
+    heading: str,
+    figures_: Sequence[Figure | None] = (),
+    tables_: Sequence[tuple[str, str]] = (),
+) -> None:
+    """A part of the page behind its heading: figures beside each other where there is room, and
+    tables with headings. Nothing where there is none."""
     shown = [figure for figure in figures_ if figure is not None]
-    if not shown:
+    if not shown and not tables_:
         return
-    page.heading(heading)
-    page.add('<div class="grid">')
-    for figure in shown:
-        page.figure(figure)
-    page.add("</div>")
-
-
-def _distributions(page: Document, summary: RunSummary, answer: Figure | None) -> None:
-    page.heading("How sure, and how spread")
-    if answer is not None:
-        page.figure(answer)
-    few = plots.few_requests(summary)
-    drawn = (plots.itl_plot,) if few else (plots.tpot_plot, plots.ttft_plot)
-    for plot in drawn:
-        figure = plot(summary)
-        if figure is not None:
+    with page.fold(heading):
+        page.add('<div class="grid">')
+        for figure in shown:
             page.figure(figure)
-    series = plots.series_plots(summary)
-    if series:
-        page.heading("Over time")
-    for figure in series:
-        page.figure(figure)
+        page.add("</div>")
+        for name, html in tables_:
+            page.heading(name, 3)
+            page.add(html)
 
 
-def _tables(page: Document, summary: RunSummary) -> None:
-    page.heading("Arms")
-    page.add(tables.arms_table(summary))
-    page.add(tables.requests_ended_table(summary))
-    _optional(page, "How far from the limit", tables.bounds_table(summary))
-    if summary.notes:
-        page.heading("What to know")
-        page.items(summary.notes)
-    _optional(page, "Verifiers", tables.verifiers_table(summary))
-    _optional(page, "Groups", tables.groups_table(summary))
+def _spreads(summary: RunSummary) -> list[Figure | None]:
+    if plots.few_requests(summary):
+        return [plots.itl_plot(summary)]
+    return [plots.tpot_plot(summary), plots.ttft_plot(summary)]
+
+
+def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
+    found = (
+        ("How requests ended", tables.requests_ended_table(summary)),
+        ("How far from the limit", tables.bounds_table(summary)),
+        ("Verifiers", tables.verifiers_table(summary)),
+        ("Groups", tables.groups_table(summary)),
+    )
+    return [(name, html) for name, html in found if html]
 
 
 def asked(summary: RunSummary) -> str:
@@ -127,12 +112,6 @@ def asked(summary: RunSummary) -> str:
     others = f"{', '.join(arms[:-1])} or {arms[-1]}"
     same = ", all with the same questions and the same dice" if summary.simulated else ""
     return f"{about}Asked: which way of decoding is fastest here{same}: {others}?"
-
-
-def _optional(page: Document, heading: str, html: str) -> None:
-    if html:
-        page.heading(heading)
-        page.add(html)
 
 
 def headline(summary: RunSummary) -> str:
@@ -200,13 +179,10 @@ def _facts(summary: RunSummary) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _timeline(page: Document, timeline: Timeline, note: str) -> None:
-    page.heading("Timelines of single sessions")
-    if note:
-        page.paragraph(note)
-    for figure in timeline_plots(timeline):
-        page.figure(figure)
-    facts = ["The whole timeline is in timeline.json, which ui.perfetto.dev opens."]
+def _timeline(page: Document, timeline: Timeline, note: str, sessions: Sequence[Figure]) -> None:
+    """``sessions``: those that are not drawn above."""
+    facts = [note] if note else []
+    facts.append("The whole timeline is in timeline.json, which ui.perfetto.dev opens.")
     if len(timeline.sessions) > SESSIONS_DRAWN:
         facts.append(f"The trace holds {len(timeline.sessions):,} sessions.")
     if timeline.truncated:
@@ -217,22 +193,19 @@ def _timeline(page: Document, timeline: Timeline, note: str) -> None:
             "The two sides' clocks were brought together by assuming that their least delays are "
             "equal both ways."
         )
-    page.paragraph(" ".join(facts), "facts")
+    with page.fold("Timelines of single sessions"):
+        for figure in sessions:
+            page.figure(figure)
+        page.paragraph(" ".join(facts), "facts")
 
 
 def _requests(page: Document, summary: RunSummary) -> None:
-    shown = [(arm.arm, html) for arm in summary.arms if (html := tables.requests_table(arm))]
-    if not shown:
-        return
-    page.heading("Requests")
-    for arm, html in shown:
-        page.add(f"<details><summary>{escape(arm)}</summary>{html}</details>")
+    for arm in summary.arms:
+        if html := tables.requests_table(arm):
+            page.add(f"<details><summary>Requests of {escape(arm.arm)}</summary>{html}</details>")
 
 
 def _settings(page: Document, summary: RunSummary) -> None:
-    if not summary.settings and not summary.environment:
-        return
-    page.heading("Settings")
     if summary.settings:
         text = json.dumps(summary.settings, indent=2, ensure_ascii=False, default=str)
         page.folded("The scenario as it was run", text)
