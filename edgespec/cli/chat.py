@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from edgespec import __version__
-from edgespec.cli.device import check_prompt, greet, greet_if_there, stream
+from edgespec.cli.device import check_prompt, for_trying, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.options import (
     DEVICE_FLAGS,
@@ -28,7 +27,7 @@ from edgespec.cli.options import (
     from_config,
 )
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
-from edgespec.cli.streaming import Progress, TextView, View, legend, summary, use_color
+from edgespec.cli.streaming import Progress, TextView, View, summary, tell_worth, use_color
 from edgespec.cli.talk import record as records
 from edgespec.cli.talk.editor import (
     Command,
@@ -246,9 +245,10 @@ class Conversation:
             say(f"error: {error}\n({room}{_AGAIN})")
             return
         self.unanswered = ""
-        if self.color and not self.markdown and not self._legend_shown:
-            self._legend_shown = True
-            Console(stderr=True).print(legend())
+        if self.last is not None and sys.stdout.isatty() and sys.stderr.isatty():
+            explain = self.color and not self.markdown and not self._legend_shown
+            self._legend_shown = self._legend_shown or explain
+            tell_worth(self.last, self.agent.stats, color=self.color, explain=explain)
         said = "".join(reply.parts)
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
@@ -419,6 +419,7 @@ def _chat(
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         hello = greet_if_there if settings.offline is Offline.DRAFT else greet
         settings, info = runner.run(hello(settings))
+        settings = for_trying(settings, info)
         text = _chat_tokenizer(settings)
         found, kept = _record(info, resume=resume, history=keeps)
         partner = info.name if info is not None else "the draft until a verifier answers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,9 +22,15 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, Chunk
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
-from edgespec.device.build import connect, tokenizer_reference, vocabulary_of
+from edgespec.device.build import (
+    connect,
+    tokenizer_reference,
+    vocabulary_of,
+    with_model_sampling,
+)
 from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.device.many_verifiers import association, device_view, with_port
+from edgespec.models.folders import BUNDLED
 from edgespec.wire.access import device_access
 
 _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
@@ -119,6 +126,16 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
 def _misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
     with stoppable():  # a tokenizer on the Hub is fetched for it
         return misfit(config, verifier, who)
+
+
+def for_trying(config: AgentConfig, info: ModelInfo | None) -> AgentConfig:
+    """``config``; with the bundled pair its own sampling, where none was chosen, for greedy it says
+    the same thing again and again. Who looks is told what the pair is."""
+    if info is None or info.name != BUNDLED:
+        return config
+    if sys.stderr.isatty():
+        say("bundled is a toy pair made for trying: see how it works, not what it says")
+    return replace(config, sampling=with_model_sampling(config.sampling, BUNDLED))
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.device import check_prompt, greet, greet_if_there, stream
+from edgespec.cli.device import check_prompt, for_trying, greet, greet_if_there, stream
 from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.options import (
     DEVICE_FLAGS,
@@ -23,7 +23,15 @@ from edgespec.cli.options import (
     from_config,
 )
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
-from edgespec.cli.streaming import JsonView, ScoredView, TextView, View, summary, use_color
+from edgespec.cli.streaming import (
+    JsonView,
+    ScoredView,
+    TextView,
+    View,
+    summary,
+    tell_worth,
+    use_color,
+)
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.bounded_file import TooLargeError, read_text
 from edgespec.core.device.offline import Offline
@@ -99,7 +107,7 @@ def generate(
     set_up_logging(settings.log_level, settings.log_format)
     view = _view(json_lines, use_color(color), logprobs)
     settings = _held(settings, json_schema, grammar)
-    run(_generate(settings, _prompt(prompt, file), view, stats, logprobs))
+    run(_generate(settings, _prompt(prompt, file), view, stats, logprobs, color))
 
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
@@ -151,13 +159,14 @@ def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
 
 
 async def _generate(
-    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int
+    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int, color: bool | None
 ) -> None:
     if config.offline is Offline.DRAFT:
         config, info = await greet_if_there(config)
         view = OfflineView(view)
     else:
         config, info = await greet(config)
+    config = for_trying(config, info)
     text = load_tokenizer(tokenizer_reference(config))
     tokens = text.encode(prompt)
     if info is not None:
@@ -169,6 +178,9 @@ async def _generate(
             progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)
             if stats:
                 say(summary(progress, agent.stats))
+            elif sys.stdout.isatty() and sys.stderr.isatty() and not isinstance(view, JsonView):
+                styled = use_color(color)
+                tell_worth(progress, agent.stats, color=styled, explain=styled)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

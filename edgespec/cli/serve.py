@@ -25,6 +25,7 @@ from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer
 from edgespec.device.borrowing_agent import BorrowingAgent
@@ -36,6 +37,7 @@ from edgespec.device.build import (
     connect,
     load_tokenizer,
     tokenizer_reference,
+    with_model_sampling,
 )
 from edgespec.device.many_verifiers import with_port
 from edgespec.device.status import StatusSource
@@ -113,7 +115,7 @@ async def _serve(
         text,
         watch,
         config.endpoint,
-        config.sampling,
+        config.sampling if text is None else _sampling(config),
         key=key,
         prompt_log=_prompt_log(config, key),
     )
@@ -246,11 +248,19 @@ async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
             await asyncio.sleep(_LOOK_EVERY_S)
         if (text := await _tokenizer(agent, fits, watch)) is not None:
             endpoint.take_tokenizer(text)
+            endpoint.sampling = _sampling(fits.config)
             say(
                 f"a verifier has come: {endpoint.models.name}, whose tokenizer is used from here on"
             )
             return
         await asyncio.sleep(_AGAIN_S)
+
+
+def _sampling(config: AgentConfig) -> SamplingParams:
+    """For what requests leave open."""
+    if not config.endpoint.model_sampling:
+        return config.sampling
+    return with_model_sampling(config.sampling, tokenizer_reference(config))
 
 
 def _prompt_log(config: AgentConfig, key: str) -> PromptLog | None:

@@ -29,10 +29,11 @@ import typer
 
 from edgespec import __version__
 from edgespec.cli.running import on_stopping_signals, say
-from edgespec.config import ConfigError, VerifierConfig
+from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
 from edgespec.config.setup_error import SetupError, needs
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry.metrics_server import MetricValues
 from edgespec.telemetry.spans import StreamSpans, stream_spans
@@ -237,6 +238,7 @@ async def _serve_until(
     watch.start(serving)
     end.devices_know = True
     typer.echo(line := ready_line(config, server.port, target, serving.info))
+    say(f"  try: {next_command(config, server.port)}")
     manager = ServiceManager()
     manager.ready(line)
     alive = asyncio.create_task(manager.keep_alive())
@@ -401,6 +403,20 @@ def check_free(config: VerifierConfig) -> None:
             why = error.strerror or str(error)
             hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
             raise SetupError(f"cannot listen on {config.address}: {why}{hint}") from error
+
+
+def next_command(config: VerifierConfig, port: int) -> str:
+    """What to type on a device, in another terminal."""
+    host = config.address.rpartition(":")[0].strip("[]")
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
+    if config.tls.used:
+        options += " --ca ca.pem"
+    if config.model != BUNDLED:  # guesses from the text itself need no draft model
+        options += f" --draft {TOY if config.model == TOY else 'lookup'}"
+    return f'edgespec generate "def fibonacci(n):"{options}'
 
 
 def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:

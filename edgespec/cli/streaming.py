@@ -171,6 +171,34 @@ def legend() -> Text:
     return Text("  ·  ").join(parts)
 
 
+def worth(progress: Progress, stats: GenerationStats | None) -> str:
+    """What drafts brought, in one line; empty for a text of which too little came to say."""
+    per_token_s = progress.per_token_s
+    if stats is None or not per_token_s:
+        return ""
+    parts = [f"{1 / per_token_s:.1f} tokens a second"]
+    counters, pass_s = stats.counters, stats.estimates.pass_s.get(0.0)
+    if counters.accepted and pass_s:
+        parts.append(
+            f"{pass_s / per_token_s:.2f} times as fast as streaming, one token a pass of"
+            f" {pass_s * 1e3:.0f} ms"
+        )
+    share = counters.accepted / counters.committed if counters.committed else 0.0
+    parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
+    return " · ".join(parts)
+
+
+def tell_worth(
+    progress: Progress, stats: GenerationStats | None, *, color: bool, explain: bool
+) -> None:
+    """``worth`` on stderr; ``explain``: and what the colours of the text mean."""
+    if line := worth(progress, stats):
+        console = Console(stderr=True, highlight=False)
+        console.print(line, style="dim" if color else "", soft_wrap=True)
+        if explain:
+            console.print(legend(), soft_wrap=True)
+
+
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
     """The numbers of one generation, in two lines; of several verifiers, who served in
     a third; another one if drafting failed."""

@@ -40,6 +40,9 @@ class EndpointSection:
     default_max_tokens: int | None = None
     """Tokens for a request that does not say. null: a chat may fill the context, a completion has
     ``sampling.max_tokens``."""
+    model_sampling: bool = True
+    """Take what neither a request nor ``sampling`` says from ``generation_config.json`` in the
+    tokenizer's folder. False: greedy."""
     keep_alive_s: float = 10.0
     """Seconds between the comments that a stream sends while it has no token."""
     body_within_s: float = 30.0

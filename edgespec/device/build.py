@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
@@ -22,6 +23,7 @@ from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
 from edgespec.core.device.preference import Prefer
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.conversation import current_conversation
 from edgespec.device.machine_watch import MachineWatch
@@ -34,6 +36,7 @@ from edgespec.models.folders import (
     DRAFT_MANIFEST,
     Role,
     model_info,
+    read_json,
     resolve_model,
     vocabulary_fingerprint,
     vocabulary_info,
@@ -87,6 +90,9 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     return drafter
 
 
+_MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def load_tokenizer(reference: str) -> PromptTokenizer:
     """The tokenizer of a model reference: the same object for as long as somebody uses it, since a
     large one takes tens of MiB. Raises ``ValueError`` naming the file."""
@@ -106,6 +112,24 @@ def tokenizer_reference(config: AgentConfig) -> str:
     """Which tokenizer goes with ``config``: the one named, the draft's, else the bundled one."""
     has_no_model = config.draft.model in (NONE, RANDOM, LOOKUP)
     return config.tokenizer or (BUNDLED if has_no_model else config.draft.model)
+
+
+def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingParams:
+    """``sampling``, if nothing of it was chosen, as ``generation_config.json`` beside the tokenizer
+    says; a value there that cannot be is passed over."""
+    usual = SamplingParams()
+    if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
+        return sampling
+    path = resolve_texts(reference) / "generation_config.json"
+    said = read_json(path) if path.is_file() else {}
+    # Without do_sample the others stand there as the defaults of a library.
+    names = _MODEL_SAMPLING if said.get("do_sample") is True else ("repetition_penalty",)
+    for name in names:
+        if isinstance(value := said.get(name), int | float) and not isinstance(value, bool):
+            with suppress(ValueError, TypeError):
+                given: dict[str, Any] = {name: value}
+                sampling = replace(sampling, **given)
+    return sampling
 
 
 def vocabulary_of(reference: str) -> str:

@@ -220,6 +220,7 @@ def test_greedy_text_is_what_transformers_generates(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
+                repetition_penalty=1.0,
                 max_new_tokens=LENGTH,
                 eos_token_id=None,
             )
