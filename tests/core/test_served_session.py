@@ -3,18 +3,14 @@ token the next of a circle, so that every answer can be written down."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
-from edgespec.core.verifier.served_drafts import Proposal, ProposalGrower, ServedDrafts
+from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Attach,
@@ -126,69 +122,3 @@ def test_a_prompt_in_parts_carries_no_guesses() -> None:
     (action,) = session.handle(Offer(8, 0.02), 1.0)
     assert isinstance(action, RunPass)
     assert (action.request.sample, action.request.tokens) == (False, ())
-
-
-# --- mistakes that these tests find -----------------------------------------------------------
-
-_grow, _learn = ProposalGrower.grow, VerifySession._learn
-
-
-def _chance_is_ignored(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
-    return _grow(grower, text, bounds[0], bounds[1], 0.0)
-
-
-def _parents_are_shifted(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
-    proposal = _grow(grower, text, *bounds)
-    proposal.parents[:] = [max(-1, parent - 1) for parent in proposal.parents]
-    return proposal
-
-
-def _guesses_are_the_devices(session: VerifySession, *arguments: Any) -> int:
-    _learn(session, *arguments)
-    return len(arguments[2])
-
-
-def _not_cut_at_the_end(grower: ProposalGrower, text: Sequence[int], *bounds: Any) -> Proposal:
-    return _grow(grower, text, bounds[0], bounds[1] + 1, bounds[2])
-
-
-def _prices_are_kept() -> None:
-    for price in (0.3, 0.6):
-        for text in (PROMPT, (1, 2, 9, 1, 2, 8, 1, 2)):
-            served = ServedDrafts(TextTables(ngrams=False))
-            served.worth.count(0, 4, price)  # what it has earned pays for many rows
-            assert all(chance >= price for chance in served.propose(text, 64, 40, price).chances)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant", "test"),
-    [
-        (ProposalGrower, "grow", _chance_is_ignored, _prices_are_kept),
-        (
-            ProposalGrower,
-            "grow",
-            _parents_are_shifted,
-            test_a_pass_without_a_draft_commits_several_tokens,
-        ),
-        (
-            ProposalGrower,
-            "grow",
-            _not_cut_at_the_end,
-            test_the_last_tokens_are_not_guessed_past_the_end,
-        ),
-        (
-            VerifySession,
-            "_learn",
-            _guesses_are_the_devices,
-            test_guesses_are_not_counted_as_the_devices,
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_a_mutant_is_caught(
-    owner: type, name: str, mutant: Any, test: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    test()
-    monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises(AssertionError):
-        test()

@@ -101,41 +101,6 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     assert [candidate.token for candidate in found] == [1, 2, 4, 3]
 
 
-def test_truncation_to_one_token_still_offers_siblings() -> None:
-    params = SamplingParams(temperature=1.0, top_k=1, seed=5)
-    found = best_candidates(row([0.0, 4.0, 1.0, 2.0]), params, 9, 3)
-    assert found[0].token == 1
-    assert found[0].logprob == pytest.approx(0.0)
-    assert len(found) == 3
-
-
-def test_a_nucleus_wider_than_the_first_sort_is_found() -> None:
-    values = [(token % 97) / 1000 for token in range(3000)]
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
-    for position in range(5):
-        found = best_candidates(row(values), params, position, 2)
-        assert found[0].token == choose(values, params, position)
-
-
-@pytest.mark.parametrize("position", range(40))
-def test_a_large_flat_vocabulary_agrees_too(position: int) -> None:
-    """Every token can win here, so the pruning of hopeless tokens must not drop the winner."""
-    values = row([(token * 7919 % 1000) / 400 for token in range(5000)])
-    params = SamplingParams(temperature=1.0, seed=11)
-    found = best_candidates(values, params, position, 4)
-    noise = [gumbel(noise_bits(11, position, token)) for token in range(5000)]
-    expected = sorted(range(5000), key=lambda token: -(float(values[token]) + noise[token]))
-    assert [candidate.token for candidate in found] == expected[:4]
-
-
-def test_the_frequency_of_a_first_guess_is_its_probability() -> None:
-    logits = row([0.0, 1.0, 2.0])
-    params = SamplingParams(temperature=1.0, seed=3)
-    draws = [best_candidates(logits, params, p, 2)[0].token for p in range(4000)]
-    expected = np.exp([0.0, 1.0, 2.0]) / np.exp([0.0, 1.0, 2.0]).sum()
-    np.testing.assert_allclose(np.bincount(draws, minlength=3) / 4000, expected, atol=0.03)
-
-
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.1, seed=3)

@@ -77,17 +77,6 @@ def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer: TextToken
     assert stream.push(tokenizer.encode("ok")) == "ok"
 
 
-@pytest.mark.parametrize("broken_count", range(1, 3 * MAX_HELD_TOKENS))
-def test_a_character_behind_broken_bytes_is_whole(
-    tokenizer: TextTokenizer, broken_count: int
-) -> None:
-    broken = tokenizer.encode("漢")[1]
-    tokens = [broken] * broken_count + tokenizer.encode("漢") + [broken] + tokenizer.encode("字!")
-    stream = tokenizer.stream()
-    text = "".join(stream.push([token]) for token in tokens) + stream.flush()
-    assert text == tokenizer.decode(tokens) == REPLACEMENT * broken_count + f"漢{REPLACEMENT}字!"
-
-
 @given(data=st.data())
 def test_no_character_is_lost_however_much_is_broken(
     tokenizer: TextTokenizer, data: st.DataObject
@@ -150,26 +139,6 @@ def byte_fallback(folder: Path, *more: decoders.Decoder) -> TextTokenizer:
     )
     inner.save(str(folder / "tokenizer.json"))
     return TextTokenizer(folder)
-
-
-def test_characters_of_a_byte_fallback_vocabulary_are_held(tmp_path: Path) -> None:
-    stream = byte_fallback(tmp_path).stream()
-    pieces = [stream.push([t]) for t in (256, *"é€".encode(), 256)]
-    assert pieces == [" a", "", "é", "", "", "€", " a"]
-
-
-@given(
-    parts=st.lists(st.sampled_from([b"\xff", b"\x82", b"\xe2", b"\xf0\x9f"]), max_size=40),
-    text=st.sampled_from(["é", "€", "😀", "é€😀"]),
-)
-def test_a_character_between_broken_fallback_bytes_is_whole(
-    fallback: TextTokenizer, parts: list[bytes], text: str
-) -> None:
-    """Oracle: Python's own decoder, which loses no character either."""
-    run = b"".join(parts) + text.encode() + b"\xff" + text.encode()
-    stream = fallback.stream()
-    pieces = [stream.push([token]) for token in (256, *run, 256)]
-    assert "".join(pieces) == " a" + run.decode("utf-8", errors="replace") + " a"
 
 
 def _spelled(tokens: list[int], strips: bool) -> str:

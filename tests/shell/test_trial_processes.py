@@ -103,20 +103,6 @@ def test_one_that_died_or_hangs_as_it_waited_is_replaced(
     until(lambda: not any(map(runs, before)))
 
 
-def test_all_that_waited_may_have_died(reader: GrammarReader) -> None:
-    reader.get_ready()
-    with ThreadPoolExecutor(1) as threads:
-        endless = threads.submit(reader.read, ENDLESS)
-        until(lambda: len(trials(reader).pids) == 2)
-        assert reader.read(EASY[0]).matcher is not None
-        for pid in trials(reader).pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ConstraintError, match=TOO_MUCH):
-            endless.result(WITHIN_S)
-    assert reader.read(EASY[1]).matcher is not None
-
-
 def test_who_asks_for_something_endless_keeps_nobody_waiting(reader: GrammarReader) -> None:
     """Oracle: the endless one is not done when all others are; it is stopped, for else it would be
     killed after a while."""
@@ -164,19 +150,6 @@ def test_one_that_nobody_needs_ends() -> None:
     until(lambda: not trials(reader).pids)
     assert reader.read(EASY[1]).matcher is not None
     reader.close()
-
-
-def test_one_beside_another_that_was_given_up_ends_too() -> None:
-    found = TrialProcesses(idle_s=WITHIN_S)
-    found.get_ready()
-    waiting, used = found._taken(), found._taken()
-    for process in (waiting, used):
-        found._back(process, ok=True)
-    assert len(found.pids) == 2
-    found._idle_s = 0.01
-    found._back(found._taken(), ok=False)
-    until(lambda: not found.pids)
-    found.close()
 
 
 def test_a_reader_that_is_let_go_of_leaves_no_process() -> None:
