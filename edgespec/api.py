@@ -25,7 +25,6 @@ from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.device.policy_names import DEFAULT_POLICY
-from edgespec.core.device.preference import Prefer
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
@@ -83,7 +82,6 @@ def connect(
     gamma: int | None = None,
     width: int = PolicySection().width,
     window: int | None = None,
-    prefer: str = Prefer.SPEED.value,
     run_ahead: str = RunAhead.AUTO.value,
     offline: str = Offline.WAIT.value,
     rtt_ms: float = 0.0,
@@ -124,7 +122,6 @@ def connect(
         "policy.gamma": gamma,
         "policy.width": width,
         "policy.window": window,
-        "policy.prefer": prefer,
         "policy.run_ahead": run_ahead,
         "offline": offline,
         "tls.enabled": tls,

@@ -379,7 +379,7 @@ def _counted(number: int, name: str) -> str:
 
 
 def _plain(settings: BenchSettings) -> dict[str, object]:
-    names = {"policy": settings.policy.value, "prefer": settings.prefer.value}
+    names = {"policy": settings.policy.value}
     return {**asdict(settings), **names, "arms": [arm.value for arm in settings.arms]}
 
 

@@ -144,9 +144,7 @@ class BenchRunner:
             self.gamma_costs[gamma] = cost
 
     def _station(self, arm: Arm, rtt_ms: float) -> Station:
-        options = arm_options(
-            arm, self.vanilla_gammas.get(rtt_ms), self._settings.policy, self._settings.prefer
-        )
+        options = arm_options(arm, self.vanilla_gammas.get(rtt_ms), self._settings.policy)
         return self._open_station(options, drafts=arm.drafts, rtt_ms=rtt_ms)
 
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:

@@ -10,7 +10,6 @@ from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import GAMMAS, PROMPT_COUNT
 from edgespec.core.device.policy import MAX_GAMMA, best_gamma
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName, named_policy
-from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.sampling import SamplingParams
@@ -39,7 +38,6 @@ class BenchSettings:
     """The same for a draft step."""
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
-    prefer: Prefer = Prefer.SPEED
     """What its drafts have to be worth."""
     gamma: int | None = None
     """Draft length of stop-and-wait; None looks for the best one."""
@@ -70,8 +68,8 @@ class BenchSettings:
         """What the times of a result are times of; belongs beside every one of them."""
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
-        if self.policy is not DEFAULT_POLICY or self.prefer is not Prefer.SPEED:
-            steps += f"; edgespec drafts by {self.policy.value} and prefers {self.prefer.value}"
+        if self.policy is not DEFAULT_POLICY:
+            steps += f"; edgespec drafts by {self.policy.value}"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
 
 
@@ -140,13 +138,11 @@ def arm_options(
     arm: Arm,
     gamma: int | None = None,
     policy: PolicyName = DEFAULT_POLICY,
-    prefer: Prefer = Prefer.SPEED,
 ) -> AgentOptions:
-    """``gamma`` is the draft length of ``vanilla``, ``policy`` and ``prefer`` are of ``edgespec``;
+    """``gamma`` is the draft length of ``vanilla``, ``policy`` is of ``edgespec``;
     the other arms do not look at them."""
-    settings = arm_settings(arm, gamma, named_policy(policy, prefer=prefer))
-    preferred = prefer if arm is Arm.EDGESPEC else Prefer.SPEED
-    return AgentOptions(settings.policy, settings.run_ahead, prefer=preferred)
+    settings = arm_settings(arm, gamma, named_policy(policy))
+    return AgentOptions(settings.policy, settings.run_ahead)
 
 
 def parse_arms(text: str) -> tuple[Arm, ...]:

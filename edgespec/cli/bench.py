@@ -41,7 +41,6 @@ from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection, PolicyName
-from edgespec.core.device.preference import Prefer
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.device.build import (
@@ -163,14 +162,6 @@ Policy = Annotated[
         rich_help_panel="What is compared",
     ),
 ]
-PreferOption = Annotated[
-    Prefer,
-    typer.Option(
-        "--prefer",
-        help="What its drafts have to be worth: rest where they bring less",
-        rich_help_panel="What is compared",
-    ),
-]
 DraftMs = Annotated[
     float | None,
     typer.Option(
@@ -199,7 +190,6 @@ def bench(
     pass_ms: PassMs = DEFAULTS.pass_ms,
     draft_ms: DraftMs = None,
     policy: Policy = DEFAULTS.policy,
-    prefer: PreferOption = DEFAULTS.prefer,
     gamma: Gamma = None,
     quick: Quick = False,
 ) -> None:
@@ -225,7 +215,6 @@ def bench(
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
                 policy=policy,
-                prefer=prefer,
                 gamma=gamma,
             )
             check_output("json", json)

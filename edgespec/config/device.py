@@ -23,7 +23,6 @@ from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
-from edgespec.core.device.preference import Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.checks import bounded
@@ -72,9 +71,6 @@ class DraftSection:
     has no others)."""
     provider: str = "cpu"
     """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
-    ladder: bool = False
-    """Draft less, or not at all, on a battery that runs down, where the device gets hot, or where
-    other programs need the cores (``core/device/draft_ladder.py``)."""
 
     def __post_init__(self) -> None:
         not_empty("model", self.model)
@@ -138,9 +134,6 @@ class PolicySection:
     """Steps that ``goodput`` and ``windowed`` may have outstanding. null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """Whether the verifier may decode on without a draft."""
-    prefer: Prefer = Prefer.SPEED
-    """What a step has to bring (``core/device/preference.py``); with another one than ``speed``
-    ``windowed`` decides as ``goodput`` does."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from edgespec.core.association.conversation import conversation_named, conversation_of
-from edgespec.core.device.draft_ladder import LadderPolicy
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
@@ -37,7 +36,6 @@ from edgespec.core.device.offline import (
 )
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import default_policy
-from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
@@ -49,7 +47,6 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.activity import Activity
 from edgespec.device.draft_worth import why_resting
-from edgespec.device.machine_watch import MachineWatch
 from edgespec.device.reply import Chunk as Chunk
 from edgespec.device.reply import Piece as Piece
 from edgespec.device.reply import ReplyEvent, ReplyReader
@@ -121,12 +118,8 @@ class AgentOptions:
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
     offline: OfflinePolicy = field(default_factory=OfflinePolicy)
     turns: TurnPolicy = field(default_factory=TurnPolicy)
-    prefer: Prefer = Prefer.SPEED
-    """What a draft node has to be worth, beside the verifier's price."""
     learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
-    watch: MachineWatch | None = None
-    """Walks a ladder by battery, heat and load; None: they are not looked at."""
 
 
 class Agent:
@@ -162,9 +155,7 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price = RowPrice(floor=WORTH[self.options.prefer].row_chance)
-        policy, watch = self.options.policy, self.options.watch
-        self._policy = policy if watch is None else LadderPolicy(policy, watch.ladder)
+        self._price = RowPrice()
         self._learned = LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
@@ -239,15 +230,14 @@ class Agent:
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
-        self.stats = GenerationStats(session.counters, session.estimates, route, self._policy)
+        self.stats = GenerationStats(
+            session.counters, session.estimates, route, self.options.policy
+        )
         try:
             if started is not None:
                 started(self.stats)
             reader = ReplyReader(self._decoder, tokens, sampling, session.counters)
-            watch = self.options.watch
             async for event in self._events(driver, reader):
-                if watch is not None:
-                    watch.soon()
                 yield event
         finally:
             notes.ended()
@@ -295,8 +285,6 @@ class Agent:
         if ending := {task for driver in drivers for task in driver.running}:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
-        if self.options.watch is not None:
-            self.options.watch.close()
         if self._drafter is not None:
             self._sharing(self._drafter).close()
 
@@ -342,7 +330,7 @@ class Agent:
         eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
         longest = min(len(prompt) + sampling.max_tokens, context_length)
         stops = frozenset((*sampling.stop_token_ids, *eos))
-        writer = WritingPolicy(self._policy, longest, stops)
+        writer = WritingPolicy(self.options.policy, longest, stops)
         session = DraftSession(
             request,
             writer,

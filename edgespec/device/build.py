@@ -17,16 +17,13 @@ from weakref import WeakValueDictionary
 
 from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
 from edgespec.config.setup_error import needs
-from edgespec.core.device.draft_ladder import DraftLadder
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
-from edgespec.core.device.preference import Prefer
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.conversation import current_conversation
-from edgespec.device.machine_watch import MachineWatch
 from edgespec.device.many_verifiers import verifiers_of, with_port
 from edgespec.device.text import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool
@@ -44,7 +41,6 @@ from edgespec.models.folders import (
 from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.logs import current_trace_parent
-from edgespec.telemetry.machine_sensors import MachineSensors
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
 
@@ -202,12 +198,11 @@ def build_policy(
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,
     window: int | None = None,
-    prefer: Prefer | str = Prefer.SPEED,
 ) -> DraftPolicy:
     """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
     name = PolicyName(name)
     PolicySection(name, gamma, width, window)  # checks the ranges
-    return named_policy(name, gamma, width, window, Prefer(prefer))
+    return named_policy(name, gamma, width, window)
 
 
 def build_agent(
@@ -232,9 +227,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
     """The options of an agent whose tokenizer has this fingerprint; empty is not checked."""
     policy = config.policy
     return AgentOptions(
-        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window, policy.prefer),
-        prefer=policy.prefer,
-        watch=MachineWatch(DraftLadder(), MachineSensors().read) if config.draft.ladder else None,
+        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
         run_ahead=policy.run_ahead,
         reconnect=config.patience,
         model=config.model,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.core.device.draft_ladder import LadderPolicy, Rung
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.goodput_policy import GoodputPolicy
@@ -54,16 +53,12 @@ def draft_worth(
 
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
     """Why the policy would not begin to draft now; None: it would, or its rule is another."""
-    if isinstance(policy, LadderPolicy):
-        if policy.ladder.rung is Rung.NONE:
-            return policy.ladder.why
-        policy = policy.standing
     if price.credit == 0:
         return _priced_out(price)
     chance = estimates.acceptance.rate(0)
-    if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.asked > chance:
+    if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.least_chance > chance:
         return (
-            f"a row is dear: it pays from a chance of {price.asked:.2f} on, and the draft's"
+            f"a row is dear: it pays from a chance of {price.least_chance:.2f} on, and the draft's"
             f" first choice is expected right with {chance:.2f}"
         )
     if isinstance(policy, GoodputPolicy):
@@ -78,7 +73,11 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
 def _priced_out(price: RowPrice) -> str:
     """Not that the verifier has no place for sessions: its passes are what is short."""
     why = "the verifier's passes are busy: it takes no drafts now"
-    return f"{why}, a row pays from a chance of {price.asked:.2f} on" if price.asked else why
+    return (
+        f"{why}, a row pays from a chance of {price.least_chance:.2f} on"
+        if price.least_chance
+        else why
+    )
 
 
 def _paying(found: DraftingStatus, price: RowPrice) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.core.association.circuit_breaker import CLOSED
-from edgespec.core.device.draft_ladder import Rung
 from edgespec.core.device.events import STREAMING
 from edgespec.core.ports import Transport
 from edgespec.core.protocol.checks import one_line
@@ -25,14 +24,12 @@ from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry.agent_status import (
     MAX_GENERATIONS,
     AgentStatus,
-    BatteryStatus,
     DraftingStatus,
     GenerationStatus,
     MemoryStatus,
     VerifierState,
     VerifierStatus,
 )
-from edgespec.telemetry.battery import battery_status
 from edgespec.telemetry.process_memory import resident_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
 ASK_EVERY_S: Final = 5.0
 ASK_WITHIN_S: Final = 3.0
-BATTERY_EVERY_S: Final = 10.0
 _MAX_VERIFIERS: Final = 64
 _THERE: Final = (VerifierState.READY, VerifierState.SERVING)
 _MAX_WRAPPERS: Final = 8
@@ -65,12 +61,10 @@ class StatusSource:
         addresses: tuple[str, ...],
         version: str = "",
         *,
-        battery: Callable[[], BatteryStatus | None] = battery_status,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
-        self._battery, self._resident = battery, resident
-        self._battery_seen: tuple[float, BatteryStatus | None] | None = None
+        self._resident = resident
         self._answers: dict[str, _Answer] = {}
         self._asked_at: float | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -94,7 +88,6 @@ class StatusSource:
             totals=activity.totals(),
             drafting=self._drafting(running),
             memory=self._memory(),
-            battery=self._battery_now(now),
             events=events,
             last_event=events[-1].number if events else max(after, 0),
             lost_events=lost,
@@ -277,13 +270,6 @@ class StatusSource:
             None if session is None else session.estimates,
             None if session is None else session.counters,
         )
-        if (watch := agent.options.watch) is not None:
-            ladder = watch.ladder
-            found = replace(found, rung=ladder.rung.name.lower())
-            if ladder.rung is Rung.NONE:
-                return replace(found, worth=False, why=f"drafting rests: {ladder.why}")
-            if ladder.why:
-                found = replace(found, why=f"drafting is {found.rung}, {ladder.why}; {found.why}")
         if self._memory_parts()[1] == 0:
             why = "the memory budget leaves nothing to the draft: it rests"
             return replace(found, worth=False, why=why)
@@ -313,11 +299,6 @@ class StatusSource:
             inner = (getattr(drafter, name, None) for name in ("inner", "_inner", "_model"))
             drafter = next((one for one in inner if one is not None), None)
         return None, None, None
-
-    def _battery_now(self, now: float) -> BatteryStatus | None:
-        if self._battery_seen is None or now - self._battery_seen[0] >= BATTERY_EVERY_S:
-            self._battery_seen = (now, self._battery())
-        return self._battery_seen[1]
 
 
 def _told(status: VerifierStatus, info: VerifierInfo | None) -> VerifierStatus:

@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from edgespec.core.device.draft_ladder import Rung
 from edgespec.telemetry.agent_status import AgentStatus, VerifierState
 from edgespec.telemetry.metric_table import Kind, Metric
 
@@ -48,16 +47,12 @@ AGENT_METRICS: Final = (
     _metric(_C, "unverified_tokens_total", "Tokens shown while no verifier could be reached"),
     _metric(_C, "taken_back_tokens_total", "Of these, those that the target did not say"),
     _metric(_G, "drafting_worth", "1: drafts pay for their rows now; 0: they rest"),
-    _metric(
-        _G, "drafting_rung", "0: all is drafted, 1: narrow, 2: thrifty, 3: none; with a ladder"
-    ),
     _metric(_G, "row_price", "The least chance that pays, by the verifier; 0: any does"),
     _metric(_G, "verifier_up", "1: the verifier serves or is ready", "verifier"),
     _metric(_G, "rtt_seconds", "Round trip to the verifier", "verifier"),
     _metric(_G, "pass_seconds", "Length of the verifier's passes", "verifier"),
     _metric(_G, "memory_resident_bytes", "Resident memory of the process"),
     _metric(_G, "memory_budget_bytes", "What the process may take; absent without a budget"),
-    _metric(_G, "battery_perc", "Charge of the battery, 0 to 1; absent without one"),
 )
 AGENT_METRIC_NAMES: Final = tuple(metric.name for metric in AGENT_METRICS)
 
@@ -109,18 +104,11 @@ def agent_values(status: AgentStatus) -> dict[str, Value]:
         "unverified_tokens_total": totals.unverified,
         "taken_back_tokens_total": totals.taken_back,
         "drafting_worth": None if status.drafting.worth is None else float(status.drafting.worth),
-        "drafting_rung": _rung(status.drafting.rung),
         "row_price": status.drafting.least_chance,
         "memory_resident_bytes": memory.resident_bytes,
         "memory_budget_bytes": memory.budget_bytes,
-        "battery_perc": None if status.battery is None else status.battery.percent / 100.0,
     }
     return {PREFIX + name: value for name, value in {**short, **_verifiers(status)}.items()}
-
-
-def _rung(name: str) -> float | None:
-    """Its number on the ladder, 0 the highest; None where there is no ladder."""
-    return float(Rung[name.upper()]) if name else None
 
 
 def _verifiers(status: AgentStatus) -> dict[str, Value]:

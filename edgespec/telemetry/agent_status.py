@@ -159,9 +159,6 @@ class DraftingStatus:
     """Nodes that the verifier takes now; None: as many as its limits say."""
     step_s: float | None = None
     tokens_per_pass: float | None = None
-    rung: str = ""
-    """How much is drafted by battery, heat and load: all, narrow, thrifty or none; empty where they
-    are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +171,6 @@ class MemoryStatus:
     window: int | None = None
     width: int | None = None
     resting: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BatteryStatus:
-    """``left_s`` is what the system expects, None while it does not."""
-
-    percent: float
-    plugged: bool | None
-    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +188,6 @@ class AgentStatus:
     totals: AgentTotals
     drafting: DraftingStatus
     memory: MemoryStatus
-    battery: BatteryStatus | None = None
     events: tuple[TimelineEvent, ...] = ()
     last_event: int = 0
     """The number of the newest event, to ask for those behind it."""

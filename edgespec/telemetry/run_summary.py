@@ -98,10 +98,6 @@ class GroupSummary:
     """Running sessions that went to another verifier, which computed their prefix again."""
     moves_with_kv: int = 0
     """Those whose keys and values went along."""
-    rungs_down: int = 0
-    """Changes of a device's ladder while a request ran: less drafting, for its battery, its heat or
-    other programs."""
-    rungs_up: int = 0
     memory_tightened: int = 0
     """Restrictions of a draft by its memory budget while a request ran, and their ends."""
     memory_loosened: int = 0

@@ -11,17 +11,15 @@ import pytest
 from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
 from edgespec.core.device.draft_lengths import MAX_LENGTH, LengthOutcomes, RoundMeter
 from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy import DEFAULT_WIDTH, GATHER_SHARE, WindowedPolicy
 from edgespec.core.device.policy_names import (
     DEFAULT_POLICY,
-    PolicyName,
     default_policy,
     named_policy,
 )
-from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.round_policies import LENGTHS, BanditPolicy, ConfidencePolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
@@ -255,13 +253,6 @@ def test_goodput_asks_what_is_preferred() -> None:
     assert GoodputPolicy(1, least_gain=gain * 1.01).extend(replace(view, end=2)) is None
 
 
-def test_the_dearer_of_two_prices_counts() -> None:
-    assert [RowPrice(0.3, floor=f).asked for f in (0.0, 0.2, 0.5)] == [0.3, 0.3, 0.5]
-    view = _view(rate=0.6, decoding=False)
-    view.estimates.price.floor = 0.7
-    assert (WindowedPolicy(1).extend(view), GoodputPolicy(1).best(view)) == (None, (ROOT, 0.0))
-
-
 # --- by name -----------------------------------------------------------------------
 
 
@@ -270,11 +261,3 @@ def test_who_names_no_policy_has_goodput() -> None:
     assert policy == named_policy(DEFAULT_POLICY)
     assert isinstance(policy, GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
-
-
-def test_a_preference_makes_windowed_rest() -> None:
-    assert isinstance(named_policy(PolicyName.WINDOWED), WindowedPolicy)
-    for prefer in (Prefer.BALANCED, Prefer.BATTERY, Prefer.DATA):
-        policy = named_policy(PolicyName.WINDOWED, prefer=prefer)
-        assert isinstance(policy, GoodputPolicy)
-        assert policy.least_gain == WORTH[prefer].least_gain

@@ -8,7 +8,6 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgespec.core.device.draft_ladder import Rung
 from edgespec.telemetry.agent_metrics import AGENT_METRIC_NAMES, AgentCollector
 from edgespec.telemetry.agent_status import AgentStatus, AgentTotals, VerifierState
 from tests.shell.test_chat_parts import STATUS
@@ -36,26 +35,15 @@ def test_the_values_are_those_of_the_status() -> None:
     assert found["edgespec_agent_spec_decode_num_accepted_tokens_total", ""] == 30
     assert found["edgespec_agent_rtt_seconds", "gpu-box:7420"] == 0.0514
     assert found["edgespec_agent_verifier_up", "gpu-box:7420"] == 1
-    assert found["edgespec_agent_battery_perc", ""] == 0.55
     assert found["edgespec_agent_memory_budget_bytes", ""] == 600 << 20
 
 
 def test_what_is_not_known_is_absent_and_a_verifier_that_is_away_is_down() -> None:
     away = replace(STATUS.verifiers[0], state=VerifierState.AWAY, rtt_s=None)
-    found = samples(replace(STATUS, verifiers=(away,), battery=None))
+    found = samples(replace(STATUS, verifiers=(away,)))
     assert found["edgespec_agent_verifier_up", "gpu-box:7420"] == 0
     names = {name for name, _ in found}
-    assert "edgespec_agent_battery_perc" not in names
     assert "edgespec_agent_rtt_seconds" not in names
-
-
-def test_the_rung_of_the_ladder_is_a_number_and_absent_without_one() -> None:
-    for rung in Rung:
-        drafting = replace(STATUS.drafting, rung=rung.name.lower())
-        found = samples(replace(STATUS, drafting=drafting))
-        assert found["edgespec_agent_drafting_rung", ""] == rung.value
-    without = replace(STATUS, drafting=replace(STATUS.drafting, rung=""))
-    assert ("edgespec_agent_drafting_rung", "") not in samples(without)
 
 
 def test_the_manual_has_each_of_them() -> None:

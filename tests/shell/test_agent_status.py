@@ -26,8 +26,6 @@ from edgespec.device.draft_worth import draft_worth
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import (
     MAX_EVENTS,
-    AgentStatus,
-    BatteryStatus,
     EventKind,
     RecentRate,
     TimelineEvent,
@@ -331,12 +329,3 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert rate.per_s(200.0) == 0.0
     rate.add(5, 300.0)
     assert rate.per_s(300.5) == pytest.approx(5.0)
-
-
-async def test_a_battery_that_cannot_be_read_is_none() -> None:
-    async with serving() as (address, _), agent_for(address) as agent:
-        source = StatusSource(agent, (address,), battery=lambda: BatteryStatus(50.0, False, 60.0))
-        found: AgentStatus = source.snapshot()
-        assert found.battery == BatteryStatus(50.0, False, 60.0)
-        assert found.memory.resident_bytes > 1 << 20
-        assert found.memory.budget_bytes is None

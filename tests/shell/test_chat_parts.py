@@ -34,7 +34,6 @@ from edgespec.device.agent import Chunk, GenerationStats, Piece
 from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,
-    BatteryStatus,
     DraftingStatus,
     MemoryStatus,
     VerifierState,
@@ -183,13 +182,12 @@ STATUS = AgentStatus(
     totals=AgentTotals(tried=10, hits=8),
     drafting=DraftingStatus(True, "", acceptance=0.784),
     memory=MemoryStatus(412 << 20, 600 << 20),
-    battery=BatteryStatus(55.0, False),
 )
 
 
 def test_the_line_leaves_out_what_matters_least() -> None:
     assert status_line(STATUS, 120) == (
-        "42.1 tok/s · accepted 78% · RTT 51 ms · memory 412/600.0 MiB · battery 55 % · gpu-box:7420"
+        "42.1 tok/s · accepted 78% · RTT 51 ms · memory 412/600.0 MiB · gpu-box:7420"
     )
     assert status_line(STATUS, 40) == "42.1 tok/s · accepted 78% · RTT 51 ms"
     assert status_line(STATUS, 12) == "42.1 tok/s"

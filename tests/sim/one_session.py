@@ -17,7 +17,6 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import OneHop
 from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import Request, TokenSource
-from edgespec_sim.world.governors import DeviceMachine
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
 _LONGEST_S = 1e6
@@ -62,10 +61,8 @@ def play(
     policy: DraftPolicy | None,
     run_ahead: RunAhead,
     setting: Setting,
-    machine: DeviceMachine | None = None,
 ) -> Played:
-    """Generate ``request``; ``policy`` None only streams. ``machine`` walks the ladder that
-    ``policy`` stands on. Raises ``RuntimeError`` when the session
+    """Generate ``request``; ``policy`` None only streams. Raises ``RuntimeError`` when the session
     fails, which no link of ``setting`` can make it do."""
     queue = EventQueue()
     target, drafter = source.target(), source.drafter()
@@ -93,8 +90,6 @@ def play(
         return stream, setting.rtt_s
 
     device = SimulatedDevice(queue, session, drafter, lambda kept, fed: setting.step_s, connect)
-    if machine is not None:
-        machine.watch(queue, lambda: device.drafting_s, lambda: device.delivery.ended is not None)
     device.start()
     queue.run(until_s=_LONGEST_S)
     ended, counters = device.delivery.ended, session.counters

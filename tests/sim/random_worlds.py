@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pool
 
-from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -72,21 +71,10 @@ def draw_options(seed: int) -> WorldOptions:
 
 
 def _with_conditions(options: WorldOptions, dice: random.Random) -> WorldOptions:
-    """Some devices get hot, run empty or are crowded, some are short of memory; every fifth of a
-    second it is another thing."""
-    readings = [
-        MachineReading(
-            battery=dice.choice((None, 0.05, 0.15, 0.25, 0.9)),
-            celsius=dice.choice((None, 40.0, 72.0, 80.0, 90.0)),
-            others_load=dice.choice((None, 0.1, 0.7, 0.9, 1.0)),
-        )
-        for _ in range(dice.choice((1, 4, 16)))
-    ]
+    """Some devices are short of memory; every fifth of a second it is another thing."""
     held = [dice.choice((0, 0, BUDGET // 2, BUDGET - 80 * 1024, BUDGET)) for _ in range(8)]
     kind = dice.randrange(6)
-    if kind in (0, 1):
-        options = replace(options, reading=lambda now: readings[int(5 * now) % len(readings)])
-    if kind in (1, 2):
+    if kind in (0, 1, 2):
         options = replace(options, resident_bytes=lambda now: held[int(5 * now) % len(held)])
     return options
 

@@ -42,7 +42,6 @@ from edgespec_sim.token_sources.source import (
     ScriptedTarget,
     coded_prompt,
 )
-from edgespec_sim.world.governors import DeviceMachine
 from tests.sim.one_session import Played, Setting, play
 
 INFO = ModelInfo("script", "script", 1000, 1 << 20)
@@ -120,16 +119,14 @@ def played(way: str, text: str, rtt_s: float, step_s: float) -> Played:
     return played_on(WAYS[way], text, rtt_s, step_s)
 
 
-def played_on(
-    way: Way, text: str, rtt_s: float, step_s: float, machine: DeviceMachine | None = None
-) -> Played:
+def played_on(way: Way, text: str, rtt_s: float, step_s: float) -> Played:
     dice = random.Random(text)
     tokens = [dice.randrange(900) for _ in range(TOKENS)]
     source = OneText(Script(tokens, ranks_of(text)))
     one = LinkSettings(one_way_s=rtt_s / 2)
     setting = Setting(one, one, math.inf, step_s, PASS_S)
     request = source.request(0, 16, TOKENS)
-    return play(source, request, way.policy, way.run_ahead, setting, machine)
+    return play(source, request, way.policy, way.run_ahead, setting)
 
 
 def ratios(

@@ -13,7 +13,6 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.bench.settings import arm_options
 from edgespec.core.device.policy_names import PolicyName, named_policy
-from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.telemetry.run_summary import ArmSummary
 from edgespec_sim.scenario.network import LinkSection
@@ -43,7 +42,6 @@ def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhea
 
 def test_one_world_has_them_all() -> None:
     policies = tuple(named_policy(name) for name in PolicyName)
-    policies += tuple(named_policy(PolicyName.WINDOWED, prefer=prefer) for prefer in Prefer)
     result = run_world(WorldOptions(policies=policies), 1)
     assert sum(device.counters.accepted for device in result.devices) > 0
 
@@ -70,16 +68,6 @@ def _arms(section: DeviceSection) -> tuple[ArmSummary, ...]:
     return summarise(scenario, (1,), Path(), outcomes).arms
 
 
-def test_a_scenario_says_what_its_devices_prefer() -> None:
-    """Data costs wasted nodes in the arm edgespec, and changes no other arm and no text."""
-    section = FAR.devices["laptop"]
-    ours, windowed = _arms(section)
-    frugal, same = _arms(replace(section, prefer=Prefer.DATA))
-    assert same.all == windowed.all
-    assert ours.all.wasted_per_token > 1.3 * frugal.all.wasted_per_token > 0.0
-    assert ours.all.mismatches == frugal.all.mismatches == 0
-
-
 def test_a_scenario_says_by_what_its_devices_draft() -> None:
     section = FAR.devices["laptop"]
     found = [_arms(replace(section, policy=name))[0].all for name in LEARNING]
@@ -88,8 +76,6 @@ def test_a_scenario_says_by_what_its_devices_draft() -> None:
 
 
 def test_a_bench_sets_its_own_arm_alone() -> None:
-    plain, ours = (
-        arm_options(arm, 3, PolicyName.BANDIT, Prefer.DATA) for arm in (Arm.PEARL, Arm.EDGESPEC)
-    )
-    assert (plain, plain.prefer) == (arm_options(Arm.PEARL), Prefer.SPEED)
-    assert (ours.policy, ours.prefer) == (named_policy(PolicyName.BANDIT), Prefer.DATA)
+    plain, ours = (arm_options(arm, 3, PolicyName.BANDIT) for arm in (Arm.PEARL, Arm.EDGESPEC))
+    assert plain == arm_options(Arm.PEARL)
+    assert ours.policy == named_policy(PolicyName.BANDIT)

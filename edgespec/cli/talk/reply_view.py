@@ -135,7 +135,6 @@ def _parts(status: AgentStatus, per_s: float | None) -> list[str]:
         f"accepted {acceptance:.0%}" if acceptance is not None else "",
         _round_trip(verifier),
         _memory(status),
-        _battery(status),
         verifier.address if verifier is not None and not away else "",
         "drafting rests" if status.drafting.worth is False and status.draft else "",
     ]
@@ -157,10 +156,3 @@ def _memory(status: AgentStatus) -> str:
     if memory.budget_bytes is None:
         return ""
     return f"memory {memory.resident_bytes >> 20}/{in_mib(memory.budget_bytes)}"
-
-
-def _battery(status: AgentStatus) -> str:
-    battery = status.battery
-    if battery is None or battery.plugged:
-        return ""
-    return f"battery {battery.percent:.0f} %"

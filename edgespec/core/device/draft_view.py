@@ -89,7 +89,7 @@ class DraftView:
     def paying(self, parent: int, width: int) -> int:
         """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
         price when they come into a pass; at least one."""
-        price, rate = self.estimates.price.asked, self.estimates.acceptance.rate
+        price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
         if price <= 0.0 or width == 1:
             return width
         chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position

@@ -19,13 +19,6 @@ class RowPrice:
     """A node that is less likely to be right does not pay for its row."""
     credit: int | None = None
     """Nodes that may be outstanding; None: as many as the limits say."""
-    floor: float = 0.0
-    """What the device asks of a node at least, whatever the verifier does (``preference.py``)."""
-
-    @property
-    def asked(self) -> float:
-        """The chance with which a node has to be right in its pass."""
-        return max(self.least_chance, self.floor)
 
     def hear(self, commit: Commit) -> None:
         """A commit of a pass came: what it leaves out costs nothing, or is unlimited."""

@@ -137,7 +137,7 @@ class GoodputPolicy:
         """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
         A row of 0.5 ms where a token takes 10 ms costs 0.05."""
         row_s = max(0.0, view.estimates.row_s.get() or 0.0)
-        return max(view.estimates.price.asked, row_s / view.token_s)
+        return max(view.estimates.price.least_chance, row_s / view.token_s)
 
 
 def _in_time(view: DraftView) -> Callable[[int], int]:

@@ -148,7 +148,7 @@ class WindowedPolicy:
             return None
         rates = [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
         # Behind a leaf less likely than this, not even the first choice pays for its row.
-        priced = view.estimates.price.asked / rates[0]
+        priced = view.estimates.price.least_chance / rates[0]
         if priced > 1.0:
             return None
         if not tree.roots and tree.prefix.length < view.end:

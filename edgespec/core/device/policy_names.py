@@ -14,7 +14,6 @@ from edgespec.core.device.policy import (
     PearlPolicy,
     WindowedPolicy,
 )
-from edgespec.core.device.preference import WORTH, Prefer
 from edgespec.core.device.round_policies import BanditPolicy, ConfidencePolicy
 
 
@@ -39,13 +38,9 @@ def named_policy(
     gamma: int | None = None,
     width: int = DEFAULT_WIDTH,
     window: int | None = None,
-    prefer: Prefer = Prefer.SPEED,
 ) -> DraftPolicy:
     """``gamma`` and ``window`` None adapt. ``width`` counts for policies that stream trees and for
-    those of a given draft length. With another ``prefer`` than speed ``windowed`` is ``goodput``,
-    which rests where a step does not bring what is preferred."""
-    if name is PolicyName.WINDOWED and prefer is not Prefer.SPEED:
-        name = PolicyName.GOODPUT
+    those of a given draft length."""
     match name:
         case PolicyName.WINDOWED:
             return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
@@ -54,7 +49,7 @@ def named_policy(
         case PolicyName.FIXED:
             return FixedPolicy(gamma=gamma, width=width)
         case PolicyName.GOODPUT:
-            return GoodputPolicy(width, WORTH[prefer].least_gain, GATHER_SHARE, window)
+            return GoodputPolicy(width, gather=GATHER_SHARE, window=window)
         case PolicyName.SPECDEC:
             return ConfidencePolicy()
         case PolicyName.BANDIT:

@@ -106,14 +106,6 @@ function showTotals(found) {
   }));
 }
 
-function showBattery(found) {
-  place("battery-card").hidden = found === null;
-  if (found === null) return;
-  say("battery", number(found.percent) + " %");
-  say("plugged", found.plugged ? "charging" : found.left_s === null ? "" :
-    duration(found.left_s) + " left");
-}
-
 const LANES = ["draft", "send", "pass", "commit"];
 const NAMES = ["drafts", "sent", "passes", "commits"];
 
@@ -194,7 +186,6 @@ function show(found) {
   showMemory(found.memory);
   showGenerations(found.generations, found.running);
   showTotals(found.totals);
-  showBattery(found.battery);
   drawTimeline();
   say("version", `edgespec ${found.version}, up for ${duration(found.uptime_s)}` +
     (found.draft ? `, draft ${found.draft} (${found.policy})` : ", without a draft"));

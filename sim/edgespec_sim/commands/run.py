@@ -13,7 +13,6 @@ from rich.table import Table
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
-from edgespec.core.device.preference import Prefer
 from edgespec_sim.commands.pool import default_processes
 from edgespec_sim.commands.simulate import (
     SECONDS,
@@ -225,7 +224,6 @@ def replay(
     policy: Annotated[
         PolicyName, typer.Option(help="By which the arm edgespec drafts")
     ] = DEFAULT_POLICY,
-    prefer: Annotated[Prefer, typer.Option(help="What its drafts have to be worth")] = Prefer.SPEED,
     seed: SeedOption = None,
     seeds: SeedsOption = None,
     within: WithinOption = 100 * WITHIN,
@@ -255,7 +253,6 @@ def replay(
             given or CostSection(ms=draft_ms),
             given or CostSection(ms=pass_ms),
             policy,
-            prefer,
         )
         if out is not None:
             if not force:
@@ -280,13 +277,10 @@ def _scenario(
     draft: CostSection,
     pass_time: CostSection,
     policy: PolicyName,
-    prefer: Prefer,
 ) -> Scenario:
     """One device that asks for the tape's texts, one after another."""
     workload = WorkloadSection(prompt_tokens=0, output_tokens=4096, think_s=0.5, start_within_s=0.0)
-    device = DeviceSection(
-        path=("trace",), draft=draft, workload=workload, policy=policy, prefer=prefer
-    )
+    device = DeviceSection(path=("trace",), draft=draft, workload=workload, policy=policy)
     return Scenario(
         name="replay",
         about=about,

@@ -211,11 +211,8 @@ def requests_ended_table(run: RunSummary) -> str:
         header = (*header, "handovers", "moved, recomputed", "moved with KV")
         caption += " Handovers are those of running requests; moved: to another verifier."
     if walked:
-        header = (*header, "rungs down / up", "memory less / more")
-        caption += (
-            " Rungs are those of the ladder by battery, heat and other programs; memory: what the"
-            " draft may hold, by its budget."
-        )
+        header = (*header, "memory less / more")
+        caption += " Memory: what the draft may hold, by its budget."
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
 
 
@@ -227,13 +224,13 @@ def _handed(group: GroupSummary) -> tuple[str, ...]:
     )
 
 
-def _changes(group: GroupSummary) -> tuple[int, int, int, int]:
-    return group.rungs_down, group.rungs_up, group.memory_tightened, group.memory_loosened
+def _changes(group: GroupSummary) -> tuple[int, int]:
+    return group.memory_tightened, group.memory_loosened
 
 
 def _walked(group: GroupSummary) -> tuple[str, ...]:
-    down, up, less, more = map(figures.count, _changes(group))
-    return f"{down} / {up}", f"{less} / {more}"
+    less, more = map(figures.count, _changes(group))
+    return (f"{less} / {more}",)
 
 
 def bounds_table(run: RunSummary) -> str:

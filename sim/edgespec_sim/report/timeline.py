@@ -149,8 +149,6 @@ class DeviceSpans:
                     self._mark(line, "correction", tokens=corrected, position=line["position"])
             case "LinkDown":
                 self._mark(line, "link down", why=str(line["why"]))
-            case "LadderMoved":
-                self._mark(line, f"drafting: {line['rung']}", why=str(line["why"]))
             case "DraftRestricted":
                 self._mark(line, "draft's memory", window=line["window"], width=line["width"])
             case "Connected":

@@ -13,7 +13,6 @@ from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
-from edgespec.core.device.preference import Prefer
 from edgespec.core.protocol.checks import bounded
 from edgespec_sim.scenario.network import LinkSection, RadioSection
 from edgespec_sim.scenario.power import RADIOS
@@ -179,7 +178,7 @@ def window_s(duration_s: float, warm_up_s: float) -> float:
 
 
 # --- what a device meets beside its own drafting -----------------------------------------------
-# battery, heat, other programs, memory.
+# other programs and memory.
 
 
 MOST_ROWS = 100_000
@@ -191,13 +190,6 @@ class ConditionSection:
     a device says as little about itself where it has no such sensor."""
 
     at_s: float
-    battery: float | None = None
-    """Charge from 0 to 1, of a battery that is being emptied."""
-    celsius: float | None = None
-    """Of the hottest sensor."""
-    others_load: float | None = None
-    """Share of all cores that other programs use. It is what the device reads, and slows nothing
-    down by itself: that is ``slowdown``."""
     resident_mib: float | None = None
     """What the agent's process holds beside the draft's keys and values."""
     slowdown: float | None = None
@@ -206,9 +198,6 @@ class ConditionSection:
     def __post_init__(self) -> None:
         bounded("at_s", self.at_s, 0.0, 1e6)
         for name, value, low, high in (
-            ("battery", self.battery, 0.0, 1.0),
-            ("celsius", self.celsius, -50.0, 150.0),
-            ("others_load", self.others_load, 0.0, 1.0),
             ("resident_mib", self.resident_mib, 0.0, 1e6),
             ("slowdown", self.slowdown, 0.01, 100.0),
         ):
@@ -218,8 +207,8 @@ class ConditionSection:
 
 @dataclass(frozen=True, slots=True)
 class ConditionsSection:
-    """A course of conditions, and the memory budget that the device's governor keeps. The arm
-    ``edgespec`` walks the product's ladder on it; the others draft as their papers say."""
+    """A course of conditions, and the memory budget that the device's governor keeps. It governs
+    the arm ``edgespec``; the others draft as their papers say."""
 
     course: tuple[ConditionSection, ...] = ()
     """Rows in order of time, the first of them at 0; the last one holds to the end."""
@@ -348,8 +337,6 @@ class DeviceSection:
     """Power while a draft step runs, in watts, above idle."""
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
-    prefer: Prefer = Prefer.SPEED
-    """What its drafts have to be worth."""
     radio_w: float = 0.0
     """Power while sending; taken where no ``radio_power`` is named."""
     radio_power: str = ""

@@ -58,8 +58,6 @@ MOST_WATCHED: Final = 6
 """Devices of a world, of which a page tells of one: it is to have a request that counts."""
 ROUND_TRIP: Final = "round trip of the network"
 QUEUE: Final = "wait for a pass"
-RUNG: Final = "rung of the ladder"
-"""0: all is drafted, 3: nothing."""
 
 
 class Watch:
@@ -69,7 +67,6 @@ class Watch:
         self.user, self._scenario, self._network = user, scenario, network
         self._round_trips_ms: list[float | None] = []
         self._queues_ms: list[float | None] = []
-        self._rungs: list[float | None] = []
         self._session: DraftSession | None = None
         self._waited: tuple[float, int] = (0.0, 0)
         self.moved: list[Interruption] = []
@@ -85,8 +82,6 @@ class Watch:
         )
         self._round_trips_ms.append(None if rtt_s is None else 1e3 * rtt_s)
         self._queues_ms.append(self._queue_ms())
-        if user.governors is not None:
-            self._rungs.append(float(user.governors.ladder.rung))
 
     def _queue_ms(self) -> float | None:
         """The mean wait of the passes since the last sample, of one session."""
@@ -109,14 +104,12 @@ class Watch:
         told += self.moved + _restarts(self._scenario)
         told = sorted((one for one in told if one.start_s < duration_s), key=lambda o: o.start_s)
         step_s = duration_s / max(1, len(self._round_trips_ms))
-        rungs = (Series(RUNG, "rung", step_s, tuple(self._rungs)),) if self._rungs else ()
         return Watched(
             device=user.name,
             requests=tuple(requests[:MOST]),
             series=(
                 Series(ROUND_TRIP, "ms", step_s, tuple(self._round_trips_ms)),
                 Series(QUEUE, "ms", step_s, tuple(self._queues_ms)),
-                *rungs,
             ),
             interruptions=tuple(told[:MOST]),
             left_out=max(0, len(requests) - MOST) + max(0, len(told) - MOST),

@@ -1,23 +1,20 @@
-"""The governors of a simulated device: the product's ladder and memory guard, on a stated course.
+"""The governor of a simulated device's memory, on a stated course.
 
-Theory of operation. Both machines are the core's own, and the memory guard is driven by the
-product's own ``GuardedDrafter``, with the world's clock and the course's memory. The ladder is
-looked at as a real device looks: every two seconds while a text is generated. Nothing is drawn.
+The guard is the core's own, driven by the product's ``GuardedDrafter``, with the world's clock and
+the course's memory. Nothing is drawn.
 """
 
 from __future__ import annotations
 
 import bisect
 import csv
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy, MachineReading, Rung
 from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
-from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
+from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.guarded import GuardedDrafter
@@ -33,26 +30,6 @@ from edgespec_sim.scenario.sections import (
 from edgespec_sim.sessions import SimulatedDevice
 from edgespec_sim.traces.network_trace import TraceError
 
-# -----------------------------------------------------------------------------------------------
-# A device's battery, heat and other programs in virtual time, and the product's ladder on them.
-# The ladder (``core.device.draft_ladder``) is the one that a real device walks; here its readings
-# are a function of the time and of how long the drafter has been at work, so that drafting may
-# empty the battery that it is to spare.
-
-
-LOOK_EVERY_S = 2.0
-"""As often as a real device looks."""
-ReadAt = Callable[[float, float], MachineReading]
-"""What the machine says at a time, after so many seconds of drafting."""
-
-
-@dataclass(frozen=True, slots=True)
-class LadderMoved:
-    """A line of the trace: the rung that holds from now on, and what asked for it."""
-
-    rung: str
-    why: str
-
 
 @dataclass(frozen=True, slots=True)
 class DraftRestricted:
@@ -60,55 +37,6 @@ class DraftRestricted:
 
     window: int
     width: int
-
-
-@dataclass(slots=True)
-class DeviceMachine:
-    """``ladder`` is that of the device's ``LadderPolicy``; ``rungs`` has (time, rung), one for each
-    change."""
-
-    ladder: DraftLadder
-    read: ReadAt
-    rungs: list[tuple[float, Rung]] = field(default_factory=list)
-    every_s: float = LOOK_EVERY_S
-    looked_at_s: float = -math.inf
-
-    def watch(
-        self,
-        queue: EventQueue,
-        drafting_s: Callable[[], float],
-        ended: Callable[[], bool],
-        on_move: Callable[[Rung], None] = lambda rung: None,
-    ) -> None:
-        """Look now and then from now on, until ``ended``; not before a look is due, as a device
-        does whose text before has just ended."""
-
-        def look() -> None:
-            if ended():
-                return
-            self.looked_at_s = queue.now
-            rung = self.ladder.observe(self.read(queue.now, drafting_s()), queue.now)
-            if rung is not None:
-                self.rungs.append((queue.now, rung))
-                on_move(rung)
-            queue.after(self.every_s, look)
-
-        due_s = self.looked_at_s + self.every_s
-        if due_s <= queue.now:
-            look()
-        else:
-            queue.at(due_s, look)
-
-
-def battery(charge: float, per_drafting_s: float, per_s: float = 0.0) -> ReadAt:
-    """A battery with ``charge`` (0 to 1) at first; a second of drafting takes ``per_drafting_s`` of
-    it, a second of anything ``per_s``. Charge 0.32 less 0.001 * 40 s of drafting is 0.28."""
-
-    def read(now: float, drafting_s: float) -> MachineReading:
-        left = charge - per_drafting_s * drafting_s - per_s * now
-        return MachineReading(battery=max(0.0, left))
-
-    return read
 
 
 # --- a simulated draft with keys and values that take memory -----------------------------------
@@ -207,12 +135,6 @@ class ConditionCourse:
     def most_slowdown(self) -> float:
         return max(row.slowdown or 1.0 for row in self._rows)
 
-    def reading(self, now_s: float, battery: float | None) -> MachineReading:
-        """What the device reads of itself; ``battery`` counts where the course has none."""
-        row = self._at(now_s)
-        charge = battery if row.battery is None else row.battery
-        return MachineReading(charge, row.celsius, row.others_load)
-
     def resident_bytes(self, now_s: float) -> int:
         return int((self._at(now_s).resident_mib or 0.0) * _MIB_BYTES)
 
@@ -285,19 +207,15 @@ LESS_MEMORY, MORE_MEMORY = "the draft gets less memory", "the draft gets more me
 
 @dataclass(slots=True)
 class Walked:
-    """What governors did while one request ran."""
+    """What the governor did while one request ran."""
 
-    down: int = 0
-    """Changes to a lower rung of the ladder."""
-    up: int = 0
     tightened: int = 0
     """Restrictions of the draft's memory."""
     loosened: int = 0
 
 
 class Governors:
-    """Of one device. ``drafter`` is the one to draft with. ``battery`` tells the charge that is
-    left where the course says nothing of it; None: nobody knows. ``on_change`` hears each change,
+    """Of one device. ``drafter`` is the one to draft with. ``on_change`` hears each change,
     in words for a reader."""
 
     def __init__(
@@ -307,12 +225,10 @@ class Governors:
         course: ConditionCourse,
         late_s: float,
         drafter: Drafter,
-        battery: Callable[[], float | None],
     ) -> None:
         self.walked = Walked()
         self.on_change: Callable[[str], None] = lambda what: None
-        self._queue, self._course, self._late_s, self._battery = queue, course, late_s, battery
-        self._machine = DeviceMachine(DraftLadder(), self._read)
+        self._queue, self._course, self._late_s = queue, course, late_s
         self._tracer: Tracer | None = None
         self._key = ""
         self._rows: WindowedDrafter | None = None
@@ -321,28 +237,14 @@ class Governors:
         if section.budget_mib is not None:
             self.drafter = self._guarded(section, int(section.budget_mib * _MIB), drafter)
 
-    @property
-    def ladder(self) -> DraftLadder:
-        return self._machine.ladder
-
-    def policy(self, inner: DraftPolicy) -> DraftPolicy:
-        return LadderPolicy(inner, self.ladder)
-
     def begin(
         self,
         device: SimulatedDevice,
-        drafted_before_s: float,
         tracer: Tracer | None,
     ) -> None:
         """A request starts now on ``device``; its changes are counted from here on."""
         self.walked = Walked()
         self._tracer, self._key = tracer, device.session.request.session_id
-        self._machine.watch(
-            self._queue,
-            lambda: drafted_before_s + device.drafting_s,
-            lambda: device.delivery.ended is not None,
-            self._moved,
-        )
 
     def ended(self) -> Walked:
         """What was done since ``begin``."""
@@ -374,20 +276,6 @@ class Governors:
     def _now_s(self) -> float:
         """On the course's clock."""
         return max(0.0, self._queue.now - self._late_s)
-
-    def _read(self, now_s: float, drafting_s: float) -> MachineReading:
-        return self._course.reading(self._now_s, self._battery())
-
-    def _moved(self, rung: Rung) -> None:
-        before = self._machine.rungs[-2][1] if len(self._machine.rungs) > 1 else Rung.ALL
-        if rung > before:
-            self.walked.down += 1
-        else:
-            self.walked.up += 1
-        self._note(
-            f"drafting: {rung.name.lower()}", LadderMoved(rung.name.lower(), self.ladder.why)
-        )
-        del self._machine.rungs[:-1]  # the last one is all that is asked for
 
     def _restricted(self, window: int, width: int) -> None:
         now = Restriction(window, width)

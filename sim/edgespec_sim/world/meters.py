@@ -263,8 +263,6 @@ class Meters:
             handovers=int(total(lambda one: one.handed.handovers)),
             moves_recomputed=int(total(lambda one: one.handed.recomputed)),
             moves_with_kv=int(total(lambda one: one.handed.with_kv)),
-            rungs_down=int(total(lambda one: one.walked.down)),
-            rungs_up=int(total(lambda one: one.walked.up)),
             memory_tightened=int(total(lambda one: one.walked.tightened)),
             memory_loosened=int(total(lambda one: one.walked.loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,

@@ -19,7 +19,6 @@ from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import Fail
 from edgespec.core.device.learned import Learned
 from edgespec.core.device.policy_names import named_policy
-from edgespec.core.device.preference import WORTH
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
@@ -137,15 +136,9 @@ class User:
         self._late_s = index * section.spread_s
         if self.settings.arm is not Arm.EDGESPEC:
             return None
-        governors = Governors(
-            self._queue, section, course, self._late_s, self._drafter, self._battery_share
-        )
+        governors = Governors(self._queue, section, course, self._late_s, self._drafter)
         self._drafter = governors.drafter
         return governors
-
-    def _battery_share(self) -> float | None:
-        whole = self.settings.section.battery_j
-        return self.battery_j / whole if whole and self.battery_j is not None else None
 
     def start(self) -> None:
         workload = self.settings.section.workload
@@ -186,10 +179,7 @@ class User:
         self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
-        policy, floor = None, 0.0
-        if arm is Arm.EDGESPEC:
-            policy = named_policy(section.policy, prefer=section.prefer)
-            floor = WORTH[section.prefer].row_chance
+        policy = named_policy(section.policy) if arm is Arm.EDGESPEC else None
         settings = arm_settings(arm, self.settings.gamma, policy)
         governors = self.governors
         key = f"{self.name}{REQUEST_MARK}{self._asked}"
@@ -207,11 +197,11 @@ class User:
         )
         session = DraftSession(
             request,
-            settings.policy if governors is None else governors.policy(settings.policy),
+            settings.policy,
             self.settings.reconnect,
             section.draft_context_tokens,
             jitter_seed=self.number,
-            price=self._prices.setdefault(site.name, RowPrice(floor=floor)),
+            price=self._prices.setdefault(site.name, RowPrice()),
             learned=self._learned,
         )
         tracer = self._surroundings.tracer(self)
@@ -225,7 +215,7 @@ class User:
             self._ended,
         )
         if governors is not None:
-            governors.begin(self.device, self.drafting_s, tracer)
+            governors.begin(self.device, tracer)
         self.device.start()
 
     def _step_s(self, kept: int, fed: int) -> float:

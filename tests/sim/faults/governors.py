@@ -1,20 +1,18 @@
-"""Devices of random worlds whose governors have much to do: hot, empty, crowded, short of memory.
+"""Devices of random worlds that are short of memory, so that their governor has much to do.
 
-Governors look and recover in fractions of a second here, so that they walk up and down within a
-world. What they decide may change no token, which is what the worlds check.
+It looks and recovers in fractions of a second here, so that it walks up and down within a
+world. What it decides may change no token, which is what the worlds check.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from edgespec.core.device.draft_ladder import DraftLadder, LadderPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restriction
-from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.world.governors import DeviceMachine, WindowedDrafter
+from edgespec_sim.world.governors import WindowedDrafter
 from tests.sim.faults.options import WorldOptions
 
 BUDGET: Final = 1 << 20
@@ -23,18 +21,6 @@ _FULL = Restriction(4 * SMALLEST_WINDOW, 3)
 _LOOK_S, _RECOVERY_S = 0.05, 0.1
 _CLOCK_RATE = MEASURE_EVERY_S / _LOOK_S
 """How much faster a guarded drafter's clock runs than the world's."""
-
-
-def with_ladder(
-    policy: DraftPolicy, options: WorldOptions
-) -> tuple[DraftPolicy, DeviceMachine | None]:
-    """The policy on a ladder, and what walks it; as it is where devices read nothing."""
-    read = options.reading
-    if read is None:
-        return policy, None
-    ladder = DraftLadder(recovery_s=_RECOVERY_S)
-    machine = DeviceMachine(ladder, lambda now, drafting_s: read(now), every_s=_LOOK_S)
-    return LadderPolicy(policy, ladder), machine
 
 
 def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edgespec.core.device.draft_ladder import MachineReading
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
@@ -73,8 +72,6 @@ class WorldOptions:
     session_failure_chance: float = 0.0
     """Of each time that a session's machine asks its acceptance rule or its run-ahead policy."""
 
-    reading: Callable[[float], MachineReading] | None = None
-    """What every device reads of its machine, by the time: its policy stands on a ladder then."""
     resident_bytes: Callable[[float], int] | None = None
     """What every device's process holds beside its draft, by the time, of ``governors.BUDGET``;
     with one leaf a step only."""

@@ -43,7 +43,7 @@ from tests.sim.faults.checks import (
     require,
     target_stream,
 )
-from tests.sim.faults.governors import guarded, with_ladder
+from tests.sim.faults.governors import guarded
 from tests.sim.faults.options import DeviceResult, WorldOptions, WorldResult
 
 # Worlds end well or not at all: their devices never give up.
@@ -139,10 +139,9 @@ class _World:
 
     def _start_device(self, index: int, request: Open) -> SimulatedDevice:
         options = self.options
-        policy, machine = with_ladder(options.policies[index], options)
         session = DraftSession(
             request,
-            policy,
+            options.policies[index],
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
@@ -157,9 +156,6 @@ class _World:
             lambda: self._connect(index),
         )
         device.delivery.tokens.extend(request.committed)
-        if machine is not None:
-            delivery = device.delivery
-            machine.watch(self.queue, lambda: 0.0, lambda: delivery.ended is not None)
         self.queue.after(self.dice.uniform(0.0, 0.1), lambda: self._begin(index, device))
         return device
 
