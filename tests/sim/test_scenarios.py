@@ -71,7 +71,6 @@ def test_there_are_the_scenarios_that_were_promised() -> None:
         (BASE + "verifiers: {a: {count: 0}}\n", "count is 0, but must be in [1, 10000]"),
         (BASE + "verifiers: {a: {pass_time: {row_ms: 3}}}\n", "exactly one of ms, profile"),
         (BASE + "verifiers: {a: {pass_time: {ms: 1, profile: x}}}\n", "but names ms and profile"),
-        (BASE + "distances_ms: {tablet: {verifier: 3}}\n", "tablet is no group of devices"),
         (BASE + "shards: 2\n", "but must divide by shards, 2"),
         (BASE.replace("{path: [wan]}", "{workload: {prompt_tokens: 0}}"), "which only a tape"),
     ],

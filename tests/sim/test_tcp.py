@@ -10,7 +10,6 @@ import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -302,20 +301,3 @@ def test_only_the_first_request_of_a_device_pays_for_connecting(loss: float) -> 
     assert ttfts_s[0] == pytest.approx(0.1 + 0.1 + 0.025, abs=1e-6)
     assert ttfts_s[1:] == pytest.approx([0.125] * (len(ttfts_s) - 1), abs=1e-6)
     assert len(ttfts_s) > 5
-
-
-@pytest.mark.parametrize(("one_connection", "count"), [(True, 1), (False, 2)])
-def test_sessions_of_one_agent_share_a_connection(
-    one_connection: bool, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    class Counted(TcpConnection):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr("edgespec_sim.world.network.TcpConnection", Counted)
-    wan = LinkSection(rtt_ms=100.0, loss=0.03, one_connection=one_connection)
-    play(Job(replace(WORLD, links={"wan": wan}), Arm.TARGET_ONLY, 0, 1, Path()))
-    assert len(made) == count

@@ -154,9 +154,6 @@ class CapacityQuestion:
                 for name, count in counts.items()
             },
             verifiers={self.kind: replace(section, count=verifiers)},
-            distances_ms={
-                group: row for group, row in scenario.distances_ms.items() if group in counts
-            },
         )
 
 

@@ -152,9 +152,6 @@ def point_world(
             for group, count in counts.items()
         },
         verifiers={kind: replace(scenario.verifiers[kind], count=1)},
-        distances_ms={
-            group: row for group, row in scenario.distances_ms.items() if group in counts
-        },
     )
 
 

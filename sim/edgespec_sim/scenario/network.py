@@ -120,9 +120,6 @@ class LinkSection:
     loss: float = 0.0
     """Share of packets lost; a lost one is sent again and holds up what follows. A device keeps one
     TCP connection for all its requests."""
-    one_connection: bool = False
-    """All devices are sessions of one agent: where packets are lost, one connection carries them
-    all, so a loss holds up each of them."""
     up_mbps: float = math.inf
     down_mbps: float = math.inf
     """Capacity; a trace's own capacity columns, where it has them, take their place."""

@@ -332,7 +332,6 @@ class DeviceSection:
     """Links from the device outwards."""
     draft: CostSection = field(default_factory=lambda: CostSection(ms=8.0))
     workload: WorkloadSection = field(default_factory=WorkloadSection)
-    draft_context_tokens: int = 65_536
     draft_w: float = 0.0
     """Power while a draft step runs, in watts, above idle."""
     policy: PolicyName = DEFAULT_POLICY
@@ -349,7 +348,6 @@ class DeviceSection:
 
     def __post_init__(self) -> None:
         bounded("count", self.count, 1, MAX_DEVICES)
-        bounded("draft_context_tokens", self.draft_context_tokens, 16, 1 << 24)
         bounded("draft_w", self.draft_w, 0.0, 1000.0)
         bounded("radio_w", self.radio_w, 0.0, 100.0)
         if self.radio_power and self.radio_power not in RADIOS:
@@ -384,8 +382,6 @@ class Scenario:
     gamma: int | None = None
     """Draft length of the arm ``vanilla``; null: the best one by its own estimates."""
     association: str = "lowest-delay"
-    distances_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Extra round trip between a group of devices and a verifier."""
     radio: RadioSection | None = None
     shards: int = 1
     """Worlds apart from one another that devices and verifiers are dealt out to."""
@@ -466,13 +462,6 @@ class Scenario:
                     )
             ways = {name: section.path for name, section in self.verifiers.items()}
             self.radio.check_ways(ways, self.links)
-        for group, row in self.distances_ms.items():
-            if group not in self.devices:
-                raise ValueError(f"distances_ms.{group} is no group of devices")
-            for verifier, rtt_ms in row.items():
-                if verifier not in self.verifiers:
-                    raise ValueError(f"distances_ms.{group}.{verifier} is no verifier")
-                bounded(f"distances_ms.{group}.{verifier}", rtt_ms, 0.0, _MINUTE_MS)
         if self.shards > 1:
             for kind, counted in (("devices", self.devices), ("verifiers", self.verifiers)):
                 for name, one in counted.items():

@@ -334,11 +334,10 @@ class Ways:
         kind = self._kind(verifier)
         return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
 
-    def fixed_s(self, group: str, verifier: str) -> float:
+    @property
+    def fixed_s(self) -> float:
         """What each way takes at least, whatever the links do."""
-        kind = self._kind(verifier)
-        distance_ms = self._scenario.distances_ms.get(group, {}).get(kind, 0.0)
-        return distance_ms / 2e3 + self._scenario.message_ms / 1e3
+        return self._scenario.message_ms / 1e3
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
         """What a device could know: typical round trip, capacities, signal."""
@@ -358,14 +357,14 @@ class Ways:
     def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
         """What a small message takes up and down on a good day."""
         names = self.links(group, verifier)
-        fixed_s = self.fixed_s(group, verifier) + self._access_s / 2.0
+        fixed_s = self.fixed_s + self._access_s / 2.0
         up_s = sum(self._links[name].least_ways_s[0] for name in names)
         down_s = sum(self._links[name].least_ways_s[1] for name in names)
         return fixed_s + up_s, fixed_s + down_s
 
     def round_trip_s(self, group: str, number: int, verifier: str, now_s: float) -> float:
         """Of a small message there and back now, without queues, jitter and loss."""
-        fixed_s = 2 * self.fixed_s(group, verifier) + self._access_s
+        fixed_s = 2 * self.fixed_s + self._access_s
         fixed_s += self._backhaul_rtt_s(number, verifier)
         return fixed_s + sum(
             self._links[name].round_trip_s(number, now_s) for name in self.links(group, verifier)
@@ -388,7 +387,7 @@ class Ways:
 
     def _wired_view(self, group: str, verifier: str) -> LinkView:
         links = [self._links[name] for name in self.links(group, verifier)]
-        rtt_s = 2 * self.fixed_s(group, verifier) + sum(link.typical_rtt_s for link in links)
+        rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
         return LinkView(rtt_s, up * 1e6, down * 1e6, None)
@@ -414,13 +413,8 @@ class Ways:
 
 # --- which device is connected to which verifier, and what ends a connection -------------------
 # A device connects once to a verifier; later streams share the connection and pay nothing for it.
-# Where packets are lost that is one TCP connection, played packet by packet, or one for all
-# devices behind one agent. A handover that changes a device's address ends all of its
-# connections, and cuts the stream that runs.
-
-
-AGENT = -1
-"""In the place of a device's number: of the connection that all of them share."""
+# Where packets are lost that is one TCP connection, played packet by packet. A handover that
+# changes a device's address ends all of its connections, and cuts the stream that runs.
 
 
 class Connections:
@@ -444,11 +438,11 @@ class Connections:
         """The device has a connection to that verifier now."""
         self._connected.add((number, verifier))
 
-    def tcp(self, owner: int, verifier: str, make: Callable[[], TcpConnection]) -> TcpConnection:
-        """The connection of ``owner``, a device or ``AGENT``; it is made where there is none."""
-        if (owner, verifier) not in self._tcp:
-            self._tcp[owner, verifier] = make()
-        return self._tcp[owner, verifier]
+    def tcp(self, number: int, verifier: str, make: Callable[[], TcpConnection]) -> TcpConnection:
+        """The device's connection; it is made where there is none."""
+        if (number, verifier) not in self._tcp:
+            self._tcp[number, verifier] = make()
+        return self._tcp[number, verifier]
 
     def watch(self, group: str, number: int, stream: Stream) -> None:
         """This is the stream that a handover of the device would cut, if one can."""
@@ -571,7 +565,7 @@ class Network:
 
     def _paths(self, group: str, number: int, verifier: str, stream: int) -> tuple[Path, Path]:
         """Up and down of one stream, as the device is attached now."""
-        up_s = down_s = self.ways.fixed_s(group, verifier)
+        up_s = down_s = self.ways.fixed_s
         hops: list[tuple[Link, Link]] = []
         if self.cells is not None:
             hops += self.cells.hops(number, verifier)
@@ -598,16 +592,14 @@ class Network:
     def _connection(
         self, group: str, number: int, verifier: str, names: Sequence[str]
     ) -> TcpConnection:
-        """The device's to the verifier, or that of all devices behind one agent."""
-        shared = any(self._links[name].section.one_connection for name in names)
         make = partial(self._make_connection, group, number, verifier, names)
-        return self.connections.tcp(AGENT if shared else number, verifier, make)
+        return self.connections.tcp(number, verifier, make)
 
     def _make_connection(
         self, group: str, number: int, verifier: str, names: Sequence[str]
     ) -> TcpConnection:
         message_s = self._scenario.message_ms / 1e3
-        up_s = down_s = self.ways.fixed_s(group, verifier) - message_s
+        up_s = down_s = 0.0
         hops: list[tuple[PacketLink, PacketLink]] = []
         if self._radio is not None:
             up, down = self._radio.hop(number, self._stations[verifier])

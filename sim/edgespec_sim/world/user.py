@@ -38,6 +38,7 @@ from edgespec_sim.world.site import REQUEST_MARK, Site
 
 # Requests of different users never meet: each has this many numbers of its own.
 REQUESTS_PER_USER = 1 << 20
+_DRAFT_CONTEXT = 65_536
 
 
 class Surroundings(Protocol):
@@ -199,7 +200,7 @@ class User:
             request,
             settings.policy,
             self.settings.reconnect,
-            section.draft_context_tokens,
+            _DRAFT_CONTEXT,
             jitter_seed=self.number,
             price=self._prices.setdefault(site.name, RowPrice()),
             learned=self._learned,
