@@ -106,7 +106,7 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     from edgespec.core.ports import ModelInfo
     from edgespec.core.protocol.sampling import SamplingParams
     from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-    from edgespec.verifier.engines.vllm.install import check_install
+    from edgespec.verifier.engines.vllm.loading import check_install
     from edgespec.verifier.engines.vllm.target import VllmTarget
 
     version = check_install()

@@ -42,8 +42,8 @@ from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import torch_target
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
+from edgespec.verifier.targets.linear_layers import PackedLinear
 from edgespec.verifier.targets.loading import DTYPES
-from edgespec.verifier.targets.packed_linear import PackedLinear
 from edgespec.verifier.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams(max_tokens=1 << 20)

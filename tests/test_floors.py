@@ -81,8 +81,7 @@ ARMS = f"{BENCH}.arms"
 # The toys are the simulator's models, so they keep its rules: no clock, no chance, no library.
 TOYS = named(
     "device.drafters.toy device.drafters.token_cache verifier.targets.toy "
-    "verifier.targets.toy_memory verifier.targets.constrained_rows "
-    "verifier.targets.request_checks sampling.token_counts"
+    "verifier.targets.pass_requests sampling.token_counts"
 )
 GUARDED = f"{DRAFTERS}.guarded"
 # The first floor that holds a module is its floor.
@@ -116,8 +115,8 @@ FLOORS = (
     Floor(DEVICE, ENDS, HEAVY - {"onnxruntime"}),
     Floor(TARGETS, (CORE, SAMPLING), frozenset({"grpc", "onnx", "onnxruntime"})),
     # Engines of others: what decides is pure, and their libraries are loaded late.
-    Floor(f"{VLLM}.step", (CORE,), HEAVY | IMPURE, stdlib_only=True),
-    Floor(f"{VLLM}.known_text", (CORE, f"{VLLM}.step"), HEAVY | IMPURE, stdlib_only=True),
+    Floor(f"{VLLM}.target", (CORE, f"{TARGETS}.pass_requests"), HEAVY | IMPURE, stdlib_only=True),
+    Floor(f"{VLLM}.loading", (*BELOW, MODELS, TARGETS, VLLM), HEAVY),
     Floor(VLLM, (*BELOW, TARGETS), HEAVY - {"torch"}),
     Floor(VERIFIER, ENDS, HEAVY),
     # HTTP in front of an agent that is handed to it.

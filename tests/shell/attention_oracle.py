@@ -15,15 +15,17 @@ import torch
 
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets.attention_backend import (
-    AttentionBackend,
-    LayerAttention,
-    LayerStates,
-)
-from edgespec.verifier.targets.batch_rows import BatchRows, lay_out, write_slots
 from edgespec.verifier.targets.canonical_mode import HeadShape
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, NULL_SLOT, KvPool
 from edgespec.verifier.targets.pass_batch import Indices
+from edgespec.verifier.targets.pass_plan import (
+    AttentionBackend,
+    BatchRows,
+    LayerAttention,
+    LayerStates,
+    lay_out,
+    write_slots,
+)
 
 # Values are of the order of 1. A half-precision result carries its own rounding and the weights'.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

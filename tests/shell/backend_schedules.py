@@ -21,9 +21,9 @@ import torch
 
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import packed_linear
-from edgespec.verifier.targets.attention_backend import AttentionBackend
+from edgespec.verifier.targets import linear_layers as packed_linear
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
+from edgespec.verifier.targets.pass_plan import AttentionBackend
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.attention_oracle import ReferenceAttention
 from tests.shell.random_schedules import random_tree

@@ -17,15 +17,15 @@ pytest.importorskip("transformers")
 import torch
 
 from edgespec.verifier.targets import canonical_attention
-from edgespec.verifier.targets.attention_backend import (
-    AttentionBackend,
-    AttentionLayout,
-    LayerAttention,
-)
-from edgespec.verifier.targets.batch_rows import BatchRows
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import HeadShape
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
+from edgespec.verifier.targets.pass_plan import (
+    AttentionBackend,
+    AttentionLayout,
+    BatchRows,
+    LayerAttention,
+)
 from edgespec.verifier.targets.row_tiles import RowTiles
 from tests.shell.attention_oracle import (
     ReferenceAttention,

@@ -24,8 +24,9 @@ pytest.importorskip("transformers")
 import torch
 
 from edgespec.verifier.build import prefer_huge_pages
-from edgespec.verifier.targets import canonical_mode, packed_linear
-from edgespec.verifier.targets.packed_linear import (
+from edgespec.verifier.targets import canonical_mode
+from edgespec.verifier.targets import linear_layers as packed_linear
+from edgespec.verifier.targets.linear_layers import (
     NarrowEmbedding,
     PackedLinear,
     pack_model,

@@ -22,7 +22,7 @@ from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import torch_target
 from edgespec.verifier.targets.pass_batch import PassBatch
-from edgespec.verifier.targets.request_checks import check_batch
+from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import random_tree
 from tests.shell.tiny_checkpoints import write_checkpoint

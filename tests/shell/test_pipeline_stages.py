@@ -30,7 +30,7 @@ from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import pipeline, pipeline_stage
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.pipeline import StageOptions, StageProcesses, pipeline_target
 from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
 from edgespec.verifier.targets.pool_size import PoolBudget

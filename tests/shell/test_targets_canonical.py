@@ -24,9 +24,8 @@ import transformers
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import canonical_mode, torch_target
-from edgespec.verifier.targets.canonical_mode import CanonicalModeError
+from edgespec.verifier.targets.canonical_mode import CanonicalModeError, SelfTest
 from edgespec.verifier.targets.row_tiles import agreeing_linear_sizes
-from edgespec.verifier.targets.self_test import SelfTest
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import Recorder, check_random_schedule, random_tree
 

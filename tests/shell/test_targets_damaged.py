@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from edgespec.core.ports import ModelOutputError, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.loading import load_model
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.tiny_checkpoints import (

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from edgespec.models.folders import MODEL_TYPES
-from edgespec.verifier.targets.families import FAMILIES, UnsupportedModelError, check_family
+from edgespec.verifier.targets.checkpoints import FAMILIES, UnsupportedModelError, check_family
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.ragged_decoding import decode_beside, generated

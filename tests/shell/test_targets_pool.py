@@ -13,10 +13,9 @@ import torch
 
 from edgespec.core.ports import CapacityError, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets.block_tables import BlockTables
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention, CanonicalLayout
 from edgespec.verifier.targets.grouped_attention import GroupedAttention, GroupedLayout
-from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
+from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, BlockTables, KvPool
 from edgespec.verifier.targets.pass_plan import PassPlan, plan_pass
 from edgespec.verifier.targets.row_tiles import RowTiles
 

@@ -20,7 +20,7 @@ from edgespec.core.device.memory import MachineMemory, parse_budget
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.build import pool_budget
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
 from edgespec.verifier.targets.pool_size import (
     MemoryFigures,

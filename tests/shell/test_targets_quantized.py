@@ -21,10 +21,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from edgespec.verifier.targets import checkpoint_formats
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets import checkpoints
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
+from edgespec.verifier.targets.linear_layers import QuantizedLinear, quantize_model, unpacked
 from edgespec.verifier.targets.loading import load_model
-from edgespec.verifier.targets.quantized import QuantizedLinear, quantize_model, unpacked
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import family_model
 from tests.shell.ragged_decoding import decode_beside, generated
@@ -148,7 +148,7 @@ def test_a_format_is_refused_with_the_packages_that_are_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
 ) -> None:
     _change_config(folder, quantization_config={"quant_method": method})
-    monkeypatch.setattr(checkpoint_formats, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModelError, match=message):
         load_model(str(folder), device="cpu")
 
@@ -157,7 +157,7 @@ def test_what_transformers_cannot_load_is_refused_with_its_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(checkpoint_formats, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: name)
     message = "quantised as 'gptq', and transformers cannot load it on this machine: "
     with pytest.raises(UnsupportedModelError, match=message):
         load_model(str(folder), device="cpu")

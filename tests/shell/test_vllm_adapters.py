@@ -23,7 +23,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
-from edgespec.verifier.engines.adapters import served_adapters, split_adapters
+from edgespec.verifier.engines.vllm.loading import served_adapters, split_adapters
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.codec import decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb

@@ -28,7 +28,7 @@ from edgespec.device.build import build_agent
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.verifier.build import load_target
 from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-from edgespec.verifier.engines.vllm.install import check_install
+from edgespec.verifier.engines.vllm.loading import check_install
 from edgespec.verifier.engines.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens

@@ -16,10 +16,10 @@ from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import CapacityError, ModelOutputError, PassRequest, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.engines import loading
 from edgespec.verifier.engines.vllm import core as core_module
+from edgespec.verifier.engines.vllm import loading
 from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-from edgespec.verifier.engines.vllm.step import Stepped, Wanted
+from edgespec.verifier.engines.vllm.target import Stepped, Wanted
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.test_vllm_target import GREEDY, GUESSES, LENGTH, PARAMS, Session
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.verifier.engines.vllm.step import Wanted
+from edgespec.verifier.engines.vllm.target import Wanted
 from edgespec.verifier.engines.vllm.worker import (
     EXTRA,
     NoProposer,

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 
 from edgespec.config import VerifierConfig
 from edgespec.config.setup_error import SetupError
-from edgespec.verifier.engines.vllm import install
+from edgespec.verifier.engines.vllm import loading as install
 from edgespec.verifier.engines.vllm.core import refuse_recurrent
-from edgespec.verifier.engines.vllm.flags import refuse_our_flags
+from edgespec.verifier.engines.vllm.loading import refuse_our_flags
 from edgespec.verifier.engines.vllm.worker import leaving_reason
 
 

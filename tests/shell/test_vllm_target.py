@@ -19,10 +19,8 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import build_verifier
-from edgespec.verifier.engines.vllm.known_text import KnownText
-from edgespec.verifier.engines.vllm.self_test import self_test
-from edgespec.verifier.engines.vllm.step import Stepped, Wanted
-from edgespec.verifier.engines.vllm.target import VllmTarget
+from edgespec.verifier.engines.vllm.loading import self_test
+from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
 from tests.shell.fake_vllm import FakeText, FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens

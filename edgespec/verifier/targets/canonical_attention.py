@@ -32,10 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgespec.verifier.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.verifier.targets.batch_rows import BatchRows, SessionRows
 from edgespec.verifier.targets.kv_pool import NULL_SLOT, Slots
 from edgespec.verifier.targets.pass_batch import Indices
+from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates, SessionRows
 from edgespec.verifier.targets.row_tiles import RowTiles, cut
 
 # The key axis is worked off in tiles of this many; a row's sums then associate by position alone.

@@ -23,9 +23,8 @@ import torch
 from torch.nn import functional
 
 from edgespec.sampling.tensors import to_device
-from edgespec.verifier.targets.attention_backend import LayerAttention, LayerStates
-from edgespec.verifier.targets.batch_rows import BatchRows
 from edgespec.verifier.targets.pass_batch import Indices
+from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates
 
 _GROUP_BYTES = 1 << 20
 # A GPU's caches matter less than its launches.

@@ -1,8 +1,7 @@
 """Open a causal language model from a folder or a hub id, or refuse it by name.
 
-``families.py`` says which models the packed pass computes correctly, ``strict_weights.py`` that
-a checkpoint must fill its model to the last tensor, ``checkpoint_formats.py`` which quantised ones
-can be read.
+``checkpoints.py`` says which models the packed pass computes correctly, which quantised checkpoints
+can be read, and that a checkpoint must fill its model to the last tensor.
 """
 
 from __future__ import annotations
@@ -13,9 +12,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from edgespec.verifier.targets import packed_attention
-from edgespec.verifier.targets.checkpoint_formats import not_loaded, prepare_format
-from edgespec.verifier.targets.families import UnsupportedModelError, check_family
+from edgespec.verifier.targets.checkpoints import (
+    UnsupportedModelError,
+    check_family,
+    check_loading,
+    check_numbers,
+    check_types,
+    not_loaded,
+    prepare_format,
+)
+from edgespec.verifier.targets.linear_layers import FORMATS as QUANTIZE_FORMATS
+from edgespec.verifier.targets.linear_layers import quantize_model
+from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
 from edgespec.verifier.targets.pipeline_stage import (
     PipelineError,
     StageShare,
@@ -23,9 +31,6 @@ from edgespec.verifier.targets.pipeline_stage import (
     join_stage,
     stage_class,
 )
-from edgespec.verifier.targets.quantized import FORMATS as QUANTIZE_FORMATS
-from edgespec.verifier.targets.quantized import quantize_model
-from edgespec.verifier.targets.strict_weights import check_loading, check_numbers, check_types
 
 DTYPES = {
     "float32": torch.float32,
@@ -114,7 +119,7 @@ def _read(
         )
     if not method:
         check_types(path)
-    packed_attention.register()
+    register_attention()
     try:
         kind = AutoModelForCausalLM if share is None else stage_class(config, share)
         loaded: Any = kind.from_pretrained(
@@ -123,7 +128,7 @@ def _read(
             trust_remote_code=False,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation=packed_attention.IMPLEMENTATION,
+            attn_implementation=ATTENTION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are named with all other faults instead
         )

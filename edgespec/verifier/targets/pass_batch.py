@@ -3,7 +3,7 @@
 Theory of operation. A pass over many sessions must cost little beside the model. Reading an
 attribute of a request is cheap, a function call for each request is not: so every attribute is read
 once, by a loop in C, and what is left are operations on arrays. A batch that looks wrong is never
-judged here: ``request_checks.py`` then looks at its requests one by one, and names the first that
+judged here: ``pass_requests.py`` then looks at its requests one by one, and names the first that
 is.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import overload
@@ -21,7 +21,48 @@ import numpy.typing as npt
 
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.work import TokenScore
-from edgespec.verifier.targets.tree_shape import TreeShape, tree_shape
+from edgespec.verifier.targets.pass_requests import node_depths
+
+# --- What a tree of nodes looks like to attention: depths, and who is whose ancestor.
+#
+# Drafters draw the same few trees again and again, so small ones are kept.
+
+_KEPT_NODES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Of ``parents``: -1 is the last token before the tree."""
+
+    depths: npt.NDArray[np.int64]
+    """[nodes]: 1 for a node that hangs on the last token."""
+    line: npt.NDArray[np.bool_]
+    """[nodes, nodes]: True where the second is the first itself or an ancestor of it."""
+    depth: int
+    """The largest of ``depths``."""
+
+
+def tree_shape(parents: tuple[int, ...]) -> TreeShape:
+    """The shape of a tree. Raises ``ValueError`` for a parent that does not come before its
+    node."""
+    return _kept(parents) if len(parents) <= _KEPT_NODES_MAX else _shape(parents)
+
+
+@lru_cache(maxsize=2048)
+def _kept(parents: tuple[int, ...]) -> TreeShape:
+    return _shape(parents)
+
+
+def _shape(parents: tuple[int, ...]) -> TreeShape:
+    line = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} hangs on {parent}, but must on -1 to {node - 1}")
+        if parent >= 0:
+            line[node] |= line[parent]
+    depths = node_depths(parents)
+    return TreeShape(np.array(depths, dtype=np.int64), line, max(depths, default=0))
+
 
 Indices = npt.NDArray[np.int64]
 

@@ -1,25 +1,211 @@
-"""One packed pass: its tokens and positions, where keys go, and which rows are sampled.
+"""One packed pass: its rows, their tokens and positions, where keys go, which rows are sampled, and
+how the model's layers attend.
 
-Rows (``batch_rows.py``) are padded at the end to a multiple of ``RowTiles.row_multiple`` in
-canonical mode. How they attend to keys is laid out by an ``AttentionBackend``
-(``attention_backend.py``).
+Rows are padded at the end to a multiple of ``RowTiles.row_multiple`` in canonical mode. How they
+attend to keys is laid out by an ``AttentionBackend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import AttentionInterface
 
 from edgespec.core.ports import PassRequest
 from edgespec.sampling.tensors import to_device
-from edgespec.verifier.targets.attention_backend import AttentionBackend, AttentionLayout
-from edgespec.verifier.targets.batch_rows import BatchRows, lay_out, write_slots
-from edgespec.verifier.targets.kv_pool import KvPool
-from edgespec.verifier.targets.pass_batch import Indices
+from edgespec.verifier.targets.kv_pool import KeySlots, KvPool, Slots
+from edgespec.verifier.targets.pass_batch import Indices, PassBatch, TreeShape
 from edgespec.verifier.targets.row_tiles import RowTiles
+
+# --- The rows of a pass: which session's, at which position, with which key.
+#
+# Theory of operation. Rows are the sessions' fed tokens and nodes, one session after the other.
+# Everything that is the same arithmetic for each row is done for all rows at once; a session costs
+# a few look-ups.
+#
+# A *key index* counts a session's keys in the order of their slots: the text first, then the nodes
+# of this pass. Of the text it equals the position; nodes beside each other have the same position.
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """One request, laid out."""
+
+    request: PassRequest
+    first_row: int
+    positions: Indices
+    slots: Slots
+    """Of the cache, the feed and the nodes, in that order."""
+
+    @property
+    def base(self) -> int:
+        """Keys before the first node."""
+        return self.request.cache_length + len(self.request.feed)
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """All sessions of a pass, laid out; arrays are int64."""
+
+    pool: KvPool
+    requests: PassBatch
+    tables: Indices
+    """[sessions]: each session's row of ``pool.tables``."""
+    counts: Indices
+    """[sessions]: rows."""
+    first_rows: Indices
+    """[sessions]."""
+    bases: Indices
+    """[sessions]: key index of the first node, which is the length of the text with the feed."""
+    lengths: Indices
+    """[sessions]: keys in all."""
+    row_count: int
+    own_keys: Indices
+    """[rows]: key index of the row itself."""
+    positions: Indices
+    """[rows]."""
+
+    @property
+    def trees(self) -> tuple[TreeShape | None, ...]:
+        """[sessions]: None for a request without nodes."""
+        return self.requests.trees
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every session has one row."""
+        return self.row_count == len(self.requests)
+
+    def key_slots(self, sessions: Indices, count: int) -> KeySlots:
+        """[len(sessions), count]: slots of the first ``count`` keys; 0 behind a session's end.
+        Asked before the next pass is laid out."""
+        return self.pool.tables.key_slots(self.tables[sessions], count)
+
+    def session(self, index: int) -> SessionRows:
+        """One session by itself."""
+        first, length = int(self.first_rows[index]), int(self.lengths[index])
+        positions = self.positions[first : first + int(self.counts[index])]
+        slots = self.pool.tables.slots_of(self.tables[index : index + 1], np.arange(length))
+        return SessionRows(self.requests[index], first, positions, slots)
+
+
+def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
+    """All rows of reserved requests."""
+    batch = PassBatch.of(requests)
+    tables = pool.table_rows(batch)
+    pool.tables.extend(tables, batch.ends)
+    counts = batch.fed + batch.node_counts
+    ends = np.cumsum(counts)
+    first_rows = ends - counts
+    row_count = int(ends[-1])
+    bases = batch.cached + batch.fed
+    if row_count == len(counts):
+        own_keys = batch.cached
+    else:
+        own_keys = np.arange(row_count) + np.repeat(batch.cached - first_rows, counts)
+    positions = own_keys
+    if batch.has_nodes:
+        depths = [tree.depths for tree in batch.trees if tree is not None]
+        positions = own_keys.copy()
+        is_node = own_keys >= np.repeat(bases, counts)
+        positions[is_node] = np.repeat(bases - 1, batch.node_counts) + np.concatenate(depths)
+    return BatchRows(
+        pool=pool,
+        requests=batch,
+        tables=tables,
+        counts=counts,
+        first_rows=first_rows,
+        bases=bases,
+        lengths=batch.ends,
+        row_count=row_count,
+        own_keys=own_keys,
+        positions=positions,
+    )
+
+
+def write_slots(rows: BatchRows) -> Slots:
+    """[rows]: where each row's key and value go."""
+    tables = rows.tables if rows.single else np.repeat(rows.tables, rows.counts)
+    return rows.pool.tables.slots_of(tables, rows.own_keys)
+
+
+# --- The seam of attention: how the rows of a pass attend to keys in the pool.
+#
+# A backend lays a pass out once (which keys each row sees, in the shapes that its arithmetic
+# wants), and the layout is then asked once a layer. All backends compute the same function,
+#
+#   out[row] = sum_k w_k value[k],   w = softmax over the seen k of cap(scale * query[row] . key[k])
+#
+# with cap(x) = soft_cap * tanh(x / soft_cap) where the layer has a soft cap (Gemma 2, arXiv
+# 2408.00118, section 2), else x. A row sees the keys of its ancestors and its own; in a layer with
+# a window w only those whose positions lie behind its own position less w. A sink is one more
+# score of each head, which takes its share of the softmax and brings no value (gpt-oss, arXiv
+# 2508.10925, section 2; the idea is in arXiv 2309.17453, section 3.3).
+#
+# Which there are: ``grouped_attention.py`` (several sessions in one call of torch's attention) and
+# ``canonical_attention.py`` (the same bits under every schedule).
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer asks of attention."""
+
+    scale: float
+    window: int | None = None
+    """In tokens, the row itself included; None: the whole text."""
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    """[heads], in the units of the scaled scores."""
+
+    def capped(self, scores: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
+        """Scaled ``scores`` (times ``unit``) after the soft cap; changes them in place."""
+        if self.soft_cap is None:
+            return scores
+        cap = self.soft_cap * unit
+        return scores.div_(cap).tanh_().mul_(cap)
+
+    def sink_scores(self, kv_heads: int, unit: float = 1.0) -> torch.Tensor | None:
+        """float32 [kv_heads, heads per key head, 1, 1], times ``unit``; None without sinks."""
+        if self.sinks is None:
+            return None
+        return self.sinks.float().mul(unit).view(kv_heads, -1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """What a layer's projections made of the rows, and what is cached of the layer."""
+
+    query: torch.Tensor
+    """[heads, rows, head_dim], padding included."""
+    key: torch.Tensor
+    """[key-value heads, rows, head_dim]."""
+    value: torch.Tensor
+    """[key-value heads, rows, head_dim]."""
+    keys: torch.Tensor
+    """[slots, key-value heads * head_dim]: the pool's, those of this pass among them."""
+    values: torch.Tensor
+    """[slots, key-value heads * head_dim]."""
+
+
+class AttentionLayout(Protocol):
+    """One pass, laid out."""
+
+    def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
+        """[rows, heads, head_dim] in the type of the query; what rows of padding hold is of no
+        meaning, but finite."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way of computing attention; it may keep buffers, so it serves one pass at a time."""
+
+    def lay_out(self, rows: BatchRows) -> AttentionLayout:
+        """The layout of one pass. Layers with different windows may ask it in any order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +275,55 @@ def sampled_rows(rows: BatchRows) -> Indices:
         return np.flatnonzero(rows.requests.samples)
     first = np.where(rows.requests.samples, rows.bases - 1, rows.lengths)
     return np.flatnonzero(rows.own_keys >= np.repeat(first, rows.counts))
+
+
+# --- Attention over the block pool, plugged into transformers' attention interface.
+#
+# The pass travels as the keyword ``edgespec_pass``. Keys and values of the pass are written to the
+# pool first; then the plan's layout attends (``AttentionLayout``). No mask function is
+# registered beside it: transformers then makes no mask, and does not look for packed sequences,
+# which would make it wait for a GPU in every pass.
+
+ATTENTION = "edgespec_packed"
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="edgespec_packed"`` known to transformers; repeatable."""
+    AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    edgespec_pass: PassPlan | None = None,
+    **_ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' signature: ``query`` [1, heads, rows, head_dim], ``key``/``value`` with the
+    key-value heads; returns [1, rows, heads, head_dim]. ``s_aux`` [heads] are the layer's sinks.
+    """
+    assert edgespec_pass is not None, "the model was called without a pass plan"
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    plan = edgespec_pass
+    data = plan.pool.data
+    keys, values = data[0, layer], data[1, layer]
+    keys.index_copy_(0, plan.write_slots, _as_rows(key, plan.row_count))
+    values.index_copy_(0, plan.write_slots, _as_rows(value, plan.row_count))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = plan.attention.attend(
+        LayerAttention(scale, sliding_window, softcap, s_aux),
+        LayerStates(query[0], key[0], value[0], keys, values),
+    )
+    return out.unsqueeze(0), None
+
+
+def _as_rows(states: torch.Tensor, count: int) -> torch.Tensor:
+    """[1, heads, rows, head_dim] -> [count, heads * head_dim]."""
+    return states[0, :, :count].transpose(0, 1).reshape(count, -1)

@@ -20,9 +20,9 @@ import torch
 
 from edgespec.core.device.memory import AUTO_SHARE, MachineMemory, MemoryBudget
 from edgespec.core.ports import PassRequest
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.canonical_mode import TOKENS_NEEDED
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
-from edgespec.verifier.targets.self_test import TOKENS_NEEDED
 
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from edgespec.verifier.targets.packed_linear import PackedLinear
-from edgespec.verifier.targets.quantized import QuantizedLinear
+from edgespec.verifier.targets.linear_layers import PackedLinear, QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Takes rows [count, width], gives rows [count, any]."""

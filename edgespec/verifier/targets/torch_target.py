@@ -2,8 +2,8 @@
 
 Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
-(``packed_attention.py``, by one of the backends of ``attention_backend.py``) -> choose a token for
-every sampled row (``sampler.py``).
+(``grouped_attention.py`` or ``canonical_attention.py``) -> choose a token for every sampled row
+(``sampling/tensors.py``).
 
 Canonical mode makes the logits of a position the same to the last bit under every schedule:
 ``canonical_mode.py`` looks at start-up for a way of computing that holds for the loaded model, and
@@ -28,17 +28,22 @@ from edgespec.sampling.tensors import (
     choose_tokens,
     score_passes,
 )
-from edgespec.verifier.targets.attention_backend import AttentionBackend
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
-from edgespec.verifier.targets.canonical_mode import CanonicalModeError, find_canonical_mode
-from edgespec.verifier.targets.constrained_rows import ConstrainedRows
-from edgespec.verifier.targets.families import UnsupportedModelError
+from edgespec.verifier.targets.canonical_mode import (
+    CanonicalModeError,
+    SelfTest,
+    find_canonical_mode,
+    finite_logits,
+    run_self_test,
+)
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
+from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
-from edgespec.verifier.targets.packed_linear import is_packed, pack_model
-from edgespec.verifier.targets.pass_batch import PassBatch, share_out
-from edgespec.verifier.targets.pass_plan import PassPlan, plan_pass
+from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
+from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, plan_pass
+from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch
 from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.pool_size import (
     PoolBudget,
@@ -49,21 +54,18 @@ from edgespec.verifier.targets.pool_size import (
     pool_tokens,
     starting_tokens,
 )
-from edgespec.verifier.targets.request_checks import check_batch
 from edgespec.verifier.targets.row_tiles import RowTiles
-from edgespec.verifier.targets.self_test import SelfTest, finite_logits, run_self_test
-from edgespec.verifier.targets.tree_shape import tree_shape
 
 logger = logging.getLogger(__name__)
 
 
 class TorchTarget:
-    """``ports.TargetModel`` for checkpoints of the families in ``families.py``.
+    """``ports.TargetModel`` for checkpoints of the families in ``checkpoints.py``.
 
     ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
     are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
     ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
-    large ones are packed on a CPU (``packed_linear.py``).
+    large ones are packed on a CPU (``linear_layers.py``).
     ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
     sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode

@@ -21,7 +21,7 @@ from typing import Any, Final
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.engines.vllm.step import Adapter, Stepped, Wanted
+from edgespec.verifier.engines.vllm.target import Adapter, Stepped, Wanted
 
 MAX_DRAFTS: Final = 15
 _HERE: Final = "edgespec.verifier.engines.vllm"

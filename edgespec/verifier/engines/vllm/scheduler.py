@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from edgespec.verifier.engines.vllm.step import Wanted
+from edgespec.verifier.engines.vllm.target import Wanted
 
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]

