@@ -360,6 +360,7 @@ def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", GenerationRoute(endpoint, endpoint.chat), methods=["POST"]),
         Route("/v1/completions", GenerationRoute(endpoint, endpoint.completion), methods=["POST"]),
+        Route("/v1/responses", GenerationRoute(endpoint, endpoint.response), methods=["POST"]),
         Route("/v1/models", places.models),
         Route("/tokenize", places.tokenize, methods=["POST"]),
         Route("/detokenize", places.detokenize, methods=["POST"]),

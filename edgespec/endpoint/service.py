@@ -56,6 +56,7 @@ from edgespec.endpoint.requests import (
     seed_of,
     token_ids,
 )
+from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import (
     MARKS,
     MarkedText,
@@ -453,7 +454,7 @@ def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
 class Answer:
     """What one request asks for, ready to run."""
 
-    envelope: Envelope
+    envelope: Envelope | ResponseEnvelope
     choices: list[Choice]
     prompt_tokens: int
     stream: bool
@@ -544,6 +545,16 @@ class Endpoint:
         tokens = await chat_tokens(tokenizer, request, chosen.context_length, self._one_long)
         request = await asyncio.to_thread(with_forced_call, tokenizer, request)
         return self._answer(ChatShape(), tokenizer, request.asked, [tokens], request)
+
+    async def response(self, data: Mapping[str, Any]) -> Answer:
+        """Raises ``ApiError``."""
+        answer = await self.chat(as_chat(data))
+        if len(answer.choices) > 1:
+            raise invalid("n", f"n is {len(answer.choices)}, but a response is one text")
+        chat = answer.envelope
+        made = "resp_" + secrets.token_hex(12)
+        answer.envelope = ResponseEnvelope(made, int(time.time()), chat.model)
+        return answer
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         """Raises ``ApiError``."""
