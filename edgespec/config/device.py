@@ -44,8 +44,8 @@ class DraftSection:
     an ``.onnx`` file is taken as it is. ``lookup`` guesses from the text, without a model; ``none``
     only streams; ``toy`` and ``random`` are for tests."""
     variant: str = "auto"
-    """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the fastest
-    there is, or the smallest to download."""
+    """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the
+    first of q4, q4f16, int8, ... that works."""
     threads: int = 0
     """Threads of a draft step. 0 is one for a small model, else two, where there are two cores."""
     context_length: int = 0

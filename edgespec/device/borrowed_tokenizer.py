@@ -19,9 +19,8 @@ from edgespec.config import AgentConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of
-from edgespec.device.export.export import cache_folder
 from edgespec.device.many_verifiers import with_port
-from edgespec.models.folders import vocabulary_fingerprint
+from edgespec.models.folders import cache_folder, vocabulary_fingerprint
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY
 from edgespec.wire.access import device_access

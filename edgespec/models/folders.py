@@ -471,3 +471,15 @@ def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
 def text_fingerprint(text: str) -> str:
     """32 hex digits for a model that a line of text describes, such as the toy."""
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
+    user has no home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / ".cache" / "edgespec"
+    except RuntimeError as error:
+        why = "this user has no home folder for a cache: set HOME or XDG_CACHE_HOME"
+        raise OSError(why) from error

@@ -27,6 +27,7 @@ from edgespec.device.export.checkpoint import (
 )
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
+    cache_folder,
     check_checkpoint,
     model_info,
     token_count,
@@ -255,7 +256,6 @@ def exported(
 
     Raises ``ValueError`` naming the file for a folder that cannot be exported.
     """
-    from edgespec.device.export.export import export_draft
     from edgespec.device.export.parity import check_parity
 
     check_checkpoint(source)
@@ -282,18 +282,6 @@ def exported(
             if not (folder / DRAFT_MANIFEST).is_file():
                 raise
     return folder
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
-    user has no home."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "edgespec"
-    try:
-        return Path.home() / ".cache" / "edgespec"
-    except RuntimeError as error:
-        why = "this user has no home folder for a cache: set HOME or XDG_CACHE_HOME"
-        raise OSError(why) from error
 
 
 def _key(source: Path, bits: int, kv_type: KvType) -> str:
