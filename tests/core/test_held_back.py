@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -11,15 +10,8 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
-    BatchDone,
-    BatchFailed,
     EngineLimits,
-    RunBatch,
-    StreamCaughtUp,
-    StreamLost,
-    StreamOpened,
 )
-from tests.core.engine_scenes import RUNNING, batch, done, named, new_engine
 from tests.core.paced_engine import PacedEngine
 
 CACHED = EngineLimits(cache=CacheShape(1024, 16))
@@ -39,32 +31,6 @@ def test_a_session_over_its_keys_rate_keeps_no_newer_one_out_of_the_cache() -> N
     assert (paced.tokens["second"], paced.tokens["other"]) == (0, 5)
     paced.run_until(paced.now + 6.0)
     assert paced.tokens["second"] > 0  # its turn comes all the same
-
-
-def test_a_session_that_is_behind_keeps_no_newer_one_out_of_the_cache() -> None:
-    engine = new_engine(CACHED, contain=False)
-    running = batch(engine.handle(StreamOpened(1, named("a")), 0.0))
-    engine.handle(StreamOpened(2, named("late")), 0.0)
-    held_up = BatchDone(done(running).results, behind=(1, 2))
-    assert not any(isinstance(action, RunBatch) for action in engine.handle(held_up, 0.1))
-    assert [one.key for one in batch(engine.handle(StreamOpened(3, named("c")), 0.2))] == ["c"]
-    engine.handle(StreamCaughtUp(2), 0.3)
-    assert engine.sessions["late"].missing_rows
-
-
-def test_one_that_failed_in_company_and_is_gone_changes_nobodys_turn() -> None:
-    """Oracle: who decodes has its row before a prompt has the rest, as in a quiet verifier."""
-    engine = new_engine(EngineLimits(max_rows_per_pass=4, max_rows_per_session=4), contain=False)
-    first = batch(engine.handle(StreamOpened(1, named("a")), 0.0))
-    engine.handle(StreamOpened(2, named("gone")), 0.0)
-    both = batch(engine.handle(done(first), 0.1))
-    assert {request.key for request in both} == {"a", "gone"}
-    engine.handle(StreamLost(2), 0.15)
-    alone = batch(engine.handle(BatchFailed("which of them?"), 0.2))
-    assert [request.key for request in alone] == ["a"]
-    engine.handle(StreamOpened(3, named("prompt", replace(RUNNING, prompt=(1,) * 40))), 0.3)
-    rows = {one.key: one.row_count for one in batch(engine.handle(done(alone), 0.4))}
-    assert rows == {"a": 1, "prompt": 3}
 
 
 def could_run(engine: VerifyEngine) -> bool:

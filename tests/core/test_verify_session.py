@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.protocol.messages import (
-    Cancel,
     Draft,
     FinishReason,
-    Received,
     RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
@@ -27,7 +25,6 @@ from edgespec.core.verifier.session_events import (
 from tests.core.fixed_text import (
     LIMITS,
     MODEL,
-    PROMPT,
     REQUEST,
     TEXT,
     chain,
@@ -35,7 +32,6 @@ from tests.core.fixed_text import (
     new_session,
     offer,
     run_pass,
-    targets_of,
 )
 
 # --- passes -----------------------------------------------------------------------------------
@@ -77,25 +73,6 @@ def _two_choices(session: VerifySession, first: int) -> Draft:
     return Draft(first, (0, 0), (40, TEXT[length]), length, session.prefix.hash_at(length))
 
 
-def test_the_prompt_and_then_one_token_a_pass() -> None:
-    session = new_session(replace(REQUEST, run_ahead=RunAhead.ALWAYS))
-    first = offer(session)
-    assert (first.cache_length, first.feed, first.tokens, first.sample) == (0, PROMPT, (), True)
-    actions = session.handle(PassDone((10,)), 1.0)
-    assert actions[0] == Keep(())
-    assert (commit_in(actions).position, commit_in(actions).tokens) == (2, (10,))
-    second = offer(session)
-    assert (second.cache_length, second.feed) == (2, (10,))
-
-
-def test_a_long_prompt_is_fed_in_pieces() -> None:
-    session = new_session()
-    piece = offer(session, rows=1)
-    assert (piece.feed, piece.sample) == ((1,), False)
-    assert session.handle(PassDone(()), 1.0) == (Keep(()),)
-    assert (offer(session, rows=1).cache_length, session.counters.passes) == (1, 0)
-
-
 @pytest.mark.parametrize("right", range(5))
 def test_what_is_right_of_a_draft_is_accepted_and_one_token_more(right: int) -> None:
     session = new_session()
@@ -108,40 +85,6 @@ def test_what_is_right_of_a_draft_is_accepted_and_one_token_more(right: int) -> 
     assert (commit.accepted, commit.rows) == (right, 4)
     assert actions[0] == Keep(tuple(range(right)))
     assert session.cache_length == session.prefix.length - 1
-
-
-def test_siblings_and_their_children_in_one_pass() -> None:
-    session = new_session()
-    run_pass(session)
-    base = session.prefix.hash_at(3)
-    session.handle(Draft(1, (0, 0, 1, 2, 2, 4), (40, 11, 12, 41, 12, 13), 3, base), 1.0)
-    request = offer(session)
-    assert request.parents == (-1, -1, 0, 1, 1, 3)
-    targets = (11, 40, 12, 41, 41, 13, 14)
-    actions = session.handle(PassDone(targets), 1.0)
-    assert actions[0] == Keep((1, 4))
-    assert commit_in(actions).tokens == (11, 12, 13)
-
-
-def test_drafts_that_arrive_during_a_pass_are_for_the_next() -> None:
-    session = new_session()
-    run_pass(session)
-    session.handle(chain(session, 11, 12), 1.0)
-    running = offer(session)
-    session.handle(Draft(3, (2, 3), (13, 14)), 1.0)
-    assert session.handle(Offer(64, 0.02), 1.0) == ()
-    session.handle(PassDone(targets_of(running)), 1.0)
-    following = offer(session)
-    assert (following.feed, following.tokens) == ((13,), (14,))
-
-
-def test_a_pass_takes_the_oldest_nodes_it_has_room_for() -> None:
-    session = new_session(limits=replace(LIMITS, max_nodes_per_pass=2))
-    run_pass(session)
-    session.handle(chain(session, 11, 12, 13), 1.0)
-    assert offer(session).tokens == (11, 12)
-    session.handle(PassFailed(), 1.0)
-    assert offer(session, rows=2).tokens == (11,)
 
 
 def test_a_failed_pass_is_as_if_it_had_not_been() -> None:
@@ -175,14 +118,6 @@ def test_a_stop_id_ends_the_text_at_every_depth(depth: int, kind: str) -> None:
     assert session.handle(Offer(64, 0.02), 1.0) == ()
 
 
-def test_the_end_token_can_be_ignored() -> None:
-    model = replace(MODEL, eos_token_ids=(11,))
-    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
-    session = new_session(replace(REQUEST, sampling=sampling), model=model)
-    run_pass(session)
-    assert commit_in(run_pass(session)).finish is None
-
-
 @pytest.mark.parametrize("most", range(1, 9))
 @pytest.mark.parametrize("bound", ["max_tokens", "context"])
 def test_max_tokens_and_the_context_end_it_at_every_depth(most: int, bound: str) -> None:
@@ -199,23 +134,6 @@ def test_max_tokens_and_the_context_end_it_at_every_depth(most: int, bound: str)
     assert session.finish is FinishReason.LENGTH
 
 
-def test_a_session_is_over_when_its_last_token_is_acknowledged() -> None:
-    session = new_session(replace(REQUEST, sampling=SamplingParams(max_tokens=1)))
-    run_pass(session)
-    assert not session.over(1.0)
-    session.handle(Received(3, 0), 1.0)
-    assert session.over(1.0)
-
-
-def test_cancelled_is_over_whatever_runs() -> None:
-    session = new_session()
-    offer(session)
-    assert commit_in(session.handle(Cancel(), 1.0)).finish is FinishReason.CANCELLED
-    assert session.over(1.0)
-    assert session.handle(PassDone((10,)), 1.0) == ()
-    assert session.prefix.output == []
-
-
 # --- run-ahead --------------------------------------------------------------------------------
 
 
@@ -228,22 +146,6 @@ def test_never_waits_for_a_draft_until_told_or_out_of_patience() -> None:
     session.handle(PassFailed(), 3.0)
     session.handle(Draft(1, (), ()), 3.0)
     assert offer(session, now=2.0).tokens == ()
-
-
-def test_no_draft_is_waited_for_where_none_can_help() -> None:
-    """World 20255: the device had sent nodes past a context that it did not know yet."""
-    sampling = SamplingParams(max_tokens=2)
-    session = new_session(replace(REQUEST, run_ahead=RunAhead.NEVER, sampling=sampling))
-    run_pass(session)
-    session.handle(chain(session, 40), 1.0)
-    assert offer(session).tokens == ()
-
-
-def test_who_does_not_draft_is_not_waited_for() -> None:
-    session = new_session(replace(REQUEST, run_ahead=RunAhead.NEVER, drafting=False))
-    for _ in range(3):
-        run_pass(session)
-    assert session.prefix.output == [10, 11, 12]
 
 
 # --- what cannot happen -----------------------------------------------------------------------
