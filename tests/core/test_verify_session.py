@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from edgespec.core.protocol.messages import (
+    Cancel,
     Draft,
     FinishReason,
     RunAhead,
@@ -154,3 +155,11 @@ def test_never_waits_for_a_draft_until_told_or_out_of_patience() -> None:
 def test_a_result_without_a_pass_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         new_session().handle(PassDone((10,)), 1.0)
+
+
+def test_what_a_pass_says_behind_a_cancel_is_nobodys() -> None:
+    session = new_session()
+    offer(session)
+    session.handle(Cancel(), 1.0)
+    assert session.handle(PassDone((10,)), 1.0) == ()
+    assert session.prefix.output == []
