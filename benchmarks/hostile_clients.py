@@ -31,8 +31,8 @@ import grpc.aio
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
-from edgespec.wire.callers import HEADER, SCHEME
 from edgespec.wire.codec import decode_downlink, encode_uplink
+from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME
 from edgespec.wire.wire_limits import WireLimits
 from tests.shell.fuzz_messages import hostile_uplink
 from tests.shell.gate import Gate
@@ -341,7 +341,7 @@ async def again_and_again(client: Client, act: Callable[[Client], Awaitable[None
 async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
     tallies: dict[str, Counter[str]] = {name: Counter() for name in options.kinds}
     key = options.key_file.read_text().strip() if options.key_file else ""
-    metadata = ((HEADER, f"{SCHEME} {key}"),) if key else ()
+    metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
     length = options.context_length
     async with AsyncExitStack() as stack:
         actors = []
