@@ -19,11 +19,7 @@ from edgespec_sim.report.page import asked, first_question, first_questions, ren
 from edgespec_sim.report.plots import (
     OURS_COLOR,
     answer_plot,
-    energy_plot,
-    link_load_plot,
     pace_plot,
-    verifier_load_plot,
-    wasted_plot,
 )
 from edgespec_sim.report.sweep_page import answer, render_sweep, winner, winner_maps, with_unit
 from edgespec_sim.report.timeline_plot import question_plot
@@ -57,16 +53,6 @@ def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:
     assert lines["bound of edgespec"]["line"]["dash"] == "dot"
     assert "95 % intervals over 4 seeds" in figure.caption
     assert pace_plot(five_arms()) is None, "a real run, or an old one"
-
-
-def test_peaks_do_not_flatten_the_picture() -> None:
-    run = pictured()
-    pace = replace(run.arms[0].series[0], values=(40.0, 4000.0, 41.0), low=(), high=())
-    figure = pace_plot(replace(run, arms=(replace(run.arms[0], series=(pace,)), run.arms[1])))
-    assert figure is not None
-    slowest_ms = 1e3 * max(arm.all.tpot_s.mean for arm in run.arms[:1] if arm.all.tpot_s)
-    assert figure.layout["yaxis"]["range"] == [0, 3.0 * slowest_ms]
-    assert "peaks are cut off" in figure.caption
 
 
 def test_arms_stand_over_the_network_on_one_axis() -> None:
@@ -113,24 +99,6 @@ def test_the_map_colours_requests_by_their_time_per_token() -> None:
     ways = next(t for t in maps[0].data if t["name"] == "to its verifier")
     assert ways["x"][1] == 300.0, "edge-2"
     assert cell_maps(five_arms()) == []
-
-
-def test_loads_work_and_energy() -> None:
-    run = pictured()
-    links = link_load_plot(run)
-    assert links is not None
-    assert dict(zip(links.data[1]["x"], links.data[1]["y"], strict=True)) == {
-        "access, up": 30.0,
-        "access, down": 10.0,
-    }
-    assert link_load_plot(five_arms()) is None
-    assert verifier_load_plot(run) is not None
-    wasted, energy = wasted_plot(run), energy_plot(run)
-    assert wasted is not None
-    assert energy is not None
-    assert wasted.data[0]["x"] == [0.0, 0.9]
-    assert energy.data[0]["y"] == ["edgespec"], "of target-only nothing is known"
-    assert "edgespec 0.021 J" in energy.label
 
 
 def sure(run: RunSummary, low: float, high: float) -> RunSummary:

@@ -21,7 +21,6 @@ from edgespec.config import VerifierConfig
 from edgespec.core.device.events import DraftCounters
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
-from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import load_target
 from edgespec_sim.report.page import report_on
@@ -187,13 +186,6 @@ def _alternate(session: str, drafts: list[Span], stalls: list[Span]) -> None:
         assert before.end_s <= after.start_s + 1e-9
 
 
-def test_one_side_alone_has_the_lanes_it_can_know(real: RealRun) -> None:
-    device = _by_lane(build_timeline(read_lines([real.device])))
-    assert set(device) == {Lane.DRAFT, Lane.STALL}
-    verifier = _by_lane(build_timeline(read_lines([real.verifier])))
-    assert set(verifier) == {Lane.QUEUE, Lane.PASS}
-
-
 def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
     shift_s = 5000.0
     moved = [
@@ -257,13 +249,6 @@ def test_two_traces_make_a_report(real: RealRun, tmp_path: Path) -> None:
     names = [path.name for path in written]
     assert names == ["report.html", "arms.csv", "requests.csv", "timeline.json"]
     assert (tmp_path / "out" / "requests.csv").read_bytes().count(b"\r\n") == 1 + len(PROMPTS)
-
-
-def test_a_summary_survives_the_file(real: RealRun, tmp_path: Path) -> None:
-    run: RunSummary = summarise(real.both)
-    path = tmp_path / "summary.json"
-    path.write_text(run.to_json(), encoding="utf-8")
-    assert read_summary(path) == run
 
 
 def test_a_cut_off_last_line_is_left_out(real: RealRun, tmp_path: Path) -> None:

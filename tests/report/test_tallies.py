@@ -60,20 +60,6 @@ def test_an_end_token_is_no_token_of_the_text() -> None:
     assert found.tokens_per_pass == 2.0
 
 
-def test_an_end_token_that_comes_alone_does_not_make_the_last_one_late() -> None:
-    found = request(
-        *commit(1.0, 3, [7]),
-        *commit(2.0, 4, [8]),
-        *commit(9.0, 5, [0], finish="stop"),
-        line(9.0, "Finish", reason="stop"),
-    )
-    assert found.tokens == 2
-    assert found.tpot_s is not None
-    assert found.tpot_s.mean == 1.0
-    assert found.itl_s is not None
-    assert found.itl_s.count == 1
-
-
 def test_tokens_told_again_after_a_reconnect_are_no_pass() -> None:
     found = request(
         *commit(1.0, 3, [7]),

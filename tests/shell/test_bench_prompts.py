@@ -44,14 +44,6 @@ def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) ->
     assert [prompt.text for prompt in read_prompts(path)] == [text]
 
 
-def test_blank_lines_are_skipped_and_names_are_lines(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"text": "é"}', "", '{"prompt": "b"}')
-    assert [(p.name, p.text) for p in read_prompts(path)] == [
-        ("prompts.jsonl:1", "é"),
-        ("prompts.jsonl:3", "b"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -87,11 +79,6 @@ def test_the_shared_files_are_read(data_dir: Path) -> None:
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(list(read_prompts(path))) == len(lines)
-
-
-def test_the_built_in_prompts_are_distinct_and_mixed() -> None:
-    assert len({prompt.text for prompt in DEFAULT_PROMPTS}) == len(DEFAULT_PROMPTS)
-    assert len({prompt.name.partition("-")[0] for prompt in DEFAULT_PROMPTS[:3]}) == 3
 
 
 def test_a_workload_is_the_first_prompts_that_fit() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -60,16 +59,6 @@ def test_an_answer_with_its_cost() -> None:
     assert "events, " in result.stdout
     assert "--cost-per-hour" in result.stdout
     assert "answered in" in result.stderr
-
-
-def test_off_a_terminal_lines_tell_how_far_it_is() -> None:
-    """On stderr, also beside JSON."""
-    result = call(*SMALL, "--ttft-p95", "500", "--tpot-p95", "60", "--json")
-    assert result.exit_code == 0, result.output
-    told = [line for line in result.stderr.splitlines() if "virtual s" in line]
-    assert re.fullmatch(r"service curves, up to 1 sessions: 0 of \d+ virtual s", told[0]), told
-    assert any(line.startswith("target-only on 1 verifiers, by events: ") for line in told)
-    assert json.loads(result.stdout)["confirmed"]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -130,16 +119,6 @@ def test_a_line_comes_with_each_round_and_now_and_then(
         "second: 10 of 20 virtual s",
         "second: 16 of 20 virtual s",
     ]
-
-
-@pytest.mark.parametrize("options", [{}, {"lines_every_s": 1.0, "quiet": True}])
-def test_nobody_is_told_who_did_not_ask(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pool, "play", Played(4.0))
-    with Workers(1, **options) as workers:
-        list(workers.play([task("a")]))
-    assert capsys.readouterr().err == ""
 
 
 def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,13 +135,6 @@ def test_the_body_of_a_law_is_its_median_and_outliers_do_not_move_it() -> None:
     assert law.seconds(1, 0, 0.999) < 0.02
 
 
-def test_more_rows_never_take_less_time() -> None:
-    samples = [Sample(rows, 0, s) for rows, s in ((1, 5.0), (2, 3.0), (3, 4.0), (4, 8.0))] * 5
-    table = fit_law(samples).table
-    assert [seconds for _, seconds in table] == sorted(seconds for _, seconds in table)
-    assert [seconds for _, seconds in table] == pytest.approx([4.0, 4.0, 4.0, 8.0])
-
-
 def test_passes_back_to_back_say_what_lies_between_them() -> None:
     made = traces()
     made.run_pass(1, 0)
@@ -158,21 +151,6 @@ def test_passes_back_to_back_say_what_lies_between_them() -> None:
     gaps = [sample.seconds for sample in samples_of(made.device, made.verifier).turnarounds]
     assert gaps[-5:] == pytest.approx([0.002] * 5)
     assert max(gaps) < 1.0
-
-
-def test_messages_of_a_crowd_count_only_when_there_are_no_others() -> None:
-    made = Traces()
-    made.open(1)
-    made.step(1, 1, 0)
-    made.run_pass(1, 0)
-    made.open(2)
-    for number in (1, 2):
-        made.draft(number)
-        made.commit(number)
-    assert len(samples_of(made.device, made.verifier).messages) == 4
-    made.close(2)
-    made.commit(1)
-    assert len(samples_of(made.device, made.verifier).messages) == 1
 
 
 def shifted(lines: Sequence[Line], by_s: float) -> list[Line]:

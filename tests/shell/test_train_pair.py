@@ -19,12 +19,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER
 from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
 from tools.train_pair.corpus import ASSISTANT, USER, Document
 from tools.train_pair.distill import LOOK_EVERY, Lessons, rounded
-from tools.train_pair.evaluate import Text, interval, keep, read
+from tools.train_pair.evaluate import interval
 from tools.train_pair.start import unpack
 from tools.train_pair.writing import END_ID, Texts, write
 
@@ -61,15 +60,6 @@ def tiny() -> LlamaForCausalLM:
 def texts(tiny: LlamaForCausalLM) -> Texts:
     heat = torch.tensor([0.0, 0.0, 1.0])
     return write(tiny, repeat(BEGINNING), heat, LENGTH, 1, keep_states=True)
-
-
-def test_the_states_are_those_of_a_pass_over_the_whole_text(
-    tiny: LlamaForCausalLM, texts: Texts
-) -> None:
-    with torch.inference_mode():
-        whole = tiny.model(texts.tokens[:, :-1].long(), use_cache=False).last_hidden_state
-    assert texts.states.shape == whole.shape == (3, LENGTH - 1, 32)
-    torch.testing.assert_close(texts.states.float(), whole, rtol=0.02, atol=0.02)
 
 
 def test_what_is_written_is_the_targets_and_the_rest_is_given(
@@ -169,10 +159,3 @@ def test_an_interval_is_over_prompts_not_positions() -> None:
     low, high = interval(np.array([100, 100, 100, 100, 0, 0, 0, 0]), totals)
     assert low < 0.3 < 0.7 < high
     assert interval(np.full(8, 50), totals) == (0.5, 0.5)
-
-
-def test_texts_to_evaluate_on_are_kept_as_they_are(tmp_path: Path) -> None:
-    greedy = SamplingParams(temperature=0.0, seed=4, max_tokens=3)
-    texts = [Text("mbpp", greedy, [1, 2], [3]), Text("humaneval", SamplingParams(seed=5), [7], [8])]
-    keep(texts, tmp_path / "texts.json")
-    assert read(tmp_path / "texts.json") == texts

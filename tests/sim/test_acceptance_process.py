@@ -7,9 +7,7 @@ it, it must fail: else the test would not tell the process from what it replaces
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,20 +78,6 @@ def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
     assert process == pytest.approx(taped, abs=0.12)
     distance = np.abs(np.array([process, tosses]) - np.array(taped)).sum(axis=1)
     assert distance[0] < 0.55 * distance[1]
-
-
-def test_levels_of_texts_scatter_as_on_the_tape() -> None:
-    """The standard deviation over texts of their acceptance; a coin has a third of it."""
-    tape = tape_named("bundled-sampled")
-    long = [g for g in tape.generations if len(g.ranks) == 160]
-    taped = np.std([g.ranks.count(0) / 160 for g in long])
-    dice = [np.random.default_rng([4, i]) for i in range(400)]
-    process, tosses = (
-        np.std([law.ranks(160, one).count(0) / 160 for one in dice])
-        for law in (law_of("bundled-sampled"), coin(tape.acceptance()))
-    )
-    assert process == pytest.approx(taped, rel=0.35)
-    assert tosses < 0.6 * taped
 
 
 def passes_of(ranks: Sequence[int]) -> int:
@@ -186,17 +170,3 @@ def test_equal_dice_give_equal_ranks_and_longer_texts_begin_alike() -> None:
     law = AcceptanceLaw.of(0.8)
     short, again, longer = (law.ranks(n, np.random.default_rng(1)) for n in (50, 50, 90))
     assert short == again == longer[:50]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"easy": (0.9,)}, "hard has 8 ranks, but easy 1"),
-        ({"hard": (1.2, *(0.0,) * 7)}, "hard is"),
-        ({"share_alpha": 0.0}, "share_alpha is 0"),
-        ({"persistence": 1.0}, "persistence is 1"),
-    ],
-)
-def test_a_wrong_law_names_what_is_wrong(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        replace(AcceptanceLaw.of(0.8), **change)

@@ -32,7 +32,7 @@ from edgespec_sim.scenario.sections import (
 from edgespec_sim.traces.network_trace import TraceError
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, ConservationError
-from edgespec_sim.world.meters import PACE_STEPS, Meters
+from edgespec_sim.world.meters import Meters
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 
 WORLD = Scenario(
@@ -142,22 +142,6 @@ def test_pictures_end_with_the_window_and_begin_with_requests_that_count() -> No
     assert meters.active_at[-1] == pytest.approx(1.0)
 
 
-def test_pictures_of_a_world_that_drains() -> None:
-    world = replace(WORLD, duration_s=3.0, arrivals=ArrivalsSection(rate=8.0))
-    outcome = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path()))
-    records = outcome.meters.records
-    assert max(one.ended_s for one in records) > world.duration_s, "some ended in the drain"
-    assert outcome.watched is not None
-    mine = [one for one in records if one.device == outcome.watched.device]
-    assert [one.started_s for one in outcome.watched.requests] == [one.started_s for one in mine]
-    assert all(one.started_s >= world.warm_up_s for one in outcome.watched.requests)
-    for series in outcome.watched.series:
-        assert series.step_s * len(series.values) == pytest.approx(world.duration_s)
-    warming = int(world.warm_up_s / world.duration_s * PACE_STEPS)
-    assert not any(tokens for _, tokens in outcome.meters.pace_at[:warming])
-    assert any(tokens for _, tokens in outcome.meters.pace_at[warming:])
-
-
 # --- when they come ------------------------------------------------------------------------
 
 
@@ -225,11 +209,6 @@ def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> N
         read_arrivals(path)
 
 
-def test_no_such_file() -> None:
-    with pytest.raises(TraceError, match=r"nowhere\.csv"):
-        read_arrivals(Path("nowhere.csv"))
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -290,20 +269,6 @@ class Counter:
 
 def coming(*pairs: tuple[float, int]) -> list[Arrival]:
     return [Arrival(number, at_s, device, 1, 1) for number, (at_s, device) in enumerate(pairs)]
-
-
-def test_at_its_own_device_it_waits_though_another_is_free() -> None:
-    counter = Counter(AtDevice.OWN, "aab", 1.0)
-    counter.play(coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1)))
-    assert counter.began == [(0, 0), (3, 1), (1, 0), (2, 0)]
-    assert counter.waits_s[2] == pytest.approx(1.8)
-
-
-def test_it_takes_a_free_device_of_its_group_and_no_other() -> None:
-    counter = Counter(AtDevice.FREE, "aab", 1.0)
-    counter.play(coming((0.0, 1), (0.1, 1), (0.2, 0), (0.3, 0), (0.4, 2)))
-    assert counter.began == [(0, 1), (1, 0), (4, 2), (2, 1), (3, 0)]
-    assert counter.waits_s[2] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])

@@ -27,7 +27,6 @@ from edgespec_sim.scenario.network import (
     Sessions,
 )
 from edgespec_sim.scenario.sections import (
-    ArrivalsSection,
     CostSection,
     DeviceSection,
     Scenario,
@@ -160,40 +159,6 @@ def test_equal_seeds_give_equal_handovers(tmp_path: Path) -> None:
     first, second = (play(scenario, Arm.EDGESPEC, tmp_path) for _ in range(2))
     assert first.meters == second.meters
     assert first.watched == second.watched
-
-
-@pytest.mark.parametrize("sessions", [Sessions.RECOMPUTE, Sessions.KV])
-def test_an_open_loop_goes_on_through_handovers_and_drains(
-    tmp_path: Path, sessions: Sessions
-) -> None:
-    scenario = cellular(
-        tmp_path,
-        section(sessions),
-        arrivals=ArrivalsSection(rate=3.0),
-        warm_up_s=1.0,
-        drain_s=30.0,
-    )
-    outcome = play(scenario, Arm.EDGESPEC, tmp_path)
-    whole = outcome.meters.whole()
-    assert (whole.mismatches, whole.failed, whole.unfinished) == (0, 0, 0)
-    assert whole.requests == len(outcome.meters.records) > 0
-    assert whole.handovers >= whole.reconnects > 0
-    assert all(one.started_s >= 1.0 for one in outcome.meters.records)
-    assert outcome.watched is not None
-    assert all(one.start_s < scenario.duration_s for one in outcome.watched.interruptions)
-    assert all(0.0 <= share <= 1.0 for one in outcome.links for share in (one.up, one.down))
-
-
-def test_a_phone_that_comes_back_connects_without_a_round_trip(tmp_path: Path) -> None:
-    """Its connection to the verifier that it left is still there."""
-    scenario = cellular(tmp_path, section(Sessions.RECOMPUTE))
-    network = Network(EventQueue(), scenario, "1", tmp_path)
-    first_s = network.connecting_s("phone", 0, "a")
-    assert first_s == network.view("phone", 0, "a").rtt_s > 0.0
-    assert network.route("phone", 0, "a")[2] == first_s
-    assert network.route("phone", 0, "b")[2] > first_s, "behind the backhaul"
-    assert network.connecting_s("phone", 0, "a") == network.route("phone", 0, "a")[2] == 0.0
-    assert network.connecting_s("phone", 1, "a") > 0.0
 
 
 def test_nothing_comes_in_the_gap(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec.telemetry.run_summary import RunSummary
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.scenario.sections import (
     CostSection,
@@ -74,10 +74,6 @@ def outcome(scenario: Scenario) -> WorldOutcome:
 def summary(scenario: Scenario) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, HERE)]
     return summarise(scenario, (1,), HERE, outcomes)
-
-
-def one_arm(scenario: Scenario) -> ArmSummary:
-    return summary(scenario).arms[0]
 
 
 def tpot_s(scenario: Scenario) -> float:
@@ -210,18 +206,6 @@ def crowd(slots: int) -> Scenario:
     verifier = replace(scenario.verifiers["swarm"], max_rows_per_pass=1)
     devices = {"one": DeviceSection(count=16, workload=work)}
     return replace(scenario, verifiers={"swarm": verifier}, devices=devices)
-
-
-def test_passes_of_many_sessions_follow_one_another() -> None:
-    """A pass takes 20 + 3 * 5 ms; so many of them are under way as there are slots, until every
-    node (5 ms a pass) has always one: seven."""
-    rates = {}
-    for slots in (1, 2, 4, 7, 16):
-        (verifier,) = outcome(crowd(slots)).verifiers
-        rates[slots] = verifier.passes / 12.0
-        assert verifier.utilisation == pytest.approx(min(slots / 7.0, 1.0), rel=0.02)
-    for slots, rate in rates.items():
-        assert rate == pytest.approx(min(slots, 7) / 0.035, rel=0.02), slots
 
 
 def test_a_node_with_two_passes_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +373,3 @@ def test_a_verifier_follows_its_rule_and_no_other() -> None:
     greeting, *_ = engine.handle(StreamOpened(2, replace(exact, rule=LOSSY_RULE)), 0.0)
     assert not (isinstance(greeting, SendTo) and isinstance(greeting.message, Fault))
     assert "LOSSY" in source.about
-
-
-def test_only_the_toy_knows_how_likely_a_wrong_token_is() -> None:
-    with pytest.raises(ValueError, match=r"lossy_threshold is 0\.3, but only source: toy"):
-        TokensSection(lossy_threshold=0.3)
-    with pytest.raises(ValueError, match=r"lossy_threshold is 2.0, but must be in \[0.0, 1.0\]"):
-        TokensSection(source=TokensFrom.TOY, lossy_threshold=2.0)

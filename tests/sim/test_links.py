@@ -82,13 +82,6 @@ def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
         TraceLinks.of(TRACE, up_share=1.5)
 
 
-def test_what_a_trace_has_not_measured_is_no_limit() -> None:
-    bare = NetworkTrace("bare", "test", (0.0, 1.0), (0.02, 0.04), 1.0)
-    up, _ = TraceLinks.of(bare).pair()
-    assert up.arrival(0.5, 10**6) == 0.51
-    assert up.arrival(7.5, 10**6) == 7.51
-
-
 # --- paths ------------------------------------------------------------------------------------
 
 
@@ -210,11 +203,6 @@ def test_a_faulty_path_is_caught(faulty: type[OneHop]) -> None:
     assert violations(lambda events: faulty(events, _link(0.01, 1)), sends) != []
 
 
-def test_a_path_needs_a_link() -> None:
-    with pytest.raises(ValueError, match="0 links"):
-        ManyHops(EventQueue(), [])
-
-
 # --- handover ---------------------------------------------------------------------------------
 
 
@@ -236,23 +224,6 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     assert [at_s for _, at_s in arrived] == pytest.approx(
         [1.001, 1.401, 1.401, 1.401, 1.401, 2.011]
     )
-
-
-def test_a_change_within_the_gap_of_another_begins_it_anew() -> None:
-    events, arrived = EventQueue(), list[float]()
-    path = Handover(events, one_hop(events), gap_s=0.2)
-    for at_s in (1.0, 1.1):
-        events.at(at_s, lambda: path.change(OneHop(events, LinkModel(LinkSettings(one_way_s=0.5)))))
-    events.at(1.05, lambda: path.send(100, lambda: arrived.append(events.now)))
-    events.run(10.0)
-    assert arrived == pytest.approx([1.1 + 0.2 + 0.5])
-    assert path.counts.messages_in_flight == 0
-
-
-def test_a_gap_that_cannot_be_is_named() -> None:
-    events = EventQueue()
-    with pytest.raises(ValueError, match="gap_s is -1"):
-        Handover(events, one_hop(events), -1.0)
 
 
 # --- cross traffic ----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from edgespec_sim.planning.mean_field import (
     ServiceCurve,
     Station,
     Users,
-    dealt,
 )
 from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
@@ -79,18 +78,6 @@ def test_agrees_with_events() -> None:
     assert found.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=0.12)
 
 
-def test_size_alone_changes_only_totals() -> None:
-    one, many = field(), field(scale=1000.0)
-    assert (many.devices, many.verifiers) == (150_000, 2_000)
-    assert many.tokens_per_second == pytest.approx(1000 * one.tokens_per_second, rel=0.01)
-    assert many.tpot_s.median == pytest.approx(one.tpot_s.median, rel=0.01)
-
-
-def test_the_start_is_busier_than_the_long_run() -> None:
-    """Everyone's first question comes within 30 s, and some have their second by then."""
-    assert field().requests_per_second > field(transient=False).requests_per_second
-
-
 def flat_curve(cycle_s: float) -> ServiceCurve:
     sizes, spread = np.array([1.0, 2.0]), np.ones((2, 1))
     group = GroupCurve(sizes, np.full(2, cycle_s), spread, spread)
@@ -127,11 +114,6 @@ def test_a_random_choice_of_verifiers_spreads_wider_than_a_balanced_one() -> Non
         assert mean == pytest.approx(2.5, rel=0.02)
         widths.append(float((law.active - mean) ** 2 @ law.time))
     assert widths[0] > 50 * widths[1]
-
-
-def test_groups_are_dealt_in_proportion() -> None:
-    assert dealt({"a": 3.0, "b": 1.0}, 8) == {"a": 6, "b": 2}
-    assert dealt({"a": 10.0, "b": 1.0}, 2) == {"a": 2}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ from edgespec_sim.world.radio_network import (
     MOST_BITS_PER_HZ,
     STATION_NOISE_DB,
     RadioNetwork,
-    grid_m,
 )
 from edgespec_sim.world.run import token_source
 from edgespec_sim.world.surrounding import Allocation, FixedAssociation, Surrounding
@@ -132,15 +131,6 @@ def test_a_cells_devices_share_its_airtime(tmp_path: Path) -> None:
     assert slow_s > 5 * fast_s
 
 
-def test_others_take_their_share_of_the_airtime(tmp_path: Path) -> None:
-    times_s = []
-    for load in (0.0, 0.75):
-        queue, network = air([[1e-9]], tmp_path, interference=False, load=load)
-        up, _ = network.hop(0, 0)
-        times_s.append(up.arrival(queue.now, 400) - RADIO.access_ms / 2e3)
-    assert times_s[1] == pytest.approx(4.0 * times_s[0], abs=1e-8)
-
-
 def test_other_cells_are_noise_for_as_long_as_they_send(tmp_path: Path) -> None:
     """Device 1 sends in cell 1 for an eighth of a step; cell 0 hears it the step after."""
     gains = [[1e-12, 1e-15], [2e-12, 1e-9]]
@@ -164,27 +154,6 @@ def test_other_cells_are_noise_for_as_long_as_they_send(tmp_path: Path) -> None:
     queue.run(3.5 * RADIO.step_s)
     heard = rate(STATION_W, 1e-12, DEVICE_NOISE_DB, STATION_W * 1e-15 / 8)
     assert network.signal(0, 0).down_bits_per_s == pytest.approx(heard, rel=1e-3)
-
-
-def test_the_load_of_other_cells_is_noise_too(tmp_path: Path) -> None:
-    gains = [[1e-12, 1e-14], [4e-13, 1e-9], [6e-13, 2e-9]]
-    _, network = air(gains, tmp_path, load=0.5)
-    signal = network.signal(0, 0)
-    # Cell 1's others send from where devices 1 and 2 are, half of the time.
-    up = 0.5 * rate(DEVICE_W, 1e-12, STATION_NOISE_DB, 0.5 * DEVICE_W * 5e-13)
-    down = 0.5 * rate(STATION_W, 1e-12, DEVICE_NOISE_DB, 0.5 * STATION_W * 1e-14)
-    assert signal.up_bits_per_s == pytest.approx(up)
-    assert signal.down_bits_per_s == pytest.approx(down)
-
-
-def test_stations_stand_apart_and_within() -> None:
-    for count in (1, 2, 4, 5, 12):
-        places = grid_m(count, 600.0)
-        assert places.shape == (count, 2)
-        assert places.min() > 0.0
-        assert places.max() < 600.0
-        gaps = [math.dist(a, b) for i, a in enumerate(places) for b in places[:i]]
-        assert all(gap >= 600.0 / math.ceil(math.sqrt(count)) - 1e-9 for gap in gaps)
 
 
 # --- worlds ---------------------------------------------------------------------------------
@@ -245,22 +214,6 @@ def test_energy_is_what_is_radiated_over_the_airtime(tmp_path: Path) -> None:
     assert spent[2] / spent[0] == pytest.approx(MOST_BITS_PER_HZ / LEAST_BITS_PER_HZ, rel=0.2)
     watts = TRANSMIT_FACTOR * DEVICE_W
     assert FRAMING_BYTES * 8 / (1e6 * MOST_BITS_PER_HZ) * watts < spent[0] < watts * 0.05
-
-
-def test_policies_differ_and_see_what_they_need() -> None:
-    """The strongest signal is mostly not the fastest server; most-compute never takes the slow."""
-    used = {}
-    for name in ("strongest-signal", "most-compute", "random", "lowest-delay"):
-        records = run(replace(MEC, association=name), Arm.TARGET_ONLY).meters.records
-        used[name] = {record.verifier for record in records}
-    assert used["most-compute"] <= {"far-1", "far-2"}
-    assert "near" in used["strongest-signal"]
-    assert len({frozenset(names) for names in used.values()}) > 1
-
-
-def test_by_rendezvous_each_device_keeps_to_its_own() -> None:
-    records = run(replace(MEC, association="rendezvous"), Arm.TARGET_ONLY).meters.records
-    assert len({(one.device, one.verifier) for one in records}) == len({d.device for d in records})
 
 
 def test_devices_choose_anew_as_they_move() -> None:

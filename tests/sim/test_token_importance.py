@@ -19,15 +19,11 @@ from edgespec.core.ports import PassRequest, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.scenario.sections import TokensFrom, TokensSection
 from edgespec_sim.token_sources.relaxed_rule import (
-    LOSSY_RULE,
-    LossySource,
     Matches,
     ThresholdTarget,
     importance,
     law,
-    rule_of,
     threshold_of,
 )
 from edgespec_sim.world.run import Job, play
@@ -112,14 +108,3 @@ def test_a_world_by_importance_changes_less_and_says_so() -> None:
     assert passes[0] > passes[1]
     (note,) = [note for note in summary(weighed).notes if "LOSSY" in note]
     assert "from 0.1 of the best token's probability on, more for what matters" in note
-
-
-def test_a_source_by_importance_says_that_it_is_lossy() -> None:
-    source = LossySource(MODEL, 0.3, SamplingParams(), 0.3, by_importance=True)
-    assert rule_of(source) == LOSSY_RULE
-    assert source.about.endswith("LOSSY from 0.3 of the best token on, by importance")
-
-
-def test_importance_without_a_threshold_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no lossy_threshold"):
-        TokensSection(source=TokensFrom.TOY, lossy_by_importance=True)

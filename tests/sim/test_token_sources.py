@@ -6,7 +6,6 @@ ranks of a walk beside those of the script.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -75,22 +74,6 @@ def test_the_target_says_what_is_expected(source: TokenSource) -> None:
         request = source.request(number, 13, 24)
         assert decoded(source.target(), request) == list(source.expected(request, 24))
         assert list(source.expected(request, 7)) == list(source.expected(request, 24))[:7]
-
-
-@every_source
-def test_equal_numbers_are_equal_requests_and_others_differ(source: TokenSource) -> None:
-    requests = [source.request(number, 9, 20) for number in (0, 1, 2, 0)]
-    assert requests[0] == requests[3]
-    assert len({request.prompt for request in requests}) == 3
-    assert all(len(request.prompt) == 9 for request in requests)
-    texts = {tuple(source.expected(request, 20)) for request in requests}
-    assert len(texts) == 3
-
-
-@every_source
-def test_it_says_what_it_is(source: TokenSource) -> None:
-    assert "%" in source.about
-    assert "\n" not in source.about
 
 
 def test_seeds_and_laws_count() -> None:
@@ -171,17 +154,6 @@ def test_a_coded_prompt_names_its_number(number: int, length: int) -> None:
     prompt = coded_prompt(number, length, 32_000)
     assert len(prompt) == length
     assert number_of(prompt, 32_000) == number
-
-
-@pytest.mark.parametrize("prompt", [(1, 2, 3, 4), (31_999, 1, 1), (1, 2, 3, 31_999, 7)])
-def test_another_prompt_names_none(prompt: Sequence[int]) -> None:
-    with pytest.raises(ScriptError, match="names no script"):
-        number_of(prompt, 32_000)
-
-
-def test_a_number_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ScriptError, match="1 tokens hold 0 to 31998"):
-        coded_prompt(31_999, 1, 32_000)
 
 
 def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:

@@ -53,18 +53,6 @@ def test_the_description_is_plain_and_bounded() -> None:
     assert (len(found["outages_s"]), found["outages_left_out"]) == (1000, 200)
 
 
-def test_a_trace_that_is_out_throughout_or_constant_is_described() -> None:
-    for outages_s in ((), ((0.0, 1.0),)):
-        trace = NetworkTrace("made", "test", (0.0,), (0.0,), 1.0, outages_s=outages_s)
-        assert json.dumps(describe(trace, buckets=3), allow_nan=False)
-
-
-@pytest.mark.parametrize("buckets", [0, 2001])
-def test_a_number_of_buckets_out_of_range_is_named(buckets: int) -> None:
-    with pytest.raises(ValueError, match=f"buckets is {buckets}, but must be in 1 to 2000"):
-        describe(TRACE, buckets=buckets)
-
-
 def test_text_forms() -> None:
     assert sparkline([0.0, 1.0, 2.0, math.nan, 7.0]) == "▁▂▃×█"
     assert sparkline([1.0, 10.0, 100.0], logarithmic=True) == "▁▅█"

@@ -67,28 +67,6 @@ def test_the_station_hears_what_is_sent(tmp_path: Path) -> None:
     assert signal.up_bits_per_s == pytest.approx(expected)
 
 
-def test_measured_losses_are_averaged(tmp_path: Path) -> None:
-    """k = 4 gives the newest half the weight: 100 dB, then 120 dB, is 110 dB."""
-    queue, network = air([[[1e-10]], [[1e-12]]], tmp_path)
-    queue.run(0.75)
-    expected = -90.0 + BLOCKS_DB + 0.8 * 110.0
-    assert network.signal(0, 0).sends_dbm == pytest.approx(expected)
-
-
-def test_a_phone_near_its_station_disturbs_the_next_cell_less(tmp_path: Path) -> None:
-    """Device 1 sends all the time in cell 1, which it hears at 90 dB."""
-    noises = []
-    for control in (CONTROL, None):
-        queue, network = air([[[1e-12, 1e-15], [1e-12, 1e-9]]], tmp_path, power_control=control)
-        up, _ = network.hop(1, 1)
-        up.arrival(queue.now, 10_000_000)
-        quiet_db = network.signal(0, 0).up_snr_db
-        queue.run(0.75)
-        noises.append(10.0 ** ((quiet_db - network.signal(0, 0).up_snr_db) / 10.0) - 1.0)
-    density = 10.0 ** ((-90.0 + BLOCKS_DB + 0.8 * 90.0 - 20.0) / 10.0)
-    assert noises[0] / noises[1] == pytest.approx(density, rel=1e-6)
-
-
 def test_a_slice_may_be_sent_denser_up_to_the_phones_most() -> None:
     """10 dB above full power are asked for; a tenth of the band can have them."""
     control = PowerControl(p0_dbm=0.0, alpha=0.0, filter_k=0)

@@ -61,25 +61,6 @@ def test_no_joule_is_made_or_lost() -> None:
     assert (spare.energy_j, spare.idle_s, spare.idle_j) == (0.0, 3.0, 150.0)
 
 
-def test_groups_and_tokens() -> None:
-    world = replace(WORLD, arms=(Arm.TARGET_ONLY,), drain_s=0.0)
-    outcome = run(world, Arm.TARGET_ONLY)
-    records = list(outcome.meters.records)
-    found = summarise(world, (1,), Path(), [(Arm.TARGET_ONLY, outcome)]).arms[0]
-    tokens = sum(one.tokens for one in records)
-    assert found.all.verifier_j_per_token == pytest.approx(
-        sum(one.verifier_j or 0.0 for one in records) / tokens
-    )
-    assert found.all.verifier_idle_j_per_token == pytest.approx(
-        sum(one.verifier_idle_j or 0.0 for one in records) / tokens
-    )
-    assert found.rows[0].verifier_j == records[0].verifier_j
-    # All that was played is of requests that count.
-    assert sum(one.verifier_j or 0.0 for one in records) == pytest.approx(
-        found.verifiers[0].energy_j
-    )
-
-
 def test_a_pass_is_borne_by_its_rows() -> None:
     queue = EventQueue()
     machine = Machine(queue, constant(0.3), "1", charges=True)

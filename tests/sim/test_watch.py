@@ -55,13 +55,3 @@ def test_a_device_with_a_request_is_told_of(changes: dict[str, object], seed: in
         assert one is not None
         assert bool(one.requests) is bool(records)
         assert all(request.started_s >= world.warm_up_s for request in one.requests)
-
-
-def test_the_first_device_is_told_of_where_it_has_a_request() -> None:
-    section = replace(WORLD.devices["laptop"], workload=replace(WORK, start_thinking=False))
-    busy = replace(section, workload=replace(section.workload, start_within_s=0.5, think_s=0.2))
-    world = replace(WORLD, devices={"laptop": replace(busy, count=3)}, arms=(Arm.TARGET_ONLY,))
-    outcomes = [(job.arm, play(job)) for job in jobs_of(world, 1, Path())]
-    found = summarise(world, (1,), Path(), outcomes).arms[0].watched
-    assert found is not None
-    assert found.device == "laptop-1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,7 @@ from edgespec_uara.association import shipped_association
 from edgespec_uara.comparison import (
     Cell,
     Effort,
-    Result,
     compare,
-    gains,
-    over_the_papers,
-    over_the_strongest,
 )
 from edgespec_uara.cost import CorrectedCost, PaperCost, objective, optimal
 from edgespec_uara.methods import (
@@ -37,20 +32,6 @@ from edgespec_uara.methods import (
 )
 from edgespec_uara.world import UaraSettings, UaraWorld
 from tests.uara.small import snapshot
-
-
-def test_gains_are_shares_of_the_other_methods_cost() -> None:
-    rows = [
-        Result("paper", cell, name, cost, cost / 2)
-        for cell, ours, theirs in ((Cell(1, 1), 80.0, 100.0), (Cell(2, 1), 50.0, 40.0))
-        for name, cost in (("ours", ours), ("theirs", theirs))
-    ]
-    (found,) = gains(rows, "ours")
-    assert found.mean_cost == pytest.approx((0.2 - 0.25) / 2)
-    assert found.baseline == "theirs"
-    renamed = [replace(found, baseline="random"), replace(found, baseline="no matter", max_delay=9)]
-    assert over_the_papers(renamed) == pytest.approx((found.mean_delay, found.max_delay))
-    assert found.max_cost == pytest.approx(0.2)
 
 
 def test_a_method_is_compared_on_the_same_worlds_each_time() -> None:
@@ -127,18 +108,3 @@ def test_the_sweep_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
         assert "Plotly.newPlot" in page
         assert '<script src="http' not in page
-
-
-def test_the_strongest_baseline_is_found_cell_by_cell() -> None:
-    delays = {
-        Cell(1, 1): {"random": 90.0, "max-SINR": 50.0, "max-compute": 70.0, "ours": 40.0},
-        Cell(2, 1): {"random": 30.0, "max-SINR": 60.0, "max-compute": 45.0, "ours": 33.0},
-    }
-    rows = [
-        Result("paper", cell, name, 0.0, delay)
-        for cell, of in delays.items()
-        for name, delay in of.items()
-    ]
-    found = over_the_strongest(rows, "ours")
-    assert (found.most, found.least) == pytest.approx((0.2, -0.1))
-    assert found.mean == pytest.approx(0.05)

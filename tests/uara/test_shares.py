@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scipy.optimize import minimize
@@ -11,35 +9,13 @@ from scipy.optimize import minimize
 from edgespec_uara.cost import (
     CostModel,
     Decision,
-    Terms,
     bandwidth_shares,
-    delays,
     device_costs,
     objective,
     optimal,
     uniform,
 )
 from tests.uara.small import COSTS, snapshot, terms
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
-@pytest.mark.parametrize("seed", range(3))
-def test_no_random_shares_are_better(cost: CostModel, seed: int) -> None:
-    given, rng = terms(seed, cost), np.random.default_rng(seed)
-    association = rng.integers(4, size=24)
-    best = objective(given, optimal(given, association))
-    assert best <= objective(given, uniform(given, association))
-    for _ in range(1000):
-        decision = _random_shares(given, association, rng)
-        assert objective(given, decision) >= best
-
-
-def _random_shares(given: Terms, association: np.ndarray, rng: np.random.Generator) -> Decision:
-    shares = []
-    for _ in range(2):
-        drawn = rng.gamma(2.0, size=given.devices) + 1e-3
-        shares.append(drawn / np.bincount(association, drawn, given.servers)[association])
-    return Decision(association, shares[0] * rng.uniform(0.3, 1.0), shares[1])
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
@@ -103,18 +79,3 @@ def test_optimal_shares_keep_the_limits(cost: CostModel) -> None:
     for seed in range(10):
         given = terms(seed, cost)
         optimal(given, np.random.default_rng(seed).integers(4, size=24)).check(4)
-
-
-def test_a_dearer_joule_trades_time_for_energy() -> None:
-    """The paper's figure over w, from 20 to 100: less power held, later drafts."""
-    now, association = snapshot(8), np.arange(24) % 4
-    held, waits = [], []
-    for weight in (20.0, 60.0, 100.0):
-        settings = replace(now.settings, energy_weight=weight)
-        given = COSTS[0].terms(replace(now, settings=settings))
-        decision = optimal(given, association)
-        held.append(float((now.transmit_w * decision.bandwidth).sum()))
-        waits.append(float(delays(given, decision).mean()))
-    assert held == sorted(held, reverse=True)
-    assert waits == sorted(waits)
-    assert held[0] > held[-1]
