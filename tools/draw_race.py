@@ -89,7 +89,8 @@ def record() -> str:
                 "verifier": ready.split(" ready on ")[1].split(": ")[0],
                 "link": {"rtt_ms": RTT_MS},
                 "draft": {"draft_ms": DRAFT_MS},
-                "sampling": {"temperature": 0.0, "max_tokens": TOKENS},
+                # Greedy as in the bench: a choice, so that the bundled pair adds no penalty.
+                "sampling": {"temperature": 0.0, "top_k": 1, "max_tokens": TOKENS},
             }
             asking.write_text(json.dumps(device))
             asked = [*command, "generate", prompt, "--json", "--config", str(asking), "--draft"]
