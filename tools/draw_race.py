@@ -44,7 +44,8 @@ text {{ font: 13px {SANS}; fill: var(--ink); white-space: pre; }}
 .t {{ font: 11px {MONO}; }} .h {{ font-size: 15px; font-weight: 600; }}
 .a {{ fill: var(--accepted); }} .c {{ fill: var(--corrected); }}
 .p, .soft {{ fill: var(--soft); }} .big {{ font-size: 15px; font-weight: 600; }}
-@media (prefers-reduced-motion: reduce) {{ text, tspan {{ visibility: visible !important; }} }}
+@media (prefers-reduced-motion: reduce) {{ .t {{ clip-path: none !important; }}
+.big {{ visibility: visible !important; }} }}
 """
 
 
@@ -181,16 +182,11 @@ def _picture(prompt: str, arms: Mapping[str, Sequence[Token]], caption: Sequence
     rows = 1 + max(piece.row for pieces in panes.values() for piece in pieces)
     bottom = _TOP + _ROW * rows + 8
     slow_ms, fast_ms = map(_each_ms, arms.values())
-    # Begins anew for ever; what has not come yet is hidden from each of its beginnings.
-    clock = (
-        '<rect width="0" height="0"><animate id="clock" attributeName="x" begin="0s;clock.end"'
-        f' dur="{length_s:.2f}s"/></rect>'
-    )
-    body = [clock]
+    body: list[str] = []
     for number, (name, pieces) in enumerate(panes.items()):
         left = _MARGIN + number * (_PANE + _MARGIN)
         body += _pane(left, bottom, name, arms[name], length_s)
-        body += _rows(pieces, left)
+        body += _rows(pieces, left, length_s)
     y = bottom + 30
     for line in caption:
         body.append(f'<text class="soft" x="{_MARGIN}" y="{y}">{text(line)}</text>')
@@ -215,28 +211,19 @@ def _pane(
     x = left + _MARGIN
     yield f'<text class="h" x="{x}" y="42">{text(name)}</text>'
     done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
+    end = left + _PANE - _MARGIN
     yield (
-        f'<text class="big" x="{left + _PANE - _MARGIN}" y="42" text-anchor="end">{done}'
-        f"{_appears(last.at_s)}</text>"
+        f'<text class="big" x="{end}" y="42" text-anchor="end">{done}'
+        f'<animate attributeName="visibility" values="hidden;visible"'
+        f' keyTimes="0;{last.at_s / length_s:.3f}" calcMode="discrete" dur="{length_s:.2f}s"'
+        ' repeatCount="indefinite"/></text>'
     )
     yield f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
-    steps: dict[float, float] = {}
-    for index, token in enumerate(tokens):
-        steps[token.at_s] = (index + 1) / len(tokens) * wide
-    times = ";".join(f"{at_s / length_s:.3f}" for at_s in steps)
+    widths = {token.at_s: (index + 1) / len(tokens) * wide for index, token in enumerate(tokens)}
     yield (
         f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--bar)">'
-        f'<animate attributeName="width" values="{";".join(f"{w:.0f}" for w in steps.values())}"'
-        f' keyTimes="{times}" calcMode="discrete" dur="{length_s:.2f}s"'
-        ' repeatCount="indefinite"/></rect>'
+        f"{_grows(widths, length_s)}</rect>"
     )
-
-
-def _appears(at_s: float) -> str:
-    """What hides its parent until ``at_s`` of each round."""
-    if at_s <= 0:
-        return ""
-    return f'<set attributeName="visibility" to="hidden" begin="clock.begin" dur="{at_s:.3f}s"/>'
 
 
 def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
@@ -259,19 +246,42 @@ def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:
         held = []
 
 
-def _rows(pieces: Sequence[Piece], left: float) -> Iterator[str]:
-    """One text a row, stretched as a whole to its place, and a part of it for each piece."""
+def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str]:
+    """Each row is one text, stretched to its place and uncovered as its characters arrive."""
     for row, some in groupby(pieces, key=lambda piece: piece.row):
         line = list(some)
-        wide = sum(len(piece.characters) for piece in line) * _CELL
-        parts = []
+        x, y, shown = left + _MARGIN, _TOP + _ROW * row, 0.0
+        widths: dict[float, float] = {0.0: 0.0}
         for piece in line:
-            kind = _KINDS[piece.kind]
-            named = f' class="{kind}"' if kind else ""
-            inside = f"{text(piece.characters)}{_appears(piece.at_s)}"
-            parts.append(f"<tspan{named}>{inside}</tspan>")
-        x, y = left + _MARGIN, _TOP + _ROW * row
-        yield f'<text class="t" x="{x}" y="{y}" textLength="{wide:.1f}">{"".join(parts)}</text>'
+            shown += len(piece.characters) * _CELL
+            widths[piece.at_s] = shown
+        parts = []
+        for kind, alike in groupby(line, key=lambda piece: piece.kind):
+            named = f' class="{_KINDS[kind]}"' if _KINDS[kind] else ""
+            characters = "".join(piece.characters for piece in alike)
+            parts.append(f"<tspan{named}>{text(characters)}</tspan>")
+        name = f"r{left:.0f}-{row}"
+        yield (
+            f'<clipPath id="{name}"><rect x="{x}" y="{y - _ROW + 4}" width="{shown:.1f}"'
+            f' height="{_ROW}">{_grows(widths, length_s)}</rect></clipPath>'
+        )
+        yield (
+            f'<text class="t" x="{x}" y="{y}" textLength="{shown:.1f}"'
+            f' clip-path="url(#{name})">{"".join(parts)}</text>'
+        )
+
+
+def _grows(widths: Mapping[float, float], length_s: float) -> str:
+    """The animation of a rectangle that has ``widths[at_s]`` from ``at_s`` on, in each round."""
+    if len(widths) < 2:
+        return ""
+    values = ";".join(f"{width:.0f}" for width in widths.values())
+    shares = (f"{at_s / length_s:.3f}" for at_s in widths)
+    times = ";".join(share.rstrip("0").rstrip(".").removeprefix("0") or "0" for share in shares)
+    return (
+        f'<animate attributeName="width" values="{values}" keyTimes="{times}"'
+        f' calcMode="discrete" dur="{length_s:.2f}s" repeatCount="indefinite"/>'
+    )
 
 
 def main() -> None:
