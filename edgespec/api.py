@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from typing import Any, Self, TypeVar
 
 from edgespec.config import (
@@ -23,7 +22,6 @@ from edgespec.config import (
 )
 from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import TokenKind
-from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
@@ -39,7 +37,6 @@ from edgespec.device.agent import (
     Piece,
 )
 from edgespec.device.build import LOOKUP, NONE, build_agent
-from edgespec.device.reply import ReplyEvent, ReplyText, UnverifiedChunk
 
 __all__ = [
     "Agent",
@@ -50,22 +47,17 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "ConstraintKind",
-    "Correction",
     "FaultCode",
     "FinishReason",
     "GenerationError",
     "GenerationStats",
     "ModelInfo",
-    "Offline",
     "Piece",
-    "ReplyEvent",
-    "ReplyText",
     "SamplingParams",
     "SetupError",
     "SyncAgent",
     "TokenKind",
     "TokenScore",
-    "UnverifiedChunk",
     "connect",
 ]
 
@@ -83,7 +75,6 @@ def connect(
     width: int = PolicySection().width,
     window: int | None = None,
     run_ahead: str = RunAhead.AUTO.value,
-    offline: str = Offline.WAIT.value,
     rtt_ms: float = 0.0,
     draft_ms: float = 0.0,
     tls: bool = False,
@@ -101,12 +92,11 @@ def connect(
     Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream: then the
     first generation takes the verifier's tokenizer, unless ``tokenizer`` names one; ``model``
     asks for a target or an adapter by name, unless a text asks for another one
-    (``Agent.generate``); ``offline="draft"`` writes on while no verifier can be reached
-    (``Agent.follow``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower
-    device. ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others;
-    ``client_cert`` and ``client_key`` are for a verifier that asks for them. The key for a verifier
-    that wants one comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or
-    loopback only, unless ``insecure``. Use as ``async with``.
+    (``Agent.generate``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower device.
+    ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others; ``client_cert`` and
+    ``client_key`` are for a verifier that asks for them. The key for a verifier that wants one
+    comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or loopback only, unless
+    ``insecure``. Use as ``async with``.
 
     Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
     file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
@@ -123,7 +113,6 @@ def connect(
         "policy.width": width,
         "policy.window": window,
         "policy.run_ahead": run_ahead,
-        "offline": offline,
         "tls.enabled": tls,
         "tls.ca": ca,
         "tls.client_cert": client_cert,
@@ -180,36 +169,18 @@ class SyncAgent:
         logprobs: int = 0,
         conversation: str = "",
         model: str = "",
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
-        text = self.follow(
-            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
-        )
-        with closing(text) as events:
-            for event in events:
-                if isinstance(event, Chunk):
-                    yield event
-
-    def follow(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-    ) -> Generator[ReplyEvent, None, None]:
-        """``generate``, and what the draft writes offline; as ``Agent.follow``."""
-        text = self._agent.follow(
+        text = self._agent.generate(
             prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
         )
         reader = _Reader(text)
         try:
-            while (event := self._call(reader.next())) is not None:
-                yield event
+            while (chunk := self._call(reader.next())) is not None:
+                yield chunk
         finally:
             self._call(reader.close())
 
@@ -249,11 +220,11 @@ class SyncAgent:
 class _Reader:
     """Reads the events of one generation in the loop's thread, for a caller in another one."""
 
-    def __init__(self, events: AsyncGenerator[ReplyEvent, None]) -> None:
+    def __init__(self, events: AsyncGenerator[Chunk, None]) -> None:
         self._events = events
         self._reading: asyncio.Task[Any] | None = None
 
-    async def next(self) -> ReplyEvent | None:
+    async def next(self) -> Chunk | None:
         """None: there is no further one."""
         self._reading = asyncio.current_task()
         try:

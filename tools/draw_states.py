@@ -16,16 +16,6 @@ Drawn from the tables in `edgespec/core/device/transitions.py` and
 `edgespec/core/verifier/session_events.py` by `python -m tools.draw_states`; a test fails when this
 page and the code differ. A move that is not listed is an assertion failure.
 """
-OFFLINE = """
-### Without a verifier
-
-`OfflineSession` (`core/device/offline.py`) stands around it and has no moves of its own. With
-`offline: draft` it *writes* once no verifier has greeted for the grace time, counted from `Start`
-or from the end of a stream that had greeted, until `Opened`. What is written are nodes of the
-session's tree; commits agree with them or are preceded by a `Correction`. Writing pauses at an end
-token, at `max_tokens`, and on `PauseWriting` (a stop string was found) until a correction takes
-that back. `Finish` and `Fail` find nothing unverified left.
-"""
 
 
 def page() -> str:
@@ -33,7 +23,6 @@ def page() -> str:
         HEAD,
         "## The device: `DraftSession`\n",
         *_section(DRAFT_MOVES),
-        OFFLINE,
         "\n## The verifier: `VerifySession`\n",
         "Attachment to a stream is apart from these states: a detached session keeps its state and "
         "runs no pass until its lease ends or the device comes back.\n",

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from edgespec import __version__
-from edgespec.cli.device import check_prompt, for_trying, greet, greet_if_there, stream
-from edgespec.cli.offline_view import OfflineView
+from edgespec.cli.device import check_prompt, for_trying, greet, stream
 from edgespec.cli.options import (
     DEVICE_FLAGS,
     LOG_FLAGS,
@@ -48,7 +47,6 @@ from edgespec.cli.talk.editor import (
 from edgespec.cli.talk.reply_view import FRAME_S, MarkdownView, status_line
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.setup_error import SetupError
-from edgespec.core.device.offline import Offline
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import one_line, printable
 from edgespec.device.agent import Agent, GenerationError
@@ -77,8 +75,8 @@ class Conversation:
     tokenizer: PromptTokenizer
     config: AgentConfig
     runner: asyncio.Runner
-    info: ModelInfo | None
-    """What is served; None: no verifier had answered when the chat began."""
+    info: ModelInfo
+    """What is served."""
     status: StatusSource
     record: records.Record
     editor: Editor = field(default_factory=PlainEditor)
@@ -160,7 +158,7 @@ class Conversation:
             case Name.STATS:
                 say("nothing yet" if self.last is None else self._stats(self.last))
             case Name.RESET:
-                self._begin_anew(records.Record(self.target, begun=records.now_text()))
+                self._begin_anew(records.Record(self.info.name, begun=records.now_text()))
                 say("the conversation is forgotten")
 
     def _begin_anew(self, found: records.Record) -> None:
@@ -188,7 +186,7 @@ class Conversation:
         found = served.get(name)
         if found is None:
             raise CommandError(f"unknown model {name!r}; there are {', '.join(map(repr, served))}")
-        if self.info is not None and found.vocabulary != self.info.vocabulary:
+        if found.vocabulary != self.info.vocabulary:
             raise CommandError(f"{name!r} has another vocabulary; begin a chat with --model {name}")
         self.info, self.name = found, name
         self.record.model = name
@@ -198,7 +196,7 @@ class Conversation:
     def _model(self) -> str:
         drafter = self.agent.drafter
         lines = [
-            f"target  {_target(self.info)}",
+            f"target  {self.info.name}, context {self.info.context_length} tokens",
             f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
             f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
         ]
@@ -231,8 +229,7 @@ class Conversation:
             self._ctrl_c.arm()
             text = self.tokenizer.render_chat([*self.record.asked, message])
             prompt = self.tokenizer.encode(text, add_special_tokens=False)
-            if self.info is not None:
-                check_prompt(prompt, self.info)
+            check_prompt(prompt, self.info)
             self.last = Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -253,18 +250,8 @@ class Conversation:
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
 
-    @property
-    def target(self) -> str:
-        """The model's name; empty: not known."""
-        return "" if self.info is None else self.info.name
-
-    @property
-    def _goes_on_offline(self) -> bool:
-        return self.config.offline is Offline.DRAFT
-
     def _view(self) -> View:
-        drawn = self.markdown and not self._goes_on_offline  # a drawn region is stdout's alone
-        return MarkdownView(self.line) if drawn else TextView(self.color)
+        return MarkdownView(self.line) if self.markdown else TextView(self.color)
 
     def line(self, width: int) -> str:
         """The numbers of the moment, in one line."""
@@ -278,13 +265,12 @@ class Conversation:
     async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
         self._ctrl_c.task = asyncio.current_task()
         ticking = asyncio.create_task(_tick(view.view))
-        shown = OfflineView(view) if self._goes_on_offline else view
         try:
             await stream(
                 self.agent,
                 prompt,
                 self.config.sampling,
-                shown,
+                view,
                 progress,
                 conversation=self.kept.path.stem if self.kept else self._name,
                 model=self.name,
@@ -346,12 +332,6 @@ def _file(argument: str) -> Path:
     except RuntimeError as error:
         why = f"{argument}: the system knows no such home folder"
         raise records.ConversationError(why) from error
-
-
-def _target(info: ModelInfo | None) -> str:
-    if info is None:
-        return "not known: no verifier had answered when this chat began"
-    return f"{info.name}, context {info.context_length} tokens"
 
 
 _KEPT = "The conversation"
@@ -417,16 +397,14 @@ def _chat(
     colored = use_color(color)
     drawn = markdown and colored and is_drawable()
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
-        hello = greet_if_there if settings.offline is Offline.DRAFT else greet
-        settings, info = runner.run(hello(settings))
+        settings, info = runner.run(greet(settings))
         settings = for_trying(settings, info)
         text = _chat_tokenizer(settings)
         found, kept = _record(info, resume=resume, history=keeps)
-        partner = info.name if info is not None else "the draft until a verifier answers"
-        say(f"talking with {partner}; /help lists the commands, /quit or Ctrl-D leaves")
+        say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
         if found.messages:
             say(described(found))
-            if info is not None and found.model and found.model != info.name:
+            if found.model and found.model != info.name:
                 say(f"(it was with {one_line(found.model)})")
         _talk(settings, info, text, runner, tracer, (found, kept), (colored, drawn))
 
@@ -442,7 +420,7 @@ def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
 
 def _talk(
     settings: AgentConfig,
-    info: ModelInfo | None,
+    info: ModelInfo,
     text: PromptTokenizer,
     runner: asyncio.Runner,
     tracer: Tracer,
@@ -476,10 +454,10 @@ def _talk(
 
 
 def _record(
-    info: ModelInfo | None, *, resume: bool, history: bool
+    info: ModelInfo, *, resume: bool, history: bool
 ) -> tuple[records.Record, records.KeptFile | None]:
     """The conversation to go on with and where it is kept; a new one if there is none."""
-    fresh = records.Record("" if info is None else info.name, begun=records.now_text())
+    fresh = records.Record(info.name, begun=records.now_text())
     if not history:
         return fresh, None
     records.forget_oldest()

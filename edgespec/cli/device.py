@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
-from edgespec.cli.offline_view import OfflineView
 from edgespec.cli.running import say, stoppable
 from edgespec.cli.streaming import Progress, View
 from edgespec.config import DEFAULT_PORT, AgentConfig
@@ -20,7 +19,7 @@ from edgespec.core.association.rendezvous import RendezvousHash
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent, Chunk
+from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.device.build import (
     connect,
@@ -35,20 +34,6 @@ from edgespec.wire.access import device_access
 
 _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
 """What gRPC says of a host name for which there is no address."""
-
-
-class NotThereError(SetupError):
-    """No verifier answers; one may do so later."""
-
-
-async def greet_if_there(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | None]:
-    """``greet``, for who can begin without a verifier: then what it serves is not known, and the
-    user is told."""
-    try:
-        return await greet(config)
-    except NotThereError as error:
-        say(f"offline: {str(error).splitlines()[0]}; writing on with the draft alone")
-        return config, None
 
 
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
@@ -66,9 +51,7 @@ async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     try:
         info = await transport.info()
     except LinkError as error:
-        trusted = error.retryable and not isinstance(error, UntrustedPeerError)
-        kind = NotThereError if trusted else SetupError
-        raise kind(no_verifier(address, error)) from error
+        raise SetupError(no_verifier(address, error)) from error
     finally:
         await transport.close()
     if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
@@ -85,7 +68,7 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
             links, policy, device, lambda info: _misfit(config, info, "it")
         )
     except NoneFitsError as error:
-        raise NotThereError(f"{error}\n  start one:   edgespec verifier") from error
+        raise SetupError(f"{error}\n  start one:   edgespec verifier") from error
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
     if found.left_out:
@@ -128,10 +111,10 @@ def _misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None
         return misfit(config, verifier, who)
 
 
-def for_trying(config: AgentConfig, info: ModelInfo | None) -> AgentConfig:
+def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:
     """``config``; with the bundled pair its own sampling, where none was chosen, for greedy it says
     the same thing again and again. Who looks is told what the pair is."""
-    if info is None or info.name != BUNDLED:
+    if info.name != BUNDLED:
         return config
     if sys.stderr.isatty():
         say("bundled is a toy pair made for trying: see how it works, not what it says")
@@ -182,16 +165,13 @@ async def stream(
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        events_of = agent.follow(
+        generated = agent.generate(
             prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
         )
-        async with aclosing(events_of) as events:
-            async for event in events:
-                if isinstance(event, Chunk):
-                    progress.add(event)
-                    view.show(event)
-                elif isinstance(view, OfflineView):
-                    view.show_unverified(event)
+        async with aclosing(generated) as chunks:
+            async for chunk in chunks:
+                progress.add(chunk)
+                view.show(chunk)
     finally:
         view.end()
     return progress

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.device import check_prompt, for_trying, greet, greet_if_there, stream
-from edgespec.cli.offline_view import OfflineView
+from edgespec.cli.device import check_prompt, for_trying, greet, stream
 from edgespec.cli.options import (
     DEVICE_FLAGS,
     LOG_FLAGS,
@@ -34,7 +33,6 @@ from edgespec.cli.streaming import (
 )
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.bounded_file import TooLargeError, read_text
-from edgespec.core.device.offline import Offline
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
@@ -161,16 +159,11 @@ def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
 async def _generate(
     config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int, color: bool | None
 ) -> None:
-    if config.offline is Offline.DRAFT:
-        config, info = await greet_if_there(config)
-        view = OfflineView(view)
-    else:
-        config, info = await greet(config)
+    config, info = await greet(config)
     config = for_trying(config, info)
     text = load_tokenizer(tokenizer_reference(config))
     tokens = text.encode(prompt)
-    if info is not None:
-        check_prompt(tokens, info)
+    check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:
         with stoppable():
             loaded = build_agent(config, tracer=tracer, say=say)

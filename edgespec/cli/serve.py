@@ -300,7 +300,7 @@ def _draft(config: AgentConfig) -> str:
 
 def _waiting(config: AgentConfig) -> str:
     """What becomes of a request while no verifier is there."""
-    return f"a request waits {config.patience.give_up_first_s:g} s for one, then fails with 503"
+    return f"a request waits {config.reconnect.give_up_first_s:g} s for one, then fails with 503"
 
 
 def _verifier(config: AgentConfig, status: VerifierStatus) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from edgespec.config.common import (
     DEFAULT_ADDRESS,
@@ -20,7 +20,6 @@ from edgespec.config.security import DeviceTlsSection
 from edgespec.core.association.policies import POLICIES, LowestDelay
 from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.device.memory import KvType, parse_budget
-from edgespec.core.device.offline import Offline, OfflinePolicy
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
 from edgespec.core.device.reconnect import ReconnectPolicy
@@ -170,11 +169,6 @@ class AgentConfig:
     policy: PolicySection = field(default_factory=PolicySection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
-    offline: Offline = Offline.WAIT
-    """When no verifier can be reached: ``wait`` for one, or ``draft`` on and have it checked later.
-    With ``draft``, ``reconnect.give_up_s`` bounds the wait for a first verifier too."""
-    offline_grace_s: float = OfflinePolicy().grace_s
-    """How long no verifier may have answered before the draft writes on alone."""
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     """How to get from one of several verifiers to another."""
     association: str = LowestDelay.name
@@ -203,24 +197,11 @@ class AgentConfig:
             )
         for address in self.verifiers:
             check_address(address)
-        bounded("offline_grace_s", self.offline_grace_s, 0.0, 3600.0)
         if not self.association.startswith(LEARNED):
             one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
         one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)
-
-    @property
-    def offline_policy(self) -> OfflinePolicy:
-        return OfflinePolicy(self.offline, self.offline_grace_s)
-
-    @property
-    def patience(self) -> ReconnectPolicy:
-        """``reconnect``; who writes on without a verifier has more time for the first one."""
-        patience = self.reconnect
-        if self.offline is Offline.WAIT:
-            return patience
-        return replace(patience, give_up_first_s=max(patience.give_up_first_s, patience.give_up_s))
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ from edgespec.core.device.events import (
     StepDone,
     Transmit,
 )
-from edgespec.core.device.offline import Correction, Provisional
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
@@ -204,19 +203,12 @@ class GenerationNotes:
         """As the verifier names it, once one has answered."""
         self._activity, self._inner, self._route = activity, inner, route
         self._step_at: float | None = None
-        self._written = self._taken_back = self._written_to = 0
-        """Tokens shown unverified, those that did not hold, and the position behind the last."""
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         noted = _NOTED.get(type(item))
         if noted is not None:
             noted(self, at_s, item)
         self._inner.record(at_s, side, session, kind, item)
-
-    @property
-    def unverified(self) -> int:
-        """Tokens that its reader has, and that no verifier has seen yet."""
-        return max(0, self._written_to - self.session.prefix.length)
 
     @property
     def verifier(self) -> str:
@@ -234,7 +226,6 @@ class GenerationNotes:
         found["tokens"] = counters.committed
         found["prompt_tokens"] = len(request.prompt)
         found["draft_failures"] = int(bool(counters.draft_failure))
-        found["unverified"], found["taken_back"] = self._written, self._taken_back
         return found
 
     # --- one method a class that is noted ------------------------------------------------------
@@ -269,14 +260,6 @@ class GenerationNotes:
         if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
             self._activity.there.setdefault(self.verifier, at_s)
             self._activity.reached(VerifierState.SERVING, at_s)
-
-    def _on_written(self, at_s: float, item: Any) -> None:
-        self._written += len(item.tokens)
-        self._written_to = item.position + len(item.tokens)
-
-    def _on_correction(self, at_s: float, item: Any) -> None:
-        self._taken_back += self._written_to - item.position
-        self._written_to = item.position
 
     def _on_connect(self, at_s: float, item: Any) -> None:
         # It stays away until it answers, and serves on while another generation runs there.
@@ -315,8 +298,6 @@ _NOTED: Final[dict[type, Callable[[GenerationNotes, float, Any], None]]] = {
     Transmit: GenerationNotes._on_sent,
     Commit: GenerationNotes._on_commit,
     Deliver: GenerationNotes._on_tokens,
-    Provisional: GenerationNotes._on_written,
-    Correction: GenerationNotes._on_correction,
     Connect: GenerationNotes._on_connect,
     Connected: GenerationNotes._on_connected,
     Opened: GenerationNotes._on_opened,

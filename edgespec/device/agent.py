@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
@@ -23,17 +22,8 @@ from edgespec.core.device.events import (
     DraftCounters,
     Fail,
     Finish,
-    Stop,
 )
 from edgespec.core.device.learned import Learned, LearnedByModel
-from edgespec.core.device.offline import (
-    Correction,
-    OfflinePolicy,
-    OfflineSession,
-    PauseWriting,
-    Provisional,
-    WritingPolicy,
-)
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
@@ -49,13 +39,12 @@ from edgespec.device.activity import Activity
 from edgespec.device.draft_worth import why_resting
 from edgespec.device.reply import Chunk as Chunk
 from edgespec.device.reply import Piece as Piece
-from edgespec.device.reply import ReplyEvent, ReplyReader
+from edgespec.device.reply import ReplyReader, TextDecoder
 from edgespec.device.request_checks import MAX_TOKEN_ID as MAX_TOKEN_ID
 from edgespec.device.request_checks import checked_model, checked_prompt, checked_sampling
 from edgespec.device.served_models import served_models
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.shared_drafter import SharedDrafter
-from edgespec.device.text import TextDecoder
 from edgespec.device.verifier_pool import RoutedTransport, VerifierPool, link_for
 from edgespec.telemetry.trace import NoTrace, Tracer
 
@@ -116,7 +105,6 @@ class AgentOptions:
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
     """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
-    offline: OfflinePolicy = field(default_factory=OfflinePolicy)
     turns: TurnPolicy = field(default_factory=TurnPolicy)
     learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
@@ -180,38 +168,9 @@ class Agent:
         text; empty: that of the options.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
-        drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be, and
-        ``GenerationError`` when the verifier refuses or cannot be reached any more.
-        """
-        async with aclosing(
-            self.follow(
-                prompt,
-                sampling,
-                logprobs=logprobs,
-                conversation=conversation,
-                model=model,
-                started=started,
-            )
-        ) as events:
-            async for event in events:
-                if isinstance(event, Chunk):
-                    yield event
-
-    async def follow(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        logprobs: int = 0,
-        conversation: str = "",
-        model: str = "",
-        started: Callable[[GenerationStats], None] | None = None,
-    ) -> AsyncGenerator[ReplyEvent, None]:
-        """``generate``, and what the draft writes while no verifier can be reached.
-
-        That comes as ``UnverifiedChunk``, where ``AgentOptions.offline`` lets it, and a ``Chunk``
-        or a ``Correction`` follows for each of its tokens before the end. Raises as that does, and
-        ``ConstraintError`` for a constraint that cannot be kept.
+        drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be,
+        ``ConstraintError`` for a constraint that cannot be kept, and ``GenerationError`` when the
+        verifier refuses or cannot be reached any more.
         """
         sampling = checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
@@ -226,7 +185,7 @@ class Agent:
         longest = len(tokens) + sampling.max_tokens
         link, route = link_for(self._transport, belongs, longest, model)
         session = self._session(tokens, sampling, drafter, logprobs, model)
-        notes = self.activity.began(session.session, route, self._tracer)
+        notes = self.activity.began(session, route, self._tracer)
         seat = None if drafter is None else self._sharing(drafter)
         driver = SessionDriver(session, link, seat, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
@@ -236,9 +195,8 @@ class Agent:
         try:
             if started is not None:
                 started(self.stats)
-            reader = ReplyReader(self._decoder, tokens, sampling, session.counters)
-            async for event in self._events(driver, reader):
-                yield event
+            async for chunk in self._chunks(driver, tokens, sampling.stop):
+                yield chunk
         finally:
             notes.ended()
             self._tell_of_failure(session.counters.draft_failure)
@@ -313,7 +271,7 @@ class Agent:
         drafter: Drafter | None,
         logprobs: int,
         model: str,
-    ) -> OfflineSession:
+    ) -> DraftSession:
         request = Open(
             session_id=secrets.token_hex(16),
             model=model,
@@ -326,14 +284,9 @@ class Agent:
             logprobs=logprobs,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
-        info = None if drafter is None else drafter.info
-        eos = () if info is None or sampling.ignore_eos else info.eos_token_ids
-        longest = min(len(prompt) + sampling.max_tokens, context_length)
-        stops = frozenset((*sampling.stop_token_ids, *eos))
-        writer = WritingPolicy(self.options.policy, longest, stops)
-        session = DraftSession(
+        return DraftSession(
             request,
-            writer,
+            self.options.policy,
             self.options.reconnect,
             context_length,
             jitter_seed=secrets.randbits(32),
@@ -341,36 +294,27 @@ class Agent:
             price=self._price,
             learned=self._learned.of(model),
         )
-        return OfflineSession(session, writer, self.options.offline)
 
     @property
     def _vocabulary_size(self) -> int:
         """0: not known. Whether this very generation drafts makes no difference."""
         return 0 if self._drafter is None else self._drafter.info.vocabulary_size
 
-    async def _events(
-        self, driver: SessionDriver, reader: ReplyReader
-    ) -> AsyncIterator[ReplyEvent]:
+    async def _chunks(
+        self, driver: SessionDriver, prompt: tuple[int, ...], stops: Sequence[str]
+    ) -> AsyncGenerator[Chunk, None]:
+        counters = driver.session.counters
+        reader = ReplyReader(self._decoder(prompt), stops, len(prompt), counters)
         async for outcome in driver.outcomes():
-            found: list[ReplyEvent] = []
             match outcome:
-                case Fail(why, code):
-                    for event in reader.give_up():
-                        yield event
-                    raise GenerationError(why, code)
-                case Finish(reason):
-                    found = reader.finish(reason)
                 case Deliver():
-                    found = reader.deliver(outcome)
+                    if (chunk := reader.deliver(outcome)) is not None:
+                        yield chunk
                     if reader.stopped:
-                        driver.stop(Stop(FinishReason.STOP))  # nothing to do the second time
-                case Provisional():
-                    found = reader.write(outcome)
-                    if reader.pauses:
-                        driver.stop(PauseWriting())
-                case Correction(position):
-                    found = reader.correct(position)
+                        driver.stop(FinishReason.STOP)  # nothing to do the second time
+                case Finish(reason):
+                    yield reader.finish(reason)
+                case Fail(why, code):
+                    raise GenerationError(why, code)
                 case _:
                     assert_never(outcome)
-            for event in found:
-                yield event

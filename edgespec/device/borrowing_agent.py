@@ -30,7 +30,7 @@ from edgespec.device.build import (
     vocabulary_of,
 )
 from edgespec.device.many_verifiers import with_port
-from edgespec.device.reply import ReplyEvent
+from edgespec.device.reply import Chunk
 from edgespec.models.grammar import device_reader
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
@@ -54,7 +54,7 @@ class BorrowingAgent(Agent):
         self._config, self._say = config, say or (lambda text: None)
         self._one_at_a_time = asyncio.Lock()
 
-    async def follow(
+    async def generate(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
@@ -63,11 +63,11 @@ class BorrowingAgent(Agent):
         conversation: str = "",
         model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
-    ) -> AsyncGenerator[ReplyEvent, None]:
-        """``Agent.follow``, once a tokenizer is lent; a verifier is waited for as long as a first
+    ) -> AsyncGenerator[Chunk, None]:
+        """``Agent.generate``, once a tokenizer is lent; a verifier is waited for as long as a first
         stream is. Raises ``GenerationError`` also where none lends one."""
         await self._patiently()
-        texts = super().follow(
+        texts = super().generate(
             prompt,
             sampling,
             logprobs=logprobs,
@@ -75,9 +75,9 @@ class BorrowingAgent(Agent):
             model=model,
             started=started,
         )
-        async with aclosing(texts) as events:
-            async for event in events:
-                yield event
+        async with aclosing(texts) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def borrow(self) -> AgentConfig:
         """Ask all verifiers once, and take the tokenizer of the first of them that fits. Raises

@@ -25,7 +25,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.conversation import current_conversation
 from edgespec.device.many_verifiers import verifiers_of, with_port
-from edgespec.device.text import TextDecoder
+from edgespec.device.reply import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.draft_sources import resolve_texts
@@ -229,11 +229,10 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
     return AgentOptions(
         policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
         run_ahead=policy.run_ahead,
-        reconnect=config.patience,
+        reconnect=config.reconnect,
         model=config.model,
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
-        offline=config.offline_policy,
     )
 
 

@@ -21,6 +21,8 @@ from edgespec.core.device.events import (
     Connect,
     Deliver,
     Disconnect,
+    DraftAction,
+    DraftEvent,
     Fail,
     Finish,
     Start,
@@ -29,23 +31,16 @@ from edgespec.core.device.events import (
     Tick,
     Transmit,
 )
-from edgespec.core.device.offline import (
-    Correction,
-    OfflineAction,
-    OfflineEvent,
-    OfflineSession,
-    PauseWriting,
-    Provisional,
-)
+from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Transport
-from edgespec.core.protocol.messages import Cancel
+from edgespec.core.protocol.messages import Cancel, FinishReason
 from edgespec.device.link import Link
 from edgespec.device.shared_drafter import Seat, SharedDrafter
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # How long leaving a generation early waits for its last messages to leave.
 LETTING_GO_S: Final = 1.0
-Outcome = Deliver | Provisional | Correction | Finish | Fail
+Outcome = Deliver | Finish | Fail
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +52,7 @@ class SessionDriver:
 
     def __init__(
         self,
-        session: OfflineSession,
+        session: DraftSession,
         transport: Transport,
         drafter: SharedDrafter | None,
         *,
@@ -96,7 +91,7 @@ class SessionDriver:
         return self._links | self._steps
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
-        """Deliveries, what was written offline, and the ``Finish`` or ``Fail`` that ends them."""
+        """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
         self._handle(Start())
         while True:
             outcome = await self._outcomes.get()
@@ -104,9 +99,9 @@ class SessionDriver:
             if isinstance(outcome, Finish | Fail):
                 return
 
-    def stop(self, event: Stop | PauseWriting) -> None:
-        """End the generation, and the outcome follows; or write no more without a verifier."""
-        self._handle(event)
+    def stop(self, reason: FinishReason) -> None:
+        """End the generation; the ``Finish`` follows."""
+        self._handle(Stop(reason))
 
     async def close(self) -> None:
         """Let go of everything. A generation that was left early waits a moment for its last
@@ -119,7 +114,7 @@ class SessionDriver:
 
     # --- the session -----------------------------------------------------------------------
 
-    def _handle(self, event: OfflineEvent) -> None:
+    def _handle(self, event: DraftEvent) -> None:
         """Never raises: what goes wrong becomes the generation's ``Fail``."""
         if self._over.is_set():
             return
@@ -133,7 +128,7 @@ class SessionDriver:
         except Exception as error:
             self._fail(error)
 
-    def _do(self, action: OfflineAction) -> None:
+    def _do(self, action: DraftAction) -> None:
         match action:
             case Connect():
                 self._link = Link(self._transport, self._handle)
@@ -148,7 +143,7 @@ class SessionDriver:
             case StartStep():
                 assert self._seat is not None
                 self._seat.ask(action)
-            case Deliver() | Provisional() | Correction():
+            case Deliver():
                 self._outcomes.put_nowait(action)
             case Finish() | Fail():
                 self._end(action)

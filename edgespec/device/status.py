@@ -253,7 +253,6 @@ class StatusSource:
             sent=counters.sent,
             passes=counters.passes,
             reconnects=counters.reconnects,
-            unverified=notes.unverified,
             model=one_line(notes.model),
         )
 

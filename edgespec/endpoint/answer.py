@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from edgespec.core.device.offline import Correction
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
-from edgespec.device.reply import UnverifiedChunk
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.tool_calls import MarkedText, ToolCall, ToolReader
 
@@ -190,9 +188,6 @@ class Shape(Protocol):
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         """What came anew."""
 
-    def aside(self, choice: Choice) -> Json:
-        """An event of a choice to which nothing is added."""
-
     def closing(self, choice: Choice) -> Json:
         """The last event of a choice, which says why it is complete."""
 
@@ -229,9 +224,6 @@ class ChatShape:
             found[0]["logprobs"] = _chat_scores(delta.scores)
         return found
 
-    def aside(self, choice: Choice) -> Json:
-        return _chunk(choice.index, {})
-
     def closing(self, choice: Choice) -> Json:
         return _chunk(choice.index, {}) | {"finish_reason": choice.finish}
 
@@ -264,9 +256,6 @@ class CompletionShape:
     def delta(self, choice: Choice, delta: Delta) -> list[Json]:
         text = "".join(part for part in delta.parts if isinstance(part, str))
         return [self._choice(choice, text, delta.scores)]
-
-    def aside(self, choice: Choice) -> Json:
-        return self._choice(choice, "", ())
 
     def closing(self, choice: Choice) -> Json:
         return self._choice(choice, "", ()) | {"finish_reason": choice.finish}
@@ -339,19 +328,6 @@ class Envelope:
         if self.with_usage:
             data["usage"] = usage
         return event(data)
-
-    def unverified(self, choice: Choice, said: UnverifiedChunk | Correction) -> bytes:
-        """An event of what the draft wrote while no verifier could be reached, or of where that
-        ends to count. It adds nothing to the choice, so a client that does not know of it reads
-        verified text alone. Positions are tokens of the answer, from 0."""
-        first = said.position - len(choice.job.prompt)
-        if isinstance(said, Correction):
-            told: Json = {"discard_from": first}
-        else:
-            told = {"unverified": said.unverified_text, "position": first}
-            told["tokens"] = len(said.tokens)
-        data = self._around(self.shape.delta_object, [self.shape.aside(choice)])
-        return event(data | {"edgespec": told})
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         """An answer at once."""

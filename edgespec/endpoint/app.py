@@ -44,7 +44,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec import __version__
 from edgespec.config.security import is_loopback
-from edgespec.device.reply import Chunk, ReplyEvent
+from edgespec.device.reply import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.counts import registry_of
@@ -173,15 +173,11 @@ class GenerationRoute:
             await writer.write(self._add(answer, news) if news else KEEP_ALIVE)
         await writer.end(answer.envelope.ending(answer.choices, answer.usage()))
 
-    def _add(self, answer: Answer, news: list[tuple[int, ReplyEvent]]) -> bytes:
+    def _add(self, answer: Answer, news: list[tuple[int, Chunk]]) -> bytes:
         """Takes in what came; returns the server-sent events that it is."""
         envelope, said = answer.envelope, []
         for index, chunk in news:
             choice = answer.choices[index]
-            if not isinstance(chunk, Chunk):
-                if answer.stream:
-                    said.append(envelope.unverified(choice, chunk))
-                continue
             if chunk.tokens:
                 self._endpoint.note_first(answer)
             delta = choice.add(chunk)

@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edgespec.core.device.offline import Correction
-from edgespec.device.reply import UnverifiedChunk
-from edgespec.endpoint.answer import KEEP_ALIVE, Choice, Delta, Json
+from edgespec.endpoint.answer import Choice, Delta, Json
 from edgespec.endpoint.request_json import ApiError, Fields, invalid, shown
 from edgespec.endpoint.tool_calls import ToolCall
 
@@ -129,9 +127,6 @@ class ResponseEnvelope:
     def failed(self, error: ApiError) -> bytes:
         said = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", **said)
-
-    def unverified(self, choice: Choice, said: UnverifiedChunk | Correction) -> bytes:
-        return KEEP_ALIVE  # there is no event for it
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         (choice,) = choices

@@ -26,7 +26,7 @@ from edgespec.config.endpoint import EndpointSection
 from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, GenerationError
-from edgespec.device.reply import ReplyEvent
+from edgespec.device.reply import Chunk
 from edgespec.endpoint.answer import (
     ChatShape,
     Choice,
@@ -169,7 +169,7 @@ class Run:
     def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
         self._agent = agent
-        self._unread: asyncio.Queue[tuple[int, ReplyEvent] | _Ended] = asyncio.Queue(_MOST_UNREAD)
+        self._unread: asyncio.Queue[tuple[int, Chunk] | _Ended] = asyncio.Queue(_MOST_UNREAD)
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(self.jobs)
         self._failed: ApiError | None = None
@@ -194,7 +194,7 @@ class Run:
         """Whether every text is complete and read."""
         return self._running == 0 and self._failed is None
 
-    async def next(self, timeout_s: float | None = None) -> list[tuple[int, ReplyEvent]]:
+    async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
         """Events with the index of their job, all that are there; none when ``timeout_s`` is over,
         or ``over``. Raises ``ApiError`` for the first generation that fails."""
         if found := self._take():
@@ -215,8 +215,8 @@ class Run:
         self._failed = self._failed or error
         self._wake.set()
 
-    def _take(self) -> list[tuple[int, ReplyEvent]]:
-        found: list[tuple[int, ReplyEvent]] = []
+    def _take(self) -> list[tuple[int, Chunk]]:
+        found: list[tuple[int, Chunk]] = []
         while self._failed is None and not self._unread.empty():
             one = self._unread.get_nowait()
             if isinstance(one, _Ended):
@@ -231,7 +231,7 @@ class Run:
     async def _generate(self, job: Job) -> None:
         begun, error = False, None
         try:
-            generation = self._agent.follow(
+            generation = self._agent.generate(
                 job.prompt,
                 job.sampling,
                 logprobs=job.logprobs,
@@ -239,10 +239,10 @@ class Run:
                 model=job.model,
                 started=partial(setattr, job, "stats"),
             )
-            async with aclosing(generation) as events:
-                async for event in events:
+            async with aclosing(generation) as chunks:
+                async for chunk in chunks:
                     begun = True
-                    await self._put((job.index, event))
+                    await self._put((job.index, chunk))
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
@@ -255,7 +255,7 @@ class Run:
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
         await self._put(_Ended(error))
 
-    async def _put(self, one: tuple[int, ReplyEvent] | _Ended) -> None:
+    async def _put(self, one: tuple[int, Chunk] | _Ended) -> None:
         await self._unread.put(one)
         self._wake.set()
 

@@ -105,8 +105,6 @@ class GenerationStatus:
     sent: int
     passes: int
     reconnects: int
-    unverified: int = 0
-    """Tokens that its reader has, and that no verifier has seen yet."""
     model: str = ""
     """The model or adapter that it is of, as its verifier names it; before one has answered as it
     was asked for, and empty where it was asked for none."""
@@ -134,10 +132,6 @@ class AgentTotals:
     reconnects: int = 0
     draft_failures: int = 0
     """Generations whose drafter failed."""
-    unverified: int = 0
-    """Tokens that readers were shown while no verifier could be reached."""
-    taken_back: int = 0
-    """Of these, those that the target did not say."""
 
     @property
     def acceptance(self) -> float | None:

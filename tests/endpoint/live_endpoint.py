@@ -7,21 +7,20 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
-from edgespec.core.device.offline import Correction
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, GenerationStats
 from edgespec.device.build import build_agent, connect
-from edgespec.device.reply import Chunk, Piece, ReplyEvent, UnverifiedChunk
+from edgespec.device.reply import Chunk, Piece
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.counts import PromptLog
@@ -158,12 +157,10 @@ class ScriptedAgent:
     samplings: list[SamplingParams] = field(default_factory=list)
     conversations: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
-    offline: Sequence[UnverifiedChunk | Correction] = ()
-    """Said before the first piece; positions from the end of the prompt."""
     closed: int = 0
     options: AgentOptions = field(default_factory=AgentOptions)
 
-    async def follow(
+    async def generate(
         self,
         prompt: Sequence[int],
         sampling: SamplingParams,
@@ -172,14 +169,12 @@ class ScriptedAgent:
         conversation: str = "",
         model: str = "",
         started: Callable[[GenerationStats], None] | None = None,
-    ) -> AsyncGenerator[ReplyEvent, None]:
+    ) -> AsyncGenerator[Chunk, None]:
         self.prompts.append(tuple(prompt))
         self.conversations.append(conversation)
         self.models.append(model)
         self.samplings.append(sampling)
         try:
-            for event in self.offline:
-                yield replace(event, position=event.position + len(prompt))
             for place, piece in enumerate(self.pieces):
                 if self.between is not None:
                     await self.between(place)

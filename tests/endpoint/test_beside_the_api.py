@@ -1,49 +1,11 @@
-"""What an endpoint shows beside OpenAI's API: unverified text, the page, metrics, a systemd unit.
+"""What an endpoint shows beside OpenAI's API: the page, metrics, a systemd unit.
 Oracle: what the scripted agent said; the numbers of the requests that were made."""
 
 from __future__ import annotations
 
 import pytest
 
-from edgespec.core.device.offline import Correction
-from edgespec.device.reply import UnverifiedChunk
 from tests.endpoint.live_endpoint import ScriptedAgent, ask, events_of, over_script, over_toy
-
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-WRITTEN = (UnverifiedChunk(0, (7, 8), ("un", "sure")), Correction(1))
-PIECES = ("sure", "ly")
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "abc"})]
-)
-async def test_unverified_text_is_beside_the_answer_and_never_in_it(
-    path: str, asked: dict[str, object]
-) -> None:
-    async with over_script(ScriptedAgent(PIECES, offline=WRITTEN)) as live:
-        reply = await ask(live, path, {**asked, "stream": True})
-        whole = (await ask(live, path, asked)).json
-    *events, done = events_of(reply.body)
-    assert done == "[DONE]"
-    told = [event["edgespec"] for event in events if "edgespec" in event]
-    assert told == [{"unverified": "unsure", "position": 0, "tokens": 2}, {"discard_from": 1}]
-    choices = [event["choices"][0] for event in events]
-    text = "".join(
-        one["delta"].get("content", "") if "delta" in one else one["text"] for one in choices
-    )
-    assert text == "surely"
-    (choice,) = whole["choices"]
-    assert choice.get("text") == "surely" or choice["message"]["content"] == "surely"
-
-
-async def test_openais_client_reads_verified_text_alone() -> None:
-    async with over_script(ScriptedAgent(PIECES, offline=WRITTEN)) as live:
-        async with live.client() as client:
-            stream = await client.chat.completions.create(
-                model="edgespec", messages=[{"role": "user", "content": "Hi"}], stream=True
-            )
-            found = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert "".join(found) == "surely"
 
 
 async def test_the_page_its_numbers_and_the_agents_metrics() -> None:

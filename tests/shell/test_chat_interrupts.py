@@ -16,6 +16,7 @@ from edgespec.cli import chat
 from edgespec.cli.talk.record import KeptFile, Record, read
 from edgespec.config import AgentConfig
 from edgespec.core.device.events import TokenKind
+from edgespec.core.ports import ModelInfo
 from edgespec.device.agent import GenerationError
 from edgespec.device.reply import Chunk, Piece
 
@@ -31,7 +32,7 @@ class SlowAgent:
         self._while_stopping = while_stopping
         self.stopped = 0
 
-    async def follow(self, *prompt: Any, **more: Any) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, *prompt: Any, **more: Any) -> AsyncGenerator[Chunk, None]:
         try:
             yield Chunk(1, (1,), (Piece("word", TokenKind.DECODED),))
             press()
@@ -76,7 +77,15 @@ def talk(runner: asyncio.Runner, agent: Any, path: Path, *lines: str) -> chat.Co
     anything: Any = None
     text: Any = Text()
     found = chat.Conversation(
-        agent, text, AgentConfig(), runner, None, anything, Record(), Lines(*lines), KeptFile(path)
+        agent,
+        text,
+        AgentConfig(),
+        runner,
+        ModelInfo("toy", "v", 64, 4096),
+        anything,
+        Record(),
+        Lines(*lines),
+        KeptFile(path),
     )
     found.run()
     return found

@@ -215,7 +215,7 @@ def test_a_reply_has_one_acceptance() -> None:
         agent: Any = SimpleNamespace(stats=stats)
         source: Any = SimpleNamespace(snapshot=lambda after=0: STATUS)
         talk = Conversation(
-            agent, anything, AgentConfig(), anything, None, source, Record(), PlainEditor()
+            agent, anything, AgentConfig(), anything, anything, source, Record(), PlainEditor()
         )
         assert line in talk.line(120)
         assert ("accepted" in talk.line(120)) is bool(line)

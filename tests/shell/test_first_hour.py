@@ -28,7 +28,6 @@ def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> Non
     usual = AgentConfig()
     assert for_trying(usual, served("bundled")).sampling.repetition_penalty == 1.15
     assert for_trying(usual, served("other")) == usual
-    assert for_trying(usual, None) == usual
     chosen = AgentConfig(sampling=SamplingParams(temperature=0.5))
     assert for_trying(chosen, served("bundled")) == chosen
 

@@ -1,4 +1,4 @@
-"""Each text names its model: the Python API, the draft alone meanwhile, `edgespec chat`.
+"""Each text names its model: the Python API, `edgespec chat`.
 
 Oracle: an adapter is another toy model, so its text is that one's, by the scalar specification.
 """
@@ -9,24 +9,18 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 import edgespec
-from edgespec.config import AgentConfig, DraftSection
-from edgespec.core.device.offline import Correction, Offline
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
-from edgespec.device.build import build_agent
-from edgespec.device.reply import ReplyEvent, ReplyText, UnverifiedChunk
 from edgespec.device.status import StatusSource
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.shell.adapted_toy import AdaptedToy
-from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, environment, nobody, serving, toy_text
 from tests.sources import ROOT
 
@@ -105,60 +99,6 @@ async def test_a_status_tells_which_text_is_of_which_model() -> None:
     shown = json.dumps(found.as_json())
     assert [one["model"] for one in json.loads(shown)["generations"]] == ["toy", "sql"]
     assert source.snapshot().generations == ()
-
-
-# --- without a verifier -----------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def offline(*adapters: str) -> AsyncIterator[tuple[Agent, Gate, int]]:
-    """An agent whose verifier, with these adapters, is not there yet; and its port."""
-    async with serving(AdaptedToy(dict.fromkeys(adapters, SQL))) as (address, _):
-        async with Gate(None) as gate:
-            config = AgentConfig(
-                verifier=gate.address,
-                tokenizer="toy",
-                draft=DraftSection(model="toy"),
-                reconnect=QUICK,
-                offline=Offline.DRAFT,
-                offline_grace_s=0.0,
-            )
-            async with build_agent(config) as agent:
-                yield agent, gate, int(address.rpartition(":")[2])
-
-
-async def test_what_the_draft_wrote_is_judged_by_the_adapter() -> None:
-    async with offline("sql") as (agent, gate, port):
-        found, unverified, source = ReplyText(), 0, StatusSource(agent, ())
-        async with asyncio.timeout(WITHIN_S):
-            async for event in agent.follow(PROMPT, PARAMS, model="sql"):
-                found.add(event)
-                unverified += isinstance(event, UnverifiedChunk)
-                if gate.port is None:
-                    (running,) = source.snapshot().generations
-                    assert running.model == "sql"
-                gate.port = port
-    assert unverified
-    assert (found.verified, found.unverified) == (IN_SQL, "")
-
-
-async def test_what_was_written_for_an_adapter_that_is_gone_is_taken_back() -> None:
-    async with offline() as (agent, gate, port):
-        found, events = ReplyText(), list[ReplyEvent]()
-
-        async def read() -> None:
-            async for event in agent.follow(PROMPT, PARAMS, model="sql"):
-                found.add(event)
-                events.append(event)
-                gate.port = port
-
-        with pytest.raises(edgespec.GenerationError, match="unknown model 'sql'") as caught:
-            async with asyncio.timeout(WITHIN_S):
-                await read()
-    assert caught.value.code is FaultCode.UNKNOWN_MODEL
-    assert isinstance(events[0], UnverifiedChunk)
-    assert isinstance(events[-1], Correction)
-    assert (found.verified, found.unverified) == ("", "")
 
 
 # --- on a terminal ----------------------------------------------------------------------------

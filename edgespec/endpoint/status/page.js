@@ -82,9 +82,8 @@ function showGenerations(found, running) {
   say("running", running === 1 ? "1 text runs" : running + " texts run");
   place("generations").replaceChildren(...found.map(one => {
     const row = document.createElement("tr");
-    const more = one.unverified ? ` + ${number(one.unverified)} unverified` : "";
     row.append(...["#" + one.number, one.model || "–", one.link.replace("_", " "),
-      number(one.tokens) + more, one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1),
+      number(one.tokens), one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1),
       percent(one.acceptance), one.drafting ? "yes" : "no"].map(text => made("td", text)));
     return row;
   }));
@@ -96,9 +95,6 @@ function showTotals(found) {
     ["of them drafted here", found.accepted], ["of them corrected", found.corrected],
     ["draft steps", found.steps], ["draft nodes sent", found.sent],
     ["passes", found.passes], ["reconnects", found.reconnects]];
-  if (found.unverified > 0) {
-    rows.push(["shown unverified", found.unverified], ["of them taken back", found.taken_back]);
-  }
   place("totals").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
     row.append(made("dt", name), made("dd", number(count)));
