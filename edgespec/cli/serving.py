@@ -36,7 +36,6 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry.metrics_server import MetricValues
-from edgespec.telemetry.spans import StreamSpans, stream_spans
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.watch import Ended, StreamMeter, Watch, log_stream, sample_engine
 from edgespec.verifier.build import build_verifier, load_target, target_mode
@@ -121,8 +120,7 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
     return int(microseconds) / 1e6
 
 
-# How the operator of a verifier watches it: metrics over HTTP; a line of log and a span for each
-# stream.
+# How the operator of a verifier watches it: metrics over HTTP, and a line of log for each stream.
 #
 # What nobody asked for is not built, and a verifier that nobody watches counts nothing.
 
@@ -130,13 +128,11 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
 class Watching:
     """``watch`` is for ``build_verifier``; None when nothing is to be counted."""
 
-    def __init__(self, metrics: MetricsServer | None, spans: StreamSpans | None = None) -> None:
+    def __init__(self, metrics: MetricsServer | None) -> None:
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
         ended: list[Ended] = [log_stream] if logged else []
-        if spans is not None:
-            ended.append(spans)
         self.watch = Watch(StreamMeter(*ended)) if ended or metrics is not None else None
-        self._metrics, self._spans = metrics, spans
+        self._metrics = metrics
 
     @property
     def metrics_port(self) -> int | None:
@@ -154,20 +150,18 @@ class Watching:
         )
 
     def close(self) -> None:
-        """Let go of the port, and send the last spans."""
+        """Let go of the port."""
         if self.watch is not None:
             self.watch.lag.stop()
         if self._metrics is not None:
             self._metrics.close()
-        if self._spans is not None:
-            self._spans.close()
 
 
 @contextmanager
 def watching(config: VerifierConfig) -> Iterator[Watching]:
     """Takes the port of the metrics at once, before a model is loaded. Raises ``SetupError``."""
     metrics = None if config.metrics_port is None else _metrics_server(config)
-    found = Watching(metrics, stream_spans(os.environ))
+    found = Watching(metrics)
     try:
         yield found
     finally:

@@ -40,7 +40,6 @@ from edgespec.models.folders import (
 )
 from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
-from edgespec.telemetry.logs import current_trace_parent
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
 
@@ -171,7 +170,6 @@ def dial(address: str, access: DeviceAccess | None = None, server_name: str = ""
         shows_certificate=access.shows_certificate,
         server_name=access.server_name or server_name,
         api_key=access.key_for(with_port(address)),
-        trace_parent=current_trace_parent,
         conversation=current_conversation,
     )
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: traces, summaries, metrics, logs and spans."""
+"""What a run leaves behind: traces, tapes, metrics and logs."""
 
 from edgespec.telemetry.metric_table import METRIC_NAMES
 

@@ -7,9 +7,11 @@ whose value at the moment of the status is ``clock_s``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
+
+from edgespec.telemetry.plain_data import plain
 
 FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1
@@ -202,24 +204,7 @@ class AgentStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``json.dumps``."""
-        found = _plain(asdict(replace(self, events=())))
-        found["events"] = [_plain(_event_fields(one)) for one in self.events]
-        return {"format": FORMAT, "version_of_format": VERSION, **found}
-
-
-def _event_fields(one: TimelineEvent) -> dict[str, Any]:
-    """As ``asdict``, which takes several times as long for thousands of them."""
-    return {name: getattr(one, name) for name in TimelineEvent.__slots__}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, Enum):
-        return value.value
-    return round(value, 6) if isinstance(value, float) else value
+        return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
 
 
 @dataclass(slots=True)

@@ -14,10 +14,13 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from edgespec.telemetry.plain_data import made
 
 FORMAT: Final = "edgespec-profile"
 VERSION: Final = 1
+_HEAD: Final = (FORMAT, VERSION)
 
 
 class ProfileError(ValueError):
@@ -114,25 +117,9 @@ def read_profile(path: Path) -> CostProfile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: not readable as a profile: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
+    if not isinstance(data, dict) or (data.pop("format", 0), data.pop("version", 0)) != _HEAD:
         raise ProfileError(f"{path}: not a profile of format {FORMAT} version {VERSION}")
     try:
-        laws = {
-            key: _law(data[key])
-            for key in ("draft_step", "target_pass", "message", "turnaround")
-            if key in data
-        }
-        about = {str(key): str(value) for key, value in data.get("about", {}).items()}
-        connect_s = float(data.get("connect_s", 0.0))
-        return CostProfile(name=str(data["name"]), connect_s=connect_s, about=about, **laws)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return made(CostProfile, data)
+    except (TypeError, ValueError) as error:
         raise ProfileError(f"{path}: {error}") from error
-
-
-def _law(data: Any) -> TimeLaw:
-    return TimeLaw(
-        tuple((float(rows), float(seconds)) for rows, seconds in data["table"]),
-        float(data.get("context_s", 0.0)),
-        tuple(float(ratio) for ratio in data.get("spread", (1.0,))),
-        float(data.get("session_s", 0.0)),
-    )

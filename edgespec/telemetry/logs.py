@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -28,10 +27,6 @@ _BYTES = 5
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
 
 """Of the stream that the running task serves; empty where it serves none."""
-
-trace_parent: ContextVar[str] = ContextVar("edgespec_trace_parent", default="")
-
-"""The device's own span that the stream belongs to, as W3C's ``traceparent``; empty if untold."""
 
 
 def new_request_id() -> str:
@@ -85,22 +80,3 @@ def formatter(name: str) -> logging.Formatter:
 def _request_of(record: logging.LogRecord) -> str:
     """The stream that the caller named, else the one that the running task serves."""
     return getattr(record, "request_id", "") or request_id.get()
-
-
-# The span that the caller of a device is in, for the verifier's span to hang on.
-#
-# Whoever embeds a device in a traced program gets one trace through both. A program without
-# OpenTelemetry has not loaded it, and then nothing is asked.
-
-_LIBRARY = "opentelemetry.trace"
-
-
-def current_trace_parent() -> str:
-    """The running task's span as W3C's ``traceparent``; empty where there is none."""
-    if _LIBRARY not in sys.modules:
-        return ""
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return carrier.get("traceparent", "")

@@ -44,7 +44,7 @@ from edgespec.core.verifier.engine_events import (
 )
 from edgespec.core.verifier.session_events import FINISHED, PASSING
 from edgespec.core.verifier.traffic_budget import Wait
-from edgespec.telemetry.logs import request_id, trace_parent
+from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import COUNTS, LATENCY_S, Histogram
 
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -67,7 +67,7 @@ REASONS = (
 
 
 class StreamRecord:
-    """One stream, for logs and spans; times are of the verifier's monotonic clock."""
+    """One stream, for logs; times are of the verifier's monotonic clock."""
 
     __slots__ = (
         "accepted",
@@ -86,13 +86,12 @@ class StreamRecord:
         "request_id",
         "resumed",
         "tokens",
-        "trace_parent",
         "unacknowledged",
     )
 
     def __init__(self, event: StreamOpened, now: float) -> None:
         self.request: Open = event.request
-        self.request_id, self.trace_parent = request_id.get(), trace_parent.get()
+        self.request_id = request_id.get()
         self.model = ""
         """That serves it; empty before it is opened."""
         self.peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")

@@ -54,7 +54,7 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     SequenceFailed,
 )
-from edgespec.telemetry.logs import new_request_id, request_id, trace_parent
+from edgespec.telemetry.logs import new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.watch import StreamMeter
 from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
@@ -329,7 +329,6 @@ class Verifier:
         self._senders[number] = getattr(stream, "send_now", _never)
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
-        trace_parent.set(getattr(stream, "trace_parent", ""))
         reader = asyncio.create_task(self._read(number, stream))
         try:
             while (message := await backlog.get()) is not None:

@@ -8,8 +8,7 @@ its own, and the next caller gets the result that a cancelled one left behind.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Network
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -239,16 +238,5 @@ def peer_address(uri: str) -> str:
 
 KEY_HEADER: Final = "authorization"
 KEY_SCHEME: Final = "Bearer"
-SPAN_HEADER: Final = "traceparent"
 CONVERSATION_HEADER: Final = "edgespec-conversation"
 """Sixteen hexadecimal digits (``core/association/conversation.py``)."""
-
-_FORM: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-def trace_parent_in(metadata: Iterable[tuple[str, Any]]) -> str:
-    """The value of the header if it has the form it must have; else empty."""
-    for name, value in metadata:
-        if name == SPAN_HEADER and isinstance(value, str) and _FORM.fullmatch(value):
-            return value
-    return ""

@@ -23,7 +23,6 @@ from edgespec.wire.grpc_calls import (
     CONVERSATION_HEADER,
     KEY_HEADER,
     KEY_SCHEME,
-    SPAN_HEADER,
     Keepalive,
     ShieldedCall,
     client_options,
@@ -60,8 +59,9 @@ class GrpcTransport:
     ``credentials`` None is plaintext; whether they hold a certificate of this device is
     ``shows_certificate``. ``server_name`` is what the verifier's certificate has to name, if not
     the host. Whether ``api_key`` may go there is for the caller to know. ``connect_timeout_s``
-    bounds connect and info, each. ``trace_parent`` is asked at each connect for the caller's span,
-    ``conversation`` for the hash that a proxy may choose a replica by; empty for none.
+    bounds connect and info, each.
+    ``conversation`` is asked at each connect for the hash that a proxy may choose a replica by;
+    empty for none.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class GrpcTransport:
         api_key: str = "",
         meter: ByteMeter | None = None,
         connect_timeout_s: float = 5.0,
-        trace_parent: Callable[[], str] = lambda: "",
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         if not address:
@@ -91,7 +90,7 @@ class GrpcTransport:
         self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {api_key}"),) if api_key else None
         self._meter = meter
         self._connect_timeout_s = connect_timeout_s
-        self._trace_parent, self._conversation = trace_parent, conversation
+        self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
         self._lingering: set[asyncio.Task[None]] = set()
@@ -114,8 +113,9 @@ class GrpcTransport:
 
     async def _connect(self) -> DeviceStream:
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
-        asked = ((SPAN_HEADER, self._trace_parent()), (CONVERSATION_HEADER, self._conversation()))
-        metadata = (*(self._metadata or ()), *((name, value) for name, value in asked if value))
+        metadata = self._metadata or ()
+        if conversation := self._conversation():
+            metadata = (*metadata, (CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata or None)
         try:
             # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.

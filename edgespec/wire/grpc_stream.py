@@ -42,7 +42,6 @@ from edgespec.wire.grpc_calls import (
     InterruptedOperation,
     ShieldedCall,
     peer_address,
-    trace_parent_in,
 )
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
@@ -73,7 +72,6 @@ class GrpcVerifierStream:
         on_open: Callable[[GrpcVerifierStream], None] = lambda _: None,
         stalled_s: float = STALLED_S,
     ) -> None:
-        self.trace_parent = trace_parent_in(context.invocation_metadata() or ())
         self._context = context
         self.address = address
         self._credential = credential

@@ -14,10 +14,10 @@ import heapq
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from edgespec.core.link_model import LinkModel
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport, is_idle
@@ -32,7 +32,6 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.loopback import Pipe
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 # Waiting until a moment, exactly enough to imitate a link.
@@ -40,6 +39,8 @@ from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 # The event loop's own timers sleep in whole milliseconds (epoll): 0.7 to 0.8 ms late, the median of
 # 300 on a busy two-core machine. There a thread that sleeps on a condition and hands over to the
 # loop is 0.2 ms late, and a whole shaped gRPC direction 0.45 ms, the hops between tasks included.
+
+_T = TypeVar("_T")
 
 _MAX_WAITERS: Final = 1 << 16
 
@@ -117,6 +118,62 @@ def _wake(future: asyncio.Future[None]) -> None:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+class Pipe(Generic[_T]):
+    """At most ``depth`` items wait in it. Cancelled calls leave it as if they had not been made."""
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}, but must be at least 1")
+        self._depth = depth
+        self._items: deque[_T] = deque()
+        self._reason: tuple[str, bool] | None = None
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    async def put(self, item: _T) -> None:
+        """Waits while the pipe is full. Raises ``LinkError`` when it has ended."""
+        while self._reason is None and len(self._items) >= self._depth:
+            await self._changed.wait()
+        if self._reason is not None:
+            raise self._error()
+        self._items.append(item)
+        self._wake()
+
+    async def peek(self) -> _T:
+        """The oldest item, which stays. Raises ``LinkError`` when the pipe ended and is empty."""
+        while not self._items and self._reason is None:
+            await self._changed.wait()
+        if not self._items:
+            raise self._error()
+        return self._items[0]
+
+    async def get(self) -> _T:
+        """Take the oldest item. Raises ``LinkError`` when the pipe has ended and is empty."""
+        item = await self.peek()
+        self._items.popleft()
+        self._wake()
+        return item
+
+    def end(self, reason: str, *, retryable: bool = True, drop: bool = False) -> None:
+        """Nothing goes in any more; ``drop`` also loses what is inside. The first reason counts."""
+        if self._reason is None:
+            self._reason = (reason, retryable)
+        if drop:
+            self._items.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _error(self) -> LinkError:
+        assert self._reason is not None
+        text, retryable = self._reason
+        return LinkError(text, retryable=retryable)
 
 
 _DEPTH: Final = 1024

@@ -21,7 +21,10 @@ from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
-from edgespec.telemetry.run_summary import (
+from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.build import build_verifier
+from edgespec_sim.report.timeline import Lane, Span, Timeline
+from edgespec_sim.run_summary import (
     PACE,
     ArmSummary,
     GroupSummary,
@@ -36,9 +39,6 @@ from edgespec.telemetry.run_summary import (
     WatchedRequest,
     spread_of,
 )
-from edgespec.telemetry.trace import TraceFile
-from edgespec.verifier.build import build_verifier
-from edgespec_sim.report.timeline import Lane, Span, Timeline
 from edgespec_sim.traces.network_trace import NetworkTrace, describe
 
 ARMS = ("target-only", "vanilla", "pearl", "windowed", "edgespec")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.telemetry.run_summary import RunSummary, read_summary
 from edgespec_sim.report.arms_over_time import arms_over_time, cell_maps
 from edgespec_sim.report.document import LIBRARY, Document, ReportError, write_page
 from edgespec_sim.report.page import asked, first_question, first_questions, render, write_report
@@ -23,6 +22,7 @@ from edgespec_sim.report.plots import (
 )
 from edgespec_sim.report.sweep_page import answer, render_sweep, winner, winner_maps, with_unit
 from edgespec_sim.report.timeline_plot import question_plot
+from edgespec_sim.run_summary import RunSummary, read_summary
 from tests.report.samples import asked_alike, five_arms, made_up_sweep, pictured
 
 

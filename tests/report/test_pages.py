@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.telemetry.run_summary import RunSummary
 from edgespec_sim.report import figures
 from edgespec_sim.report.document import LIBRARY, arms_csv, requests_csv
 from edgespec_sim.report.page import RunNotFound, headline, render, report_on, write_report
@@ -23,6 +22,7 @@ from edgespec_sim.report.tables import arms_table
 from edgespec_sim.report.timeline import Lane, Span, Timeline
 from edgespec_sim.report.timeline_plot import timeline_plots
 from edgespec_sim.report.trace_page import render_trace
+from edgespec_sim.run_summary import RunSummary
 from tests.report.samples import ARMS, five_arms, made_up_sweep, made_up_trace
 
 EVIL = "<script>alert('x')</script>&\"</script>"

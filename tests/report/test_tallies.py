@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec.core.protocol.messages import Commit, Draft, Received
-from edgespec.telemetry.run_summary import GroupSummary
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.trace_lines import Line
+from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.wire_size import message_bytes
 
 OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}

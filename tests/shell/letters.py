@@ -15,8 +15,8 @@ from edgespec.models.chat_template import ChatTemplate, Message
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.loopback import LoopbackTransport
 from tests.core.token_grammars import EOS
+from tests.shell.loopback import LoopbackTransport
 
 LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))
 MODEL = ToyModel(len(LETTERS), order=2, seed=3, sharpness=1.0, eos_token=EOS, eos_probability=0.05)

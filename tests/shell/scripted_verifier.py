@@ -22,8 +22,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk
 from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.echo_verifier import INFO
+from tests.shell.loopback import LoopbackTransport
 
 TEXT = ToyTokenizer()
 PROMPT = TEXT.encode("once")

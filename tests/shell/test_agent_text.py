@@ -31,7 +31,7 @@ from edgespec.device.agent import MAX_TOKEN_ID, Chunk
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.link import Link
 from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
-from edgespec.wire.loopback import LoopbackTransport
+from tests.shell.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import PROMPT, agent, generate, loopback, play, streaming
 
 TEXT = ToyTokenizer()

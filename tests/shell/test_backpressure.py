@@ -12,8 +12,8 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.live_verifier import toy_text
+from tests.shell.loopback import LoopbackTransport
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)

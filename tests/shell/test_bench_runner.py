@@ -27,8 +27,8 @@ from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.loopback import LoopbackTransport
 from edgespec.wire.shaped import TrafficMeter
+from tests.shell.loopback import LoopbackTransport
 from tests.sources import ROOT
 
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=3.0, eos_token=0, eos_probability=0.01)

@@ -33,9 +33,9 @@ from edgespec.device.build import build_agent, connect
 from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.build import load_target
-from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, daemon, nobody, serving, toy_text
+from tests.shell.loopback import LoopbackTransport
 
 DEVICE = DeviceView("laptop", 0.008)
 MODEL = ModelInfo("toy", "v1", 64, 4096)

@@ -15,13 +15,13 @@ from typer.testing import CliRunner, Result
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.main import app
-from edgespec.telemetry.run_summary import read_summary
 from edgespec_sim.commands import pool
 from edgespec_sim.commands.main import app as sim
 from edgespec_sim.commands.plan_capacity import _search
 from edgespec_sim.commands.pool import Task, Workers
 from edgespec_sim.commands.simulate import parse_settings
 from edgespec_sim.planning.capacity import CapacityQuestion
+from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import SloSection, load_scenario, scenario_path
 from edgespec_sim.world.run import Job
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 from edgespec.bench.arms import Arm
 from edgespec.cli.main import app
 from edgespec.config.loading import ConfigError
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec_sim.commands import pool
 from edgespec_sim.commands.simulate import Ask, Point, play_seeds, summary_of
 from edgespec_sim.planning.bounds import Costs
 from edgespec_sim.planning.link import FLAGS, LinkAdvice, advise, link_scenario
 from edgespec_sim.planning.replication import Total
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 
 @pytest.fixture(autouse=True)

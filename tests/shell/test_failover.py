@@ -26,9 +26,9 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.verifier.build import load_target
 from edgespec.wire.directory import VerifierDirectory
-from edgespec.wire.loopback import LoopbackTransport
 from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
 from tests.shell.live_verifier import GatedTarget, daemon, own_port, serving
+from tests.shell.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import loopback, streaming
 
 # --- kills ------------------------------------------------------------------------------------

@@ -38,10 +38,10 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import decode_uplink, encode_uplink
-from edgespec.wire.loopback import LoopbackTransport
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
+from tests.shell.loopback import LoopbackTransport
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
     tiny_config,

@@ -198,9 +198,9 @@ def test_a_fitted_profile_is_read_back(tmp_path: Path) -> None:
     [
         ("connect_s", float("nan"), "connect_s is nan, but must be finite and at least 0"),
         ("connect_s", -1.0, "connect_s is -1.0, but must be"),
-        ("about", [], "no attribute 'items'"),
+        ("about", [], "about is '\\[\\]', but must be dict"),
         ("draft_step", {"table": [[float("nan"), 1.0]]}, "the rows of a time law must increase"),
-        ("draft_step", None, "not subscriptable"),
+        ("draft_step", None, "draft_step is 'None', but must be TimeLaw"),
     ],
 )
 def test_a_profile_that_is_none_is_named(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.telemetry.run_summary import read_summary
 from edgespec_sim.commands.main import app
+from edgespec_sim.run_summary import read_summary
 from tests.sources import ROOT
 
 SHORT = ("--set", "duration_s=3", "--processes", "1", "--seeds", "1")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec.telemetry.run_summary import read_summary
 from edgespec_sim.commands.main import app
 from edgespec_sim.commands.pool import Workers
 from edgespec_sim.commands.run import _how_long
 from edgespec_sim.commands.simulate import Ask, Point, play_seeds
 from edgespec_sim.planning.replication import FIRST
+from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import load_scenario
 
 SHORT = {

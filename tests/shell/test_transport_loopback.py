@@ -19,9 +19,9 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.loopback import LoopbackTransport, Pipe
-from edgespec.wire.shaped import FRAMING_BYTES, TrafficMeter
+from edgespec.wire.shaped import FRAMING_BYTES, Pipe, TrafficMeter
 from edgespec.wire.wire_limits import WireLimits
+from tests.shell.loopback import LoopbackTransport
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 OPEN = Open("session", "", "", (1, 2, 3))

@@ -22,9 +22,9 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.loopback import LoopbackTransport
 from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+from tests.shell.loopback import LoopbackTransport
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 UP_S, DOWN_S = 0.030, 0.070

@@ -40,9 +40,9 @@ from edgespec.device.build import build_agent, connect
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.loopback import LoopbackTransport
 from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.shell.live_verifier import GatedTarget, ready, serving, start, toy_text
+from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
 MODEL = ToyModel(vocabulary_size=16, order=2)

@@ -25,7 +25,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.watch import StreamMeter, StreamRecord
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.loopback import LoopbackTransport
+from tests.shell.loopback import LoopbackTransport
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)

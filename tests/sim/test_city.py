@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.run_summary import PACE, RunSummary, Series, read_summary
 from edgespec.telemetry.trace import TraceFile
+from edgespec_sim.run_summary import PACE, RunSummary, Series, read_summary
 from edgespec_sim.scenario.network import HandoverSection, LinkSection, OutageSection
 from edgespec_sim.scenario.sections import (
     CostSection,

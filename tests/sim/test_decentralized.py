@@ -22,8 +22,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
-from edgespec.telemetry.run_summary import RunSummary
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,

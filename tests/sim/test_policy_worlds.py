@@ -14,7 +14,7 @@ from edgespec.bench.arms import Arm
 from edgespec.bench.settings import arm_options
 from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.protocol.messages import RunAhead
-from edgespec.telemetry.run_summary import ArmSummary
+from edgespec_sim.run_summary import ArmSummary
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     DeviceSection,

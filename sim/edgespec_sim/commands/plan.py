@@ -25,8 +25,8 @@ from edgespec_sim.commands.plan_capacity import capacity
 
 if TYPE_CHECKING:
     from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryQuestion
-    from edgespec.telemetry.run_summary import RunSummary
     from edgespec_sim.planning.link import LinkAdvice
+    from edgespec_sim.run_summary import RunSummary
 
 
 # --- ``edgespec plan memory`` ------------------------------------------------------------------

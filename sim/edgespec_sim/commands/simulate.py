@@ -21,11 +21,11 @@ from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import say
 from edgespec.config.loading import NULL
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.commands.pool import Task, Workers
 from edgespec_sim.planning.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report import figures
 from edgespec_sim.report.page import first_question, first_questions
+from edgespec_sim.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, summarise, widest

@@ -18,7 +18,6 @@ import yaml
 
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
-from edgespec.telemetry.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.commands.pool import default_processes
 from edgespec_sim.commands.simulate import (
     SECONDS,
@@ -37,6 +36,7 @@ from edgespec_sim.commands.simulate import (
 from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
+from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.scenario.sections import Scenario, load_scenario, scenario_path
 from edgespec_sim.world.run import check
 

@@ -14,9 +14,9 @@ from typing import Final
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.policy import MAX_GAMMA
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec_sim.planning.bounds import Costs, RunLengths, any_policy_s, stop_and_wait_s
 from edgespec_sim.planning.replication import Total, speedup
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from edgespec.bench.arms import Arm
 from edgespec.core.association.policies import LowestDelay, MostCompute, RandomAssociation
-from edgespec.telemetry.run_summary import QUANTILES, Spread
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.run_summary import QUANTILES, Spread
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, TokensFrom
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.world.assembly import World, WorldOutcome

@@ -7,7 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from edgespec.telemetry.run_summary import (
+from edgespec_sim.report.document import Figure
+from edgespec_sim.report.figures import shortened
+from edgespec_sim.report.plots import axis, colors, label, layout
+from edgespec_sim.run_summary import (
     ArmSummary,
     Interruption,
     RequestRow,
@@ -16,9 +19,6 @@ from edgespec.telemetry.run_summary import (
     Station,
     Watched,
 )
-from edgespec_sim.report.document import Figure
-from edgespec_sim.report.figures import shortened
-from edgespec_sim.report.plots import axis, colors, label, layout
 
 _ROW: Final = 30
 _PANEL: Final = 90

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.telemetry.run_summary import (
+from edgespec_sim.run_summary import (
     QUANTILES,
     ArmSummary,
     GroupSummary,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 MISSING: Final = "–"
 _NAME_MAX: Final = 28

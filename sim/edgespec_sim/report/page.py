@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary, SummaryError, read_summary
 from edgespec_sim.report import figures, plots, tables
 from edgespec_sim.report.arms_over_time import arms_over_time, cell_maps
 from edgespec_sim.report.document import Document, Figure, arms_csv, requests_csv, write_page
@@ -26,6 +25,7 @@ from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import Clocks, Timeline, build_timeline, perfetto_json
 from edgespec_sim.report.timeline_plot import SESSIONS_DRAWN, question_plot, timeline_plots
 from edgespec_sim.report.trace_lines import TraceLineError, read_lines
+from edgespec_sim.run_summary import ArmSummary, RunSummary, SummaryError, read_summary
 
 # Less than this is what an estimate finds between two clocks that are one.
 _CLOCKS_APART_S: Final = 5e-3

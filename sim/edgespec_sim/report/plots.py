@@ -12,10 +12,10 @@ from html import escape
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.run_summary import PACE, ArmSummary, RunSummary, Series, Spread
 from edgespec_sim.report.document import Figure
 from edgespec_sim.report.figures import shortened
 from edgespec_sim.report.tables import device_j, is_ours, verifiers_idle_j, verifiers_j
+from edgespec_sim.run_summary import PACE, ArmSummary, RunSummary, Series, Spread
 
 BASE_COLOR: Final = "#8a929c"
 OURS_COLOR: Final = "#d55e00"

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.telemetry.run_summary import (
+from edgespec_sim.report.trace_lines import DEVICE, Line, sized
+from edgespec_sim.run_summary import (
     ArmSummary,
     GroupSummary,
     RequestRow,
@@ -22,7 +23,6 @@ from edgespec.telemetry.run_summary import (
     VerifierSummary,
     spread_of,
 )
-from edgespec_sim.report.trace_lines import DEVICE, Line, sized
 from edgespec_sim.wire_size import message_bytes
 
 # -----------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.run_summary import ArmSummary, RunSummary
 from edgespec_sim.report import figures
 from edgespec_sim.report.document import Document, Figure, csv_text
 from edgespec_sim.report.plots import axis, band, colors, label, layout
 from edgespec_sim.report.tables import is_ours, table
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 # --- which arm wins where ----------------------------------------------------------------------
 # the points of a sweep as a map, and in a sentence.

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.run_summary import (
+from edgespec_sim.report import figures
+from edgespec_sim.run_summary import (
     QUANTILES,
     ArmSummary,
     GroupSummary,
@@ -15,7 +16,6 @@ from edgespec.telemetry.run_summary import (
     Spread,
     VerifierSummary,
 )
-from edgespec_sim.report import figures
 
 ROWS_SHOWN = 50
 Borne = dict[str, Callable[[GroupSummary | RequestRow], float | None]]

@@ -21,7 +21,10 @@ from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, RunAhead
-from edgespec.telemetry.run_summary import (
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.radio import Change
+from edgespec_sim.run_summary import (
     Interruption,
     LinkLoad,
     Series,
@@ -30,9 +33,6 @@ from edgespec.telemetry.run_summary import (
     Watched,
     WatchedRequest,
 )
-from edgespec.telemetry.trace import Tracer
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.radio import Change
 from edgespec_sim.scenario.network import Sessions
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of

@@ -17,17 +17,10 @@ from typing import NamedTuple
 
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
-from edgespec.telemetry.run_summary import (
-    PACE,
-    GroupSummary,
-    RequestRow,
-    Series,
-    Spread,
-    spread_of,
-)
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
 from edgespec_sim.planning.replication import Total, mean_interval, ratio_interval
+from edgespec_sim.run_summary import PACE, GroupSummary, RequestRow, Series, Spread, spread_of
 from edgespec_sim.scenario.network import FRAMING_BYTES
 from edgespec_sim.scenario.power import RadioMeter
 from edgespec_sim.sessions import Stream

@@ -22,10 +22,10 @@ from pathlib import Path as FilePath
 
 from edgespec.core.association.policies import LinkView
 from edgespec.core.link_model import LinkModel, LinkSettings, OutageSchedule, SharedQueue
-from edgespec.telemetry.run_summary import Interruption, LinkLoad, Station
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
+from edgespec_sim.run_summary import Interruption, LinkLoad, Station
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.sessions import FixedDelay, Stream

@@ -24,7 +24,6 @@ from pathlib import Path as FilePath
 import numpy as np
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.telemetry.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Handover, Link, Path
 from edgespec_sim.links.radio import (
@@ -39,6 +38,7 @@ from edgespec_sim.links.radio import (
     UmiSettings,
     UplinkPower,
 )
+from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.network import FRAMING_BYTES, CellHandoverSection, RadioSection
 from edgespec_sim.world.conservation import AuditedQueue
 from edgespec_sim.world.meters import Sending

@@ -21,14 +21,6 @@ from edgespec.core.association.policies import association_policy
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.telemetry.run_summary import (
-    ArmSummary,
-    Attainment,
-    LinkLoad,
-    RunSummary,
-    VerifierSummary,
-    Watched,
-)
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.planning.bounds import RunLengths, lower_bounds
@@ -38,6 +30,14 @@ from edgespec_sim.planning.replication import (
     ratio_interval,
     share_interval,
     speedup,
+)
+from edgespec_sim.run_summary import (
+    ArmSummary,
+    Attainment,
+    LinkLoad,
+    RunSummary,
+    VerifierSummary,
+    Watched,
 )
 from edgespec_sim.scenario.sections import (
     DeviceSection,

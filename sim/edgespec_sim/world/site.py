@@ -24,9 +24,9 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.cost_profile import TimeLaw
-from edgespec.telemetry.run_summary import VerifierSummary
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
 from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, straggling
 from edgespec_sim.sessions import Compute, SimulatedVerifier, Stream

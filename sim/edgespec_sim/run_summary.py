@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from edgespec.telemetry.plain_data import made
+
 FORMAT: Final = "edgespec-run"
 VERSION: Final = 1
 PACE: Final = "time per token"
@@ -303,72 +305,6 @@ def read_summary(path: Path) -> RunSummary:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT or data.pop("version") != VERSION:
             raise ValueError(f"not a summary of format {FORMAT} version {VERSION}")
-        arms = tuple(_arm(arm) for arm in data.pop("arms"))
-        notes = tuple(data.pop("notes"))
-        stations = tuple(Station(**one) for one in data.pop("stations", ()))
-        return RunSummary(arms=arms, notes=notes, stations=stations, **data)
+        return made(RunSummary, data)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise SummaryError(f"{path}: not readable as a summary: {error}") from error
-
-
-def _arm(data: dict[str, Any]) -> ArmSummary:
-    verifiers = tuple(
-        VerifierSummary(**{**one, "queue_s": _spread(one["queue_s"])})
-        for one in data.pop("verifiers")
-    )
-    series = tuple(_series(one) for one in data.pop("series"))
-    rows = tuple(RequestRow(**one) for one in data.pop("rows"))
-    groups = {name: _group(one) for name, one in data.pop("groups").items()}
-    whole = _group(data.pop("all"))
-    for key in ("speedup_interval", "tpot_interval"):
-        if data.get(key) is not None:
-            low, high = data[key]
-            data[key] = (low, high)
-    if data.get("attainment") is not None:
-        data["attainment"] = _attainment(data["attainment"])
-    links = tuple(LinkLoad(**one) for one in data.pop("links", ()))
-    watched = _watched(data.pop("watched", None))
-    return ArmSummary(
-        all=whole,
-        groups=groups,
-        verifiers=verifiers,
-        series=series,
-        rows=rows,
-        links=links,
-        watched=watched,
-        **data,
-    )
-
-
-def _watched(data: dict[str, Any] | None) -> Watched | None:
-    if data is None:
-        return None
-    return Watched(
-        device=data["device"],
-        requests=tuple(WatchedRequest(**one) for one in data["requests"]),
-        series=tuple(_series(one) for one in data["series"]),
-        interruptions=tuple(Interruption(**one) for one in data["interruptions"]),
-        left_out=data["left_out"],
-    )
-
-
-def _attainment(data: dict[str, Any]) -> Attainment:
-    pairs = ("share_interval", "ttft_p95_interval", "tpot_p95_interval")
-    ends = {name: None if data[name] is None else tuple(data[name]) for name in pairs}
-    return Attainment(**{**data, **ends})
-
-
-def _series(data: dict[str, Any]) -> Series:
-    columns = {name: tuple(data.get(name, ())) for name in ("values", "low", "high")}
-    return Series(**{**data, **columns})
-
-
-def _group(data: dict[str, Any]) -> GroupSummary:
-    spreads = {name: _spread(data[name]) for name in ("ttft_s", "tpot_s", "itl_s")}
-    return GroupSummary(**{**data, **spreads})
-
-
-def _spread(data: dict[str, Any] | None) -> Spread | None:
-    if data is None:
-        return None
-    return Spread(data["count"], data["mean"], tuple(data["quantiles"]))
