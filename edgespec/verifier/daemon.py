@@ -234,7 +234,6 @@ class TargetWorker:
 
 # Flow control keeps a stream's backlog below ``max_unreceived`` commits; more is a broken peer.
 _MAX_BACKLOG = 4096
-
 _OPEN_WITHIN_S = 10.0
 
 # For a device that does not read to take its last message before the stream is cut.
@@ -242,13 +241,11 @@ _LAST_WORDS_S = 1.0
 
 # What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
-
 _FOR_THE_TARGET = frozenset(
     (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
 )
 
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
-
 _STOPS = Fault(
     FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
 )

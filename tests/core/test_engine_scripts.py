@@ -116,7 +116,7 @@ class Script:
         first, nodes = int(names.get("first", 1)), numbers(tokens)
         chain = (0, *range(first, first + len(nodes) - 1)) if nodes else ()
         parents = numbers(names["parents"]) if "parents" in names else chain
-        key = self.engine.registry.streams.key(int(stream))
+        key = self.engine.registry.key_of.get(int(stream))
         base = code = 0
         if key is not None and 0 in parents:
             prefix = self.engine.sessions[key].prefix

@@ -6,7 +6,7 @@ import random
 
 from edgespec.core.protocol.text_guesses import FollowerTable
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.served_drafts import TablesByOwner
+from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 
 
 def test_the_most_recent_follower_comes_first() -> None:
@@ -39,7 +39,7 @@ def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
 
 
 def test_only_sessions_of_one_named_credential_share() -> None:
-    owners = TablesByOwner()
+    owners = ServedDraftsMaker()
     mine, yours = owners.of(Credential("me")), owners.of(Credential("you"))
     assert owners.of(Credential("me")) is mine
     assert mine is not yours
@@ -47,13 +47,13 @@ def test_only_sessions_of_one_named_credential_share() -> None:
     strangers = owners.of(ANYBODY), owners.of(ANYBODY)
     assert strangers[0] is not strangers[1]
     assert strangers[0].recycled is not strangers[1].recycled
-    assert len(owners) == 2
+    assert len(owners.tables) == 2
 
 
 def test_owners_are_bounded() -> None:
-    owners = TablesByOwner(most_owners=3)
+    owners = ServedDraftsMaker(most_owners=3)
     first = owners.of(Credential("0"))
     for number in range(1, 10):
         owners.of(Credential(str(number)))
-        assert len(owners) <= 3
+        assert len(owners.tables) <= 3
     assert owners.of(Credential("0")) is not first

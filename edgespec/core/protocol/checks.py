@@ -18,18 +18,10 @@ def bounded(name: str, value: float, low: float, high: float, *, open_low: bool 
         raise ValueError(f"{name} is {value}, but must be in {bracket}{low}, {high}]")
 
 
-# Text of a stranger is made harmless before a person sees it.
-#
-# A fault's message, a model's name and the generated text itself come from the other end of a link.
-# Shown as they are, their control characters could move a terminal's cursor, change its title or
-# hide what stands before them. ``one_line`` is for messages, ``printable`` for text with lines.
-
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-
 MAX_MESSAGE_LENGTH: Final = 1000
-
-# What text may hold although it is not printable: lines, columns, and the joiners that emoji and
-# Indic scripts are written with.
+# Of a stranger's text, whose control characters could move a terminal's cursor, that much is shown
+# although it is not printable: lines, columns, and the joiners of emoji and Indic scripts.
 _HARMLESS: Final = frozenset("\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}")
 
 
@@ -48,16 +40,11 @@ def one_line(message: str) -> str:
     return printable(" ".join(short.split())) + more
 
 
-# The one way in which a session changes its state: along a move of its table.
-#
-# ``core/device/transitions.py`` and ``core/verifier/session_events.py`` hold the tables, each move
-# with its causes; ``docs/session-states.md`` is drawn from them.
-
 State = TypeVar("State", bound=Enum)
 
 
 def transition(moves: Mapping[tuple[State, State], str], source: State, target: State) -> State:
-    """The result is ``target``. A move that is not in the table is a failed assertion; staying in
-    a state is always allowed."""
+    """``target``, to which a session goes along a move of its table (``docs/session-states.md`` is
+    drawn from it). Staying in a state is always allowed."""
     assert source is target or (source, target) in moves, f"{source} -> {target}"
     return target

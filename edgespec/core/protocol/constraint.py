@@ -89,22 +89,15 @@ def mask_of(tokens: Iterable[int]) -> bytes:
     return bits.to_bytes(-(-bits.bit_length() // 8), "little")
 
 
-# One text beside its grammar: it follows as tokens come, and tells what may come next.
-#
-# Theory of operation. The matcher stands behind ``_taken``, the longest beginning of the text that
-# was followed last which the grammar takes. To follow a text costs the tokens that are new, and a
-# rollback of those that are gone. A tree behind the text is walked depth first: forward by a node's
-# token, back again when all behind it was seen, so that each node costs one token and one mask.
-#
-# Where the grammar is at its end only the end tokens may come. They may come, too, where it can
-# neither go on nor end: such a text ends there (a *dead end*; a vocabulary that has every byte has
-# none). A place behind an end token, or behind a token that the grammar forbids, has no mask: no
-# text ever gets there.
-
-
 class ConstrainedText:
-    """``end_tokens`` are those that end a text of the model. Raises ``ConstraintError`` for a
-    constraint that nobody at this end has read, and for a model without an end token."""
+    """One text beside its grammar. Its matcher stands behind ``_taken``; to follow a text costs the
+    tokens that are new, and a rollback of those that are gone. A tree is walked depth first.
+
+    Where the grammar is at its end, or can neither go on nor end, only end tokens may come. A place
+    behind an end token or a forbidden one has no mask: no text gets there.
+
+    Raises ``ConstraintError`` for a constraint that nobody here has read, and for a model without
+    an end token."""
 
     def __init__(self, constraint: Constraint, end_tokens: Iterable[int]) -> None:
         if constraint.matcher is None:

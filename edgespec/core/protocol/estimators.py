@@ -40,12 +40,8 @@ class MovingAverage:
 
 
 class SlopeEstimator:
-    """How much y grows when x grows by one: the slope of the least-squares line through samples
-    that are forgotten as in a moving average.
-
-    Formula: covariance(x, y) / variance(x), both as moving averages. Passes of 0 and 10 draft rows
-    that take 20 and 25 ms, in turn, give 0.5 ms a row.
-    """
+    """How much y grows when x grows by one: covariance(x, y) / variance(x), as moving averages.
+    Passes of 0 and 10 draft rows that take 20 and 25 ms, in turn, give 0.5 ms a row."""
 
     def __init__(self, weight: float = 0.05) -> None:
         self.weight = weight
@@ -74,14 +70,10 @@ class SlopeEstimator:
 
 
 class PlaneEstimator:
-    """How much y grows with x and with z: the slopes of the least-squares plane through samples
-    that are forgotten as in a moving average.
-
-    Formula: with covariances c as moving averages, slope of x = (c_xy c_zz - c_zy c_xz) / (c_xx
-    c_zz - c_xz^2), and that of z alike. Where x and z hardly vary apart from one another, both have
-    the slope of x + z. Passes of (1, 0), (2, 0) and (2, 10) sessions and draft rows that take 21,
-    22 and 27 ms, in turn, give 1 ms a session and 0.5 ms a row.
-    """
+    """How much y grows with x and with z: the slopes of the least-squares plane, with covariances
+    as moving averages. Where x and z hardly vary apart from one another, both have the slope of
+    x + z. Passes of (1, 0), (2, 0) and (2, 10) sessions and draft rows that take 21, 22 and 27 ms,
+    in turn, give 1 ms a session and 0.5 ms a row."""
 
     def __init__(self, weight: float = 0.05) -> None:
         self.weight = weight
@@ -137,9 +129,8 @@ class AcceptanceEstimator:
     """How often the draft's choice of each rank is the target's token.
 
     Formula: rate = (hits + prior * prior_weight) / (trials + prior_weight), where hits and trials
-    lose a share 1 - ``memory`` at each position, so a change of topic shows within a few dozen
-    tokens. With the prior of 0.7, worth 12 positions, 8 hits in the first 8 positions count as
-    about 7.5 in 7.5 and give (7.5 + 8.4) / (7.5 + 12) = 0.81.
+    lose a share 1 - ``memory`` at each position. With the prior of 0.7, worth 12 positions, 8 hits
+    in the first 8 positions give about (7.5 + 8.4) / (7.5 + 12) = 0.81.
     """
 
     prior: tuple[float, ...] = (0.7, 0.1, 0.04)

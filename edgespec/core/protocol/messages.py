@@ -15,20 +15,14 @@ from edgespec.core.protocol.work import ModelInfo, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 
 PROTOCOL_VERSION = 1
-
 EXACT_RULE = "exact"
-
 MAX_COMMIT_TOKENS = 4096
 """Tokens in one Commit. A device that comes back further behind is sent several of them."""
-
 MAX_ADAPTERS = 64
 """Models that one verifier serves beside its own, each of them that with an adapter."""
-
 MAX_NAME_BYTES = 256
 """Of a model's name, in UTF-8."""
-
 MAX_SECRET_BYTES = 64
-
 MAX_PRICE = 1000
 """In thousandths: no draft pays for its row."""
 

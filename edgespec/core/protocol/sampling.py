@@ -3,17 +3,13 @@
 Theory of operation. The token at ``position`` is a pure function of the target's logits, the
 tokens before it, the parameters and the seed:
 
-    mask -> bias -> repetition -> presence/frequency -> temperature -> top-k -> top-p -> min-p
-    -> argmax of (logits + Gumbel noise)
+    mask of the constraint -> bias -> repetition -> presence/frequency -> temperature -> top-k
+    -> top-p -> min-p -> argmax of (logits + Gumbel noise)
 
-The mask is that of the constraint, if there is one, behind the output (``ConstrainedText``): a
-token that it forbids counts as one with a logit of minus infinity.
-
-A temperature of 0, as any below ``LEAST_TEMPERATURE``, is the greedy case: no truncation, no noise,
-ties to the lowest id. ``choose`` is the scalar specification (lists of floats); the numpy and torch
-versions follow it and are tested against it. Repetition counts prompt and output (Keskar et al.
-2019), presence and frequency count output only, as in the OpenAI API. Truncation never removes the
-most likely token.
+A temperature below ``LEAST_TEMPERATURE`` is the greedy case: no truncation, no noise, ties to the
+lowest id. ``choose`` is the scalar specification, against which the numpy and torch versions are
+tested. Repetition counts prompt and output (Keskar et al. 2019), presence and frequency output
+only, as in the OpenAI API. Truncation never removes the most likely token.
 """
 
 from __future__ import annotations
@@ -27,29 +23,17 @@ from types import MappingProxyType
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint, allows
 
-# Shared noise: Gumbel(seed, position, token id) as a pure function, so both sides can evaluate it.
-#
-# Theory of operation. Sampling from softmax(logits) is ``argmax(logits + Gumbel noise)`` (the
-# Gumbel-max trick). When the noise is a counter-based hash instead of a generator's state, a device
-# that knows the seed can add *the same* noise to its own logits and will often pick the same token
-# (Daliri, Musco, Suresh, arXiv 2408.07978: probability at least (1-TV)/(1+TV)), and nobody has to
-# send probabilities. This file is the scalar specification. ``sampling/arrays.py`` (numpy) and
-# ``sampling/tensors.py`` (torch) vectorise it over token ids; the integers agree bit for bit,
-# which tests check. Floating point may differ in the last bit: only the verifier's choice counts.
-#
-# Law of the file: 32-bit unsigned integers throughout, every step a bijection or a xor with a key.
-# Two keyed rounds, because one round would make the noise of two positions shifted copies of each
-# other along the token axis.
+# Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
+# samples from softmax(logits), and a device that adds the same noise to its own logits often picks
+# the same token (arXiv 2408.07978: with probability at least (1-TV)/(1+TV)). ``sampling/`` has it
+# on arrays; the integers agree bit for bit. All are 32 bits, every step is a bijection or a xor
+# with a key; with one keyed round the noise of two positions would be shifted copies of each other.
 
 MASK_32 = 0xFFFFFFFF
-
 # Finaliser constants of MurmurHash3 (public domain, Austin Appleby) and the golden ratio.
 MIX_A = 0x85EBCA6B
-
 MIX_B = 0xC2B2AE35
-
 GOLDEN = 0x9E3779B9
-
 SECOND_KEY = 0x7F4A7C15
 
 
@@ -103,20 +87,14 @@ def gumbel(bits: int) -> float:
 
 
 MAX_STOP_IDS = 64
-
 MAX_STOP_STRINGS = 16
-
 MAX_BIASES = 1024
-
 MAX_TOKENS = 1 << 20
-
 # Divided by less than this, any two float32 logits that differ are further apart than the noise can
 # bridge, and soon further than float32 reaches.
 LEAST_TEMPERATURE = 1e-6
-
 # Below this a logit divided by the penalty may leave the range of float32.
 LEAST_REPETITION_PENALTY = 0.01
-
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 

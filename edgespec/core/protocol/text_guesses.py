@@ -2,23 +2,18 @@
 
 Theory of operation. Three sources name tokens for the next position, the surest first:
 
-    match      what stood behind the last tokens the last time they stood in this text. The match is
-               at least two tokens long, counted to ``LONGEST``; it goes on as long as the text goes
-               on as it did there (prompt lookup decoding, Saxena 2023)
+    match      what stood behind the last tokens the last time they stood in this text, two tokens
+               or more, counted to ``LONGEST`` (prompt lookup decoding, Saxena 2023)
     n-grams    what followed the last pair of tokens in committed texts, in an LRU table (Cacheback,
                Ma, Gim and Zhong, EMNLP 2025)
-    recycled   what followed the last token alone. A verifier also enters what the target said after
-               guesses that were wrong (Token Recycling, Luo et al., ACL 2025, with the target's
-               choice in place of its top k, which a pass does not report)
+    recycled   what followed the last token alone, and what the target said after guesses that were
+               wrong (Token Recycling, Luo et al., ACL 2025)
 
 Each named token is a guess of a *cell*: its source and the length of its match, its rank among the
-guesses for the position, and its place, which is the end of the text, where nobody knew how to go
-on, or behind another guess that was right, where the next one mostly is right too. Wherever the
-text came by, the guesses for the next token are compared with it, and their cells count.
-
-Formula: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``), where hits and
-trials lose a share 1 - ``MEMORY`` at each trial of the cell. A prior of 0.5 worth 2 trials, and 6
-hits in the first 6 trials, give about (5.7 + 1) / (5.7 + 2) = 0.87.
+guesses for the position, and its place, which is the end of the text or behind another guess, where
+the next one mostly is right too. Wherever the text came by, the guesses for the next token are
+compared with it, and their cells count: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials +
+``PRIOR_WEIGHT``), where hits and trials lose a share 1 - ``MEMORY`` at each trial of the cell.
 
 Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when it is full; tables of
 ``MOST_LEADERS`` rows of about 230 bytes, below 2 MiB each.

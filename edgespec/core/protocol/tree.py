@@ -23,17 +23,12 @@ from enum import Enum
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import GOLDEN, SamplingParams, mix
 
-# The committed prefix: prompt and the target's own tokens, with a hash of every beginning.
-#
-# Positions are absolute indices; ``length`` is the position of the next token. The rolling hash
-# lets either side notice that the other holds different tokens, which lengths alone do not show.
-
 _EMPTY_HASH = 0x65646765
 
 
 class CommittedPrefix:
-    """Append-only token sequence. ``hash_at(n)`` is the 32-bit hash of its first n tokens,
-    computed when it is asked for."""
+    """Prompt and the target's own tokens. ``hash_at(n)`` is the 32-bit hash of the first n: it
+    shows that the other side holds other tokens, which lengths alone do not."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         self.prompt_length = len(prompt)

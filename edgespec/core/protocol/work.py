@@ -1,7 +1,4 @@
-"""Work orders: what the sessions ask of models, as plain data.
-
-``ports.py`` says who carries them out; they stand here so that the machines can name them.
-"""
+"""What the sessions ask of models, as plain data; ``ports.py`` says who carries it out."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ from collections.abc import Sequence
 
 from edgespec.core.statically_frozen import statically_frozen
 
-# How likely the target held a token: log-probabilities of its raw distribution.
-#
-# Raw means before temperature, truncation, penalties and bias: the softmax of the logits as the
-# model gave them. Scores say something about a text and never change it; they are computed for
-# sessions that ask and for nobody else. This is the scalar specification; ``targets`` hold the fast
-# forms.
+# Scores are log-probabilities of the raw distribution: before temperature, truncation, penalties
+# and bias. They never change a text, and are computed for sessions that ask. This is the scalar
+# specification; ``targets`` hold the fast forms.
 
 MAX_LOGPROBS = 20
 """Top tokens that a session may ask for, a position."""
-
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no word for (OpenAI's number)."""
 

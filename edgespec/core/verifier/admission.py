@@ -104,23 +104,15 @@ def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits, whose: str) 
     return None
 
 
-# Who was refused because the verifier is full: what it is told, and its place in line.
-#
-# Theory of operation. A full verifier lets a session in when another one ends, about one every
-# ``gap_s`` (a moving average of the time between those that got in). Who is refused is remembered
-# until it gets in, or has not asked again for ``FORGET_S``; those who were refused before it wait
-# before it. It is told how many they are, and to come back in
+# Who is refused because the verifier is full is remembered until it gets in, or has not asked again
+# for ``FORGET_S``. It is told how many were refused before it, and to come back in
 #
 #     retry_after_s = (waiting before it + 1) * gap_s, between ``LEAST_S`` and ``MOST_S``
 #
-# With one let in every 2 s and three before it that is 8 s. The place is an estimate: nothing is
-# reserved, so that no place stays empty for a device that does not come back. At most ``MOST``
-# sessions are remembered.
+# with ``gap_s`` the mean time between those that got in. Nothing is reserved.
 
 LEAST_S, MOST_S = 1.0, 10.0
-
 FORGET_S = 2.0 * MOST_S
-
 MOST = 1024
 
 
@@ -132,9 +124,6 @@ class RefusedLine:
         """In the order of the first refusal."""
         self._gap_s = MovingAverage()
         self._entered_at: float | None = None
-
-    def __len__(self) -> int:
-        return len(self._asked_at)
 
     def refuse(self, key: str, max_sessions: int, now: float) -> Fault:
         """What the session is told that finds all places taken."""
@@ -156,18 +145,8 @@ class RefusedLine:
         self._entered_at = now
 
 
-# How many sessions a verifier holds, and which one makes room for a new one.
-#
-# A session is *useless* while its device is gone, or has left tokens unacknowledged for
-# ``PATIENCE_S``: a device that comes back resumes from what it holds, so ending such a session
-# costs it time and nothing else. When all slots are taken, or all of one peer or credential, the
-# session (of theirs) that has been useless longest gives its slot to the newcomer; when none is,
-# the newcomer is refused. Thus devices that open sessions and read nothing cannot keep others out.
-# Who is refused because the verifier is full hears its place in line (``RefusedLine``).
-
 # Several round trips of a slow link: a device that reads acknowledges sooner.
 PATIENCE_S = 3.0
-
 DISPLACED = Fault(
     FaultCode.OVERLOADED,
     f"the device acknowledged nothing for {PATIENCE_S:g} s, and another needs the session's place",
@@ -176,7 +155,12 @@ DISPLACED = Fault(
 
 
 class SessionSlots:
-    """``sessions`` is the engine's own table."""
+    """How many sessions a verifier holds, and which one makes room for a new one.
+
+    A session is *useless* while its device is gone, or has left tokens unacknowledged for
+    ``PATIENCE_S``: ending it costs its device time and nothing else. When all slots are taken, or
+    all of one peer or credential, the session (of theirs) that has been useless longest gives way;
+    when none is, the newcomer is refused. ``sessions`` is the engine's own table."""
 
     def __init__(self, limits: EngineLimits, sessions: Mapping[str, VerifySession]) -> None:
         self._limits, self._sessions = limits, sessions
@@ -225,35 +209,3 @@ class SessionSlots:
             elif device.unread_since is not None and now - device.unread_since >= PATIENCE_S:
                 found.append((device.unread_since, key))
         return min(found)[1] if found else None
-
-
-class StreamTable:
-    """Streams are the driver's numbers, sessions are named by their keys."""
-
-    def __init__(self) -> None:
-        self._stream_of: dict[str, int] = {}
-        self._key_of: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._stream_of)
-
-    def stream(self, key: str) -> int | None:
-        """The stream of a session, if it has one."""
-        return self._stream_of.get(key)
-
-    def key(self, stream: int) -> str | None:
-        """The session of a stream, if it has one."""
-        return self._key_of.get(stream)
-
-    def join(self, stream: int, key: str) -> None:
-        """From now on the two belong together; neither may belong to another."""
-        assert key not in self._stream_of
-        assert stream not in self._key_of
-        self._stream_of[key], self._key_of[stream] = stream, key
-
-    def part(self, key: str) -> int | None:
-        """The session has no stream any more; the one that it had."""
-        stream = self._stream_of.pop(key, None)
-        if stream is not None:
-            del self._key_of[stream]
-        return stream

@@ -8,16 +8,13 @@ chooses a block.
 
 A full block may be *published* under a name (``BlockNames``); from then on its rows do not
 change, and any number of sessions may hold it. When the last of them lets go it is free, but keeps
-its name and rows until it is needed: first those free blocks are given out that have no name, then
-the named one that nobody has held for longest. Of the blocks that one session lets go, the last in
-its text go first, since without the earlier ones nobody can use them.
+its name and rows until it is needed: free blocks without a name are given out first, then the named
+one that nobody has held for longest, of one session's the last in its text.
 
 Invariants: a block is free or in as many tables as it has holders, once in each; free and held
 blocks add up to ``block_count``; a name belongs to one block and a block has at most one name; only
-a block with one holder and no name is *writable*. Worked example: 40 cached tokens and a pass of 10
-rows in blocks of 16 need ceil(50 / 16) = 4 blocks.
-
-Who has to give blocks up is decided in ``cache_keeper.py``, who shares in ``prefix_sharing.py``.
+a block with one holder and no name is *writable*. Who gives blocks up, and who shares, is decided
+in ``cache_keeper.py``.
 """
 
 from __future__ import annotations
@@ -168,17 +165,6 @@ class BlockLedger:
                     self._blank.append(block)
 
 
-# The names of a text's full blocks: equal names mean equal tokens from the text's beginning on.
-#
-# Theory of operation. What the target caches for a token depends on that token and on all before
-# it, so a block may stand for another one only if both texts agree up to the block's end. The name
-# of block i is the hash of the name of block i - 1 and of the block's own tokens; the name before
-# the first is the hash of the text's owner, so that texts of different owners never have a name in
-# common. The hash is BLAKE2b of 32 bytes: no device can make two texts with one name.
-#
-# Worked example: in blocks of 16 a text of 40 tokens has two names; the 8 tokens behind them get
-# one when there are 16.
-
 _NAME_BYTES = 32
 
 
@@ -192,7 +178,10 @@ class SharePrefixes(Enum):
 
 
 class BlockNames:
-    """Names of the blocks of ``prefix``, made when they are asked for."""
+    """Names of the full blocks of ``prefix``: equal ones mean equal tokens from the beginning on.
+
+    The name of block i is the hash of the name of block i - 1 and of the block's own tokens; before
+    the first stands the hash of the text's owner. No device can make two texts with one name."""
 
     def __init__(self, prefix: CommittedPrefix, block_tokens: int, owner: str) -> None:
         self.prefix = prefix

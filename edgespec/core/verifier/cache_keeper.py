@@ -8,18 +8,14 @@ waits. Blocks are taken, as long as the asker's committed tokens need them, from
     2. sessions that wait for their device to acknowledge, those waiting longest first;
     3. sessions opened after the asker, the newest first.
 
-Draft nodes never cost anybody a block: they get what is free. Sessions of the pass that is being
-formed are spared. The order of opening is total, so the oldest session that has work can always
-run, and no two sessions take blocks from each other in turns.
+Draft nodes never cost anybody a block. Sessions of the pass that is being formed are spared. The
+order of opening is total, so the oldest session that has work can always run, and no two sessions
+take blocks from each other in turns.
 
-A session without blocks (new, or evicted) enters only when its whole committed prefix fits, so that
-it is not evicted half-way through its prompt, and no session enters before one that was opened
-earlier and waits too: a long prompt is not overtaken for ever by short ones. Who could not run even
-with room, because it is over its rate or has to be heard first, keeps nobody out.
-
-Blocks may be shared (``PrefixSharing``). An eviction frees only what nobody else holds, so a
-session is spared whose blocks all have other holders. What an evicted session had filled can still
-be found, by itself too, until the blocks are needed.
+A session without blocks enters only when its whole committed prefix fits, and not before one that
+was opened earlier and waits too: a long prompt is not overtaken for ever by short ones. Who could
+not run even with room, because it is over its rate, keeps nobody out. An eviction frees only what
+nobody else holds, so a session whose blocks all have other holders is spared.
 """
 
 from __future__ import annotations
@@ -32,37 +28,27 @@ from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
 from edgespec.core.verifier.session import VerifySession
 
-# Sessions whose texts begin alike use the same cached blocks: nobody computes them again.
-#
-# Theory of operation. What a session's passes have fed is published block by block, under names
-# that stand for all tokens up to the block's end (``BlockNames``). A session that enters the
-# cache takes hold of the longest chain of blocks that bear the first names of its committed prefix,
-# and feeds only what is behind them. So a second session with the same system prompt, the next turn
-# of a chat, a device that comes back and a session that had lost its blocks start where others left
-# off.
-#
-# Four rules keep that exact:
-#
-#     1. Published are fed tokens of passes that went well, and only full blocks. The row of an
-#        accepted node is moved to its place before the next pass; until that pass has gone well
-#        nobody knows that the move did too.
-#     2. At least one token of a prefix is fed, or nothing could be sampled: of 32 tokens in blocks
-#        of 16 only one block is taken.
-#     3. Nobody writes into a published block. A session writes behind its cached rows, which fill
-#        what it shares to the last row. So there is nothing to copy on write.
-#     4. What a session held that failed in the target is not given to others any more.
-#
-# While a session still feeds its prompt it looks before every pass whether others have come further
-# (``catch_up``). And when the pass that is being formed computes for another session just what this
-# one would compute next, it sits that pass out (``waits``), unless it could sample in it: ten
-# devices that open together with one long prompt then cost little more than one.
-
 OwnerOf = Callable[[str], str]
 """Sessions with equal owners may share."""
 
 
 class PrefixSharing:
-    """``owner_of`` is asked once, when a session enters for the first time."""
+    """Sessions whose texts begin alike use the same cached blocks: nobody computes them again.
+
+    What passes have fed is published block by block. A session that enters takes hold of the
+    longest chain of blocks that bear the first names of its prefix, and feeds what is behind them:
+
+        1. Published are fed tokens of passes that went well, and only full blocks. The row of an
+           accepted node is moved before the next pass; until that one went well nobody knows.
+        2. At least one token of a prefix is fed, or nothing could be sampled.
+        3. Nobody writes into a published block, so there is nothing to copy on write.
+        4. What a session held that failed in the target is not given to others any more.
+
+    A session that still feeds its prompt looks before every pass whether others have come further
+    (``catch_up``), and sits out a pass that computes for another what it would compute next, unless
+    it could sample in it (``waits``): ten devices with one long prompt cost little more than one.
+
+    ``owner_of`` is asked once, when a session enters for the first time."""
 
     def __init__(self, ledger: BlockLedger, owner_of: OwnerOf) -> None:
         self.query_tokens = 0
@@ -309,7 +295,7 @@ class CacheKeeper:
             self.ledger.release(victim)
             self.sessions[victim].handle(ev.Evicted(), now)
             self.evictions += 1
-            self.preemptions += self.sessions[victim].wants_pass
+            self.preemptions += self.sessions[victim].missing_rows > 0
             self.evicted.append(victim)
         return True
 

@@ -35,22 +35,7 @@ class Credential:
 ANYBODY = Credential()
 
 
-# The keys that a verifier knows, and whose credential each of them is.
-#
-# Theory of operation. A key is random text of at least 128 bits that a device shows with every
-# call. The ring holds digests (SHA-256) and never a key, so who reads the operator's file learns
-# none. A plain fast hash is right here: slow ones are for passwords, which people choose and which
-# can be guessed; nobody finds one of 2**128 keys by trying, however fast a try is.
-#
-# A look-up compares what was shown with every digest, each in constant time, so that the time it
-# takes says nothing about how close a guess came. For the 1,024 keys that a ring may hold that is
-# 0.11 ms (measured on one core), once a stream.
-#
-# Invariants: names and digests are unique. A name whose digest changed counts as revoked and given
-# out anew: who still shows the old key is a stranger.
-
 MAX_KEYS = 1024
-
 DIGEST_BYTES = 32
 
 
@@ -78,8 +63,13 @@ class KeyChanges:
 
 
 class KeyRing:
-    """``keys`` has the digest of each credential's key, by the credential's name. Raises
-    ``ValueError`` for too many keys, and for two names with one key."""
+    """The keys that a verifier knows: ``keys`` has the digest of each credential's, by its name.
+
+    A key is random text of at least 128 bits, so a plain fast hash will do (slow ones are for
+    passwords, which can be guessed). A look-up compares every digest in constant time, 0.11 ms for
+    ``MAX_KEYS``. A name whose digest changed counts as revoked and given out anew.
+
+    Raises ``ValueError`` for too many keys, and for two names with one key."""
 
     def __init__(self, keys: Mapping[str, tuple[bytes, Credential]]) -> None:
         if len(keys) > MAX_KEYS:

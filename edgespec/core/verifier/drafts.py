@@ -19,13 +19,9 @@ from edgespec.core.statically_frozen import statically_frozen
 
 
 class ArrivalEstimator:
-    """The verifier estimates here when the next useful draft of a session arrives.
-
-    Drafts come in two rhythms. After a miss the device must first hear of it and draft anew: the
-    *response*, about a round trip and a draft step. Otherwise they come at the device's own pace:
-    the *gap*. Both are moving averages, and the estimate is the last event plus its rhythm. With a
-    response of 60 ms, a miss at 1.000 s lets the next draft be expected at 1.060 s.
-    """
+    """When the next useful draft of a session arrives. After a miss the device must first hear of
+    it and draft anew: the *response*. Otherwise drafts come at the device's own pace: the *gap*.
+    The estimate is the last event plus the moving average of its rhythm."""
 
     def __init__(self) -> None:
         self._response_s = MovingAverage(0.25)
@@ -55,13 +51,8 @@ class ArrivalEstimator:
         return self._arrived_at + self._gap_s.get(0.0)
 
 
-# Run-ahead: may the verifier start a pass of a session that has no draft waiting?
-#
-# Theory of operation. A pass without a draft commits one token, as plain streaming does. Waiting
-# for a draft instead pays only when it comes soon: the pass then commits more. ``never`` is split
-# decoding as the literature has it (and is bounded by a patience, so that a silent device cannot
-# stop its own stream); ``always`` is plain streaming that drafts may speed up; ``auto`` waits when
-# the next useful draft is expected within a share of a pass.
+# Run-ahead: may the verifier start a pass of a session that has no draft waiting? Such a pass
+# commits one token, as plain streaming does; waiting for a draft pays only when it comes soon.
 
 
 @statically_frozen
@@ -90,8 +81,8 @@ class RunAheadPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeverRunAhead:
-    """The verifier waits for a draft until the device says that none is coming, or for
-    ``patience_s``."""
+    """Split decoding as the literature has it: the verifier waits for a draft until the device says
+    that none is coming, or for ``patience_s``, so that a silent device cannot stop its stream."""
 
     patience_s: float = 2.0
 
@@ -101,7 +92,7 @@ class NeverRunAhead:
 
 @dataclass(frozen=True, slots=True)
 class AlwaysRunAhead:
-    """The verifier never waits for a draft."""
+    """Plain streaming, which drafts may speed up."""
 
     def start_at(self, view: RunAheadView) -> float:
         return view.now
@@ -111,19 +102,12 @@ class AlwaysRunAhead:
 class AutoRunAhead:
     """The verifier waits for an expected draft, but no longer than it is likely to be worth.
 
-    The longest wait is a share of a pass that grows with the chance that the draft is right: share
-    = (hit rate - ``unsure``) / (``sure`` - ``unsure``), between ``least_share`` and 1. A hit rate
-    of 0.89 gives (0.89 - 0.84) / (0.94 - 0.84) = half a pass. Waiting costs its time when the draft
-    then misses, running on costs a pass of GPU work: in virtual time (docs/measurements.md) waiting
-    a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8.
-
-    Where others have a pass now, waiting costs that whole pass: whoever joins it has a token more
-    when it ends, and what the device drafts meanwhile is there for the next one all the same. With
-    chains of two right at 0.8 each, two passes then bring 1 + 1 + 0.8 * 0.8 = 2.6 tokens, and one
-    pass missed for the sake of the other 1 + 0.8 + 0.8 * 0.8 = 2.4.
+    The longest wait is a share of a pass: (hit rate - ``unsure``) / (``sure`` - ``unsure``), in
+    [0, 1]. Waiting a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8
+    (virtual time, docs/measurements.md). Where others have a pass now, waiting costs that whole
+    pass, and what the device drafts meanwhile is there for the next one all the same.
     """
 
-    least_share: float = 0.0
     unsure: float = 0.84
     sure: float = 0.94
     slack_share: float = 0.1
@@ -139,7 +123,7 @@ class AutoRunAhead:
 
     def _share(self, hit_rate: float) -> float:
         certainty = (hit_rate - self.unsure) / (self.sure - self.unsure)
-        return min(1.0, max(self.least_share, certainty))
+        return min(1.0, max(0.0, certainty))
 
 
 def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:
@@ -210,11 +194,9 @@ class DraftInbox:
     def verifiable(self, room: int, end: int, least_chance: float = 0.0) -> list[Node]:
         """The nodes that the next pass should look at, at most ``room``, oldest first.
 
-        A node can matter only if the target's token after it lies before ``end``. It is worth its
-        row only if it is right with at least ``least_chance``: the chance of its path is the
-        product of the acceptance rates of the ranks on it, so two first choices at a rate of 0.8
-        have 0.8 * 0.8 = 0.64. A parent is older and likelier than its children, so every node that
-        is chosen has its parent chosen too.
+        A node can matter only if the target's token after it lies before ``end``, and is worth its
+        row only if the product of the acceptance rates of the ranks on its path is at least
+        ``least_chance``. A parent is older and likelier than its children, so it is chosen too.
         """
         nodes = self.tree.nodes
         if not nodes or room <= 0:
@@ -289,14 +271,6 @@ class DraftInbox:
             self.arrivals.on_miss(now)
 
 
-# Acceptance rules: given the target's choice after every node of a pass, what is committed?
-#
-# The exact rule follows the target: from the root, go to the child that *is* the target's token, as
-# long as there is one; what the target said at the last node reached is the correction (after a
-# miss) or the bonus. No ratio test and no residual, so nothing to bias: the committed tokens are
-# the target's own whatever was drafted.
-
-
 @statically_frozen
 class Walk:
     nodes: tuple[int, ...]
@@ -313,7 +287,8 @@ class AcceptanceRule(Protocol):
 
 @statically_frozen
 class ExactRule:
-    """Commit the target's own tokens and nothing else."""
+    """From the root, go to the child that *is* the target's token, as long as there is one; what
+    the target said at the last node is the correction or the bonus. Nothing to bias."""
 
     def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
         nodes: list[int] = []

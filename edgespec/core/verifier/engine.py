@@ -1,15 +1,10 @@
 """All sessions of one verifier and the packed passes they share, as a pure machine.
 
-Theory of operation. ``SessionRegistry`` holds the sessions and their streams; one pass runs at
-a time, and the scheduler forms the next one whenever none does. After every event the sessions it
-touched are looked after: what is over is forgotten, what may use a pass stands in line. Every few
-seconds a *sweep* ends the streams of devices that stopped reading, and tells those whose sessions
-wait that they are alive.
-
-Failures stay where they belong: ``Containment``.
-
-Law of the file: the engine routes and schedules; what is committed is the sessions' business.
-``deadline`` is when ``Poll`` is worth sending if nothing else happens.
+Theory of operation. One pass runs at a time, and the scheduler forms the next one whenever none
+does. After every event the sessions it touched are looked after: what is over is forgotten, what
+may use a pass stands in line. Every few seconds a *sweep* ends the streams of devices that stopped
+reading, and tells those whose sessions wait that they are alive. The engine routes and schedules;
+what is committed is the sessions' business. ``deadline``: when ``Poll`` is worth sending.
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.admission import (
     DISPLACED,
     SessionSlots,
-    StreamTable,
     limits_of,
     refuse_open,
 )
@@ -50,22 +44,17 @@ from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from edgespec.core.verifier.session import VerifySession, same_device, same_generation
 
-# The sessions of one verifier: how they open, who may resume them, what they are told, how they
-# end.
-#
-# Theory of operation. Every session has a key (its id on the wire), at most one stream, and a
-# sequence in the target from its opening until it is finished. What a session asks for is
-# translated into the engine's actions and collected in ``actions``; keys of sessions to which
-# something happened are collected in ``touched``, for the engine to look after.
-#
-# A session whose machine raises is ended alone: its device hears a fault that is worth a reconnect,
-# the operator gets the details, and nobody else notices. ``contain`` False lets the exception out
-# instead, for tests.
-
 RunAheadFactory = Callable[[RunAhead], RunAheadPolicy]
 
 
 class SessionRegistry:
+    """The sessions of one verifier: how they open, who may resume them, how they end.
+
+    Every session has a key (its id on the wire), at most one stream, and a sequence in the target
+    until it is finished. What it asks for is collected in ``actions``; keys of sessions to which
+    something happened in ``touched``, for the engine to look after. A session whose machine raises
+    is ended alone; ``contain`` False lets the exception out instead, for tests."""
+
     def __init__(
         self,
         model: ModelInfo,
@@ -81,7 +70,9 @@ class SessionRegistry:
         """By key, in the order of opening."""
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
-        self.streams = StreamTable()
+        self.stream_of: dict[str, int] = {}
+        """The driver's number of each session's stream, if it has one; ``key_of`` the other way."""
+        self.key_of: dict[int, str] = {}
         self._model, self._limits, self._rules = model, limits, rules
         self._served = {one.name: one for one in (model, *adapters)}
         self._run_ahead, self._contain = run_ahead, contain
@@ -110,9 +101,8 @@ class SessionRegistry:
         if fault is not None:
             self.actions += (ee.SendTo(stream, fault), ee.CloseStream(stream))
             return
-        if (old := self.streams.part(key)) is not None:
-            self.actions.append(ee.CloseStream(old))
-        self.streams.join(stream, key)
+        self._hang_up(key)
+        self.stream_of[key], self.key_of[stream] = stream, key
         self.tell(key, ev.Attach(request), now)
 
     def _refuse_known(self, known: VerifySession, request: Open) -> Fault | None:
@@ -158,23 +148,23 @@ class SessionRegistry:
 
     def message(self, event: ee.StreamMessage, now: float) -> None:
         """A later message; one of a stream that has no session any more is dropped."""
-        if (key := self.streams.key(event.stream)) is not None:
+        if (key := self.key_of.get(event.stream)) is not None:
             self.tell(key, event.message, now)
 
     def lost(self, stream: int, now: float) -> None:
         """The stream is gone; its session stays for the lease."""
-        if (key := self.streams.key(stream)) is not None:
-            self.streams.part(key)
+        if (key := self.key_of.get(stream)) is not None:
+            self._part(key)
             self.tell(key, ev.Detach(), now)
 
     def fell_behind(self, stream: int) -> None:
         """What the stream was to be sent before the last pass still waits to leave."""
-        if (key := self.streams.key(stream)) is not None:
+        if (key := self.key_of.get(stream)) is not None:
             self.sessions[key].device.behind = True
 
     def caught_up(self, stream: int) -> None:
         """It has left."""
-        if (key := self.streams.key(stream)) is not None:
+        if (key := self.key_of.get(stream)) is not None:
             self.sessions[key].device.behind = False
             self.touched.setdefault(key)
 
@@ -186,7 +176,7 @@ class SessionRegistry:
         for action in self._handle(key, event, now):
             match action:  # without names for its fields, which would take twice as long
                 case ev.Send():
-                    if (stream := self.streams.stream(key)) is not None:
+                    if (stream := self.stream_of.get(key)) is not None:
                         self.actions.append(ee.SendTo(stream, action.message))
                 case ev.Keep():
                     self.actions.append(ee.KeepNodes(key, action.nodes))
@@ -211,7 +201,7 @@ class SessionRegistry:
             return
         self.touched.setdefault(key)
         self._slots.free(key)
-        if fault is not None and (stream := self.streams.stream(key)) is not None:
+        if fault is not None and (stream := self.stream_of.get(key)) is not None:
             self.actions.append(ee.SendTo(stream, fault))
         self._hang_up(key)
         self.close_sequence(key)
@@ -230,31 +220,33 @@ class SessionRegistry:
         except Exception:
             if not self._contain:
                 raise
-            stream = self.streams.stream(key)
+            stream = self.stream_of.get(key)
             self.actions.append(ee.ReportFailure(key, traceback.format_exc(), stream))
             fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
             self.end(key, fault)
             return ()
 
+    def _part(self, key: str) -> int | None:
+        """The session has no stream any more; the one that it had."""
+        stream = self.stream_of.pop(key, None)
+        if stream is not None:
+            del self.key_of[stream]
+        return stream
+
     def _hang_up(self, key: str) -> None:
-        if (stream := self.streams.part(key)) is not None:
+        if (stream := self._part(key)) is not None:
             self.actions.append(ee.CloseStream(stream))
 
 
-# Whom a failure belongs to: a session, or the target as a whole.
-#
-# Theory of operation. A session whose own machine or sequence fails is ended, and its device told
-# to come back. A pass that fails is tried again session by session; when a session fails alone, a
-# *probe* (one row of a fresh sequence) finds out whether the session or the target is to blame. A
-# broken target ends everything (``GiveUp``), and so does a pass that does not end.
-
 _PROBE_KEY = "\0probe"  # no session has it: ids on the wire are printable
-
 RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
 
 
 class Containment:
-    """Ends what failed, and nothing else."""
+    """Ends what failed, and nothing else. A session whose own machine or sequence fails is told to
+    come back. A pass that fails is tried again session by session; when one fails alone, a *probe*
+    (one row of a fresh sequence) finds out whether it or the target is to blame. A broken target
+    ends everything (``GiveUp``), and so does a pass that does not end."""
 
     def __init__(
         self, registry: SessionRegistry, scheduler: PassScheduler, keeper: CacheKeeper
@@ -323,7 +315,6 @@ class Containment:
 
 
 SWEEP_S = 2.0
-
 LAST_RECEIVED_WITHIN_S = 5.0
 """A finished stream waits so long for its device to acknowledge the end of the text: a session
 whose end was received is forgotten at once, and need not be kept for its lease."""

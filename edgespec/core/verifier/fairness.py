@@ -7,19 +7,16 @@ Of a pass, no credential takes more than its share:
 
     share_s = T / n      n credentials want the pass, and T is how long it takes
 
-so a crowd cannot hold up those who ask for little. Let w be what each wants to add, base_s what
-nobody added, and k those who want more than the share: T = base_s + sum of the other w + k *
-share_s, hence share_s = (base_s + sum of the other w) / (n - k)
-(``water_level``: base_s of water on the wants). Who is alone (n = 1) has no limit,
-and where all want the same, nobody is held back. Everybody may add one session.
+so a crowd cannot hold up those who ask for little: share_s is the ``water_level`` of base_s, what
+nobody added, over what each wants to add. Who is alone has no limit, where all want the same nobody
+is held back, and everybody may add one session.
 
 Worked example. base_s 20 ms, a session adds 1 ms; one key has 200 sessions, 20 keys have one each.
 Then share_s = (20 + 20) / (21 - 1) = 2 ms: two sessions of the crowd enter a pass of 42 ms, and the
 others keep 40 / 42 = 0.95 of the pace that they would have without it.
 
 What a credential may add but cannot use, because a whole session is more, is remembered as its
-*deficit* (Shreedhar and Varghese 1995): with a share of 1.5 ms the crowd has one session in every
-second pass and two in the others. Its sessions take turns: who was left out stays ahead in line.
+*deficit* (Shreedhar and Varghese 1995). Its sessions take turns: who was left out stays ahead.
 
 Priorities. A credential's share is that among those of its own and of higher priority, and its
 sessions stand in front of those of lower priority; who was left out of ``AGE_PASSES`` passes in a

@@ -1,36 +1,25 @@
 """What a draft's row costs the others now: the least chance of being right with which it pays.
 
 Theory of operation. A row that is added to a pass makes everybody who waits for the pass wait
-longer. Let a pass take T seconds and feed prompts for the share q of it, a row take r, N sessions
-decode, W wait with their prompts, and a session have g tokens of a pass. Requests arrive at a rate
-of their own, so prompts bring a fixed number of rows a second however fast texts move, and
+longer. Let a pass take T seconds, of which ``decode_s`` without its prompt rows, a row take r, N
+sessions decode, W wait with their prompts, and the pass commit ``tokens``. A token more in a pass
+saves its session a share of T; a row costs N + W sessions r seconds each, and what prompts bring in
+that time. So a node pays when its chance of being right is at least
 
-    T = (base + r * rows of those who decode) / (1 - q)
+    cost = r * tokens * (1 + W / N) / decode_s
 
-Two passes without the row take as long as one pass with it and a shorter one: a token more in a
-pass saves its session T / g seconds, and a row costs N + W sessions r / (1 - q) seconds each, since
-prompts come in that time too. So a node pays when its chance of being right is at least
-
-    least chance = r * (N + W) * g / ((1 - q) * T) = r * tokens * (1 + W / N) / decode_s
-
-with ``tokens`` = N * g of a pass, and ``decode_s`` = (1 - q) * T, the pass without its prompt rows
-(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). That is what makes the *mean*
-best. Those whose drafts miss have only the longer passes of it: a wrong row lengthens all of them
-by cost / (1 - cost), the more the fuller the verifier is, while a right one replaces a row of a
-later pass. So that they are no slower than without anybody's drafts, it asks
+(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). That makes the *mean* best.
+Those whose drafts miss have only the longer passes of it: a wrong row lengthens all of them by cost
+/ (1 - cost). So that they are no slower than without anybody's drafts, it asks
 
     least chance = cost * (1 + cost)
 
-Worked example, an office floor: rows of 0.15 ms in passes of 34 ms, 9 ms of them for prompts, that
-commit 48 tokens: cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first choice that is right with
-0.8 is worth it, and so are the second and the third behind it (0.64, 0.51). When 20 prompts wait
-beside 60 sessions in passes of 37 ms that commit 60 tokens and feed prompts for 20 ms, with rows of
-0.2 ms, the cost is 0.2 * 60 * 1.33 / 17 = 0.94: nothing pays, for nearly all of a pass's time is
-rows by then, and a row that may be wrong takes the place of one that is not.
+Worked example: rows of 0.15 ms in passes of 34 ms, 9 ms of them for prompts, that commit 48 tokens:
+cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first choice that is right with 0.8 is worth it,
+and so are the second and the third behind it (0.64, 0.51).
 
-What is not known. Until ``_LEAST_PASSES`` passes were timed, nobody drafts while prompts wait. When
-rows vary no more, what was last measured fades by ``_FADES`` a pass, so that drafts are tried again
-one day; from 0.5 it takes 35 passes to 0.25.
+Until ``_LEAST_PASSES`` passes were timed, nobody drafts while prompts wait. When rows vary no more,
+what was last measured fades by ``_FADES`` a pass, so that drafts are tried again one day.
 """
 
 from __future__ import annotations
@@ -45,11 +34,8 @@ UNPRICED_GUESS: Final = 0.5
 
 # Prompt rows are taken for no more than the rest of a pass: their price is that of all rows.
 _LEAST_DECODING: Final = 0.25
-
 _LEAST_PASSES: Final = 8
-
 _FADES: Final = 0.98
-
 # Prompts in line beside those who decode, in the mean.
 _FEW: Final = 1.0
 
@@ -126,22 +112,12 @@ class RowPriceKeeper:
         return max(least, UNPRICED_GUESS) if self._row_s is None else least
 
 
-# Which part of a row's price a session has to pay, by what a right draft saves it.
-#
-# Theory of operation. The price (``row_price.py``) is made for sessions that decode on in every
-# pass: a token more in a pass saves them a pass. One that waits for its drafts (``RunAhead.NEVER``)
-# is saved the wait as well, while its rows cost the others the same. So its drafts pay as soon as
-# they are right with
-#
-#     least chance = price * pass_s / round_s,    round_s = pass_s + what it waits between passes
-#
-# Worked example: passes of 25 ms begin 75 ms after the commit before, over a link of 70 ms; where a
-# row asks others for 0.8, this session drafts from 0.2 on. Without this it would be told to draft
-# nothing, and have one token a round trip.
-
-
 class PricedShare:
-    """Of one session; ``value`` is 1 for one that decodes on, and 0 while nothing is known."""
+    """``value`` is the part of a row's price that a session has to pay: 1 for one that decodes on.
+
+    One that waits for its drafts (``RunAhead.NEVER``) is saved the wait as well, while its rows
+    cost the others the same: so it pays pass_s / (pass_s + what it waits between passes), and
+    nothing while that is not known."""
 
     def __init__(self, request: Open) -> None:
         self._waits = request.run_ahead is RunAhead.NEVER

@@ -68,58 +68,34 @@ def decodes(session: VerifySession) -> bool:
     return session.missing_rows == 1
 
 
-# How many prompt rows a pass may carry while other sessions decode in it.
-#
-# Theory of operation. A pass ends for all its sessions at once, so a long prompt in it makes
-# everybody wait: 1,024 prompt rows on a CPU take a second, in which no text moves. While any
-# session decodes, a pass therefore carries only so many prompt rows that it becomes about a quarter
-# as long again (chunked prefill under a budget of time, as in Sarathi-Serve, arXiv 2403.02310): a
-# burst of long prompts stretches the time between tokens to 1.25 of the quiet one at most, or to
-# 1.3 where drafts are right. When nobody decodes, prompts have the whole pass.
-#
-# A burst is served late, but prompts that keep coming have to be served as fast as they come, or
-# their line would grow without end. ``PromptLoad`` measures what arrives all the time; the budget
-# is thrice that if it is more, up to three fifths of the verifier's time.
+# How many prompt rows a pass may carry while others decode in it: so many that it becomes about a
+# quarter as long again (chunked prefill under a budget of time, as in Sarathi-Serve, arXiv
+# 2403.02310). When nobody decodes, prompts have the whole pass. Prompts that keep coming have to be
+# served as fast as they come: the budget is thrice what ``PromptLoad`` measures if that is more, up
+# to three fifths of the verifier's time.
 #
 # Formula: rows = share * base_s / row_s with share pace * ``SHARE`` up to ``BURST_SHARE``, or pace
 # * ``SPARE`` * arriving rows a pass up to the share pace * ``MOST_SHARE``, at least ``LEAST_ROWS``.
-# A pass with n prompt rows is taken to last base_s + n * row_s: a line through the passes of late,
-# less their drafts' rows. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 =
-# 12, hence 16 rows; on a GPU, with rows of 0.02 ms, 300. Where prompts of 200 rows arrive 8 times a
-# second all the time, and passes last 30 ms, it is at least 3 * 8 * 200 * 0.03 = 144.
+# A pass with n prompt rows is taken to last base_s + n * row_s, a line through the passes of late.
+# With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence 16 rows; on a
+# GPU, with rows of 0.02 ms, 300. The pace is how many tokens a session has of a pass: where drafts
+# make it more, passes may be, and have to be, as much longer, or prompts would pay for drafts.
 #
-# The pace is how many tokens a session has of a pass. Where drafts make it more than one, passes
-# may be as much longer, and have to be, or drafts would be paid for by those who wait with a
-# prompt: a pass that is not full computes some rows for nothing (64 beside those of 23 ms, on an
-# H200). Drafts take their place, so prompt rows cost more and fewer of them are fed, just when a
-# line begins.
-#
-# Every other pass carries half of the budget. So the line can always be drawn, also on a verifier
-# that is never without prompts. A base measured once, without them, would be too short when more
-# sessions come; the difference would be booked on the rows, and the budget would shrink to nothing.
+# Every other pass carries half of the budget, so that the line can always be drawn.
 
 BURST_SHARE: Final = 0.3
 """Whatever the pace: a stream's gaps are asked to be at most 1.3 of the quiet ones."""
-
 SHARE: Final = 0.25
-"""At 0.5 ten long prompts stretched the gaps of a running stream to 1.5; they are fed 1.6 times as
-fast with it, in 27 % of the time instead of 16 %."""
-
+"""At 0.5 ten long prompts stretched the gaps of a running stream to 1.5."""
 MOST_SHARE: Final = 1.5
-
 SPARE: Final = 3.0
 """Prompts come in clusters: at twice the median they waited half as long again."""
-
 LEAST_ROWS: Final = 16
 """Fewer are not cheaper: CPUs compute tiles of 16 rows (``targets/row_tiles.py``)."""
-
 FIRST_ROWS: Final = 32
 """Before the first prompt was timed beside decoding sessions."""
-
 MOST_ROWS: Final = 1 << 20
-
 SLOT_S: Final = 1.0
-
 SLOTS: Final = 8
 
 
@@ -164,11 +140,10 @@ class PrefillBudget:
 class PromptLoad:
     """Prompt rows that arrive a second, all the time.
 
-    Formula: the lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``. What
-    came in fewer than half of them is a burst and does not count: ten prompts of 4,000 rows in one
-    slot leave it at 0, prompts of 400 rows in each slot make it 200 a second. Of the credentials
-    whose prompts come in a slot, none counts for more than all others together: who sends long
-    prompts in a loop would else make everybody's passes longer.
+    The lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``: what came in
+    fewer than half of them is a burst and does not count. Of the credentials whose prompts come in
+    a slot, none counts for more than all others together: who sends long prompts in a loop would
+    else make everybody's passes longer.
     """
 
     def __init__(self) -> None:
@@ -202,23 +177,12 @@ class PromptLoad:
             self._median = sorted(self._slots)[(SLOTS - 1) // 2]
 
 
-# Which prompt is fed next: the shortest remaining one first, with ageing.
-#
-# Theory of operation. A session whose cache lacks more than its last committed token has a *prompt*
-# to feed, new or lost to others. Feeding the one with the fewest rows left first gives the shortest
-# mean wait; alone it would starve the long ones. So a prompt's rank grows with its wait: it is
-#
-#     rank = time since it came / rows it still lacks       (highest response ratio, Hansen 1971)
-#
-# and the highest goes first. Of ten equal prompts that come at once the first is fed to its end,
-# then the second. Worked example: a prompt of 4,000 rows that has waited for 2 s (0.0005 s a row)
-# goes before a prompt of 100 rows until that has waited for 50 ms. A wait grows without end and
-# rows do not, so nobody starves.
-
-
 class PromptLine:
-    """Prompts are known by their session's key, from ``order`` until ``forget``;
-    ``credential_of`` is the engine's own table of whose they are."""
+    """Which prompt is fed next: the one with the highest rank = time since it came / rows it still
+    lacks (highest response ratio, Hansen 1971), so the shortest first, and nobody starves.
+
+    Prompts are known by their session's key, from ``order`` until ``forget``; ``credential_of`` is
+    the engine's own table of whose they are."""
 
     def __init__(self, credential_of: Mapping[str, Credential] | None = None) -> None:
         self._credential_of = {} if credential_of is None else credential_of
@@ -288,6 +252,11 @@ class PassScheduler:
     def pass_s(self) -> float | None:
         """Moving average of the passes that sampled; None before the first."""
         return self._price.pass_s
+
+    @property
+    def least_chance(self) -> float:
+        """A draft node less likely to be right than this does not pay for its row."""
+        return self._price.least_chance
 
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key, self.passes)
@@ -455,12 +424,6 @@ class PassScheduler:
     def row_price(self) -> int:
         """``least_chance`` in thousandths, as commits tell it."""
         return min(MAX_PRICE, round(MAX_PRICE * self.least_chance))
-
-    @property
-    def least_chance(self) -> float:
-        """A draft node less likely to be right than this does not pay for its row
-        (``row_price.py``)."""
-        return self._price.least_chance
 
     def run_alone(self, key: str) -> None:
         """The session gets its next pass to itself, so that a failure is its own."""

@@ -1,28 +1,20 @@
 """Server-side drafts: guesses of the verifier's own for a pass that has no draft of the device.
 
-Theory of operation. A pass without a draft commits one token. Guesses from the text alone
-(``core/protocol/text_guesses.py``) cost no model and may make it several, whatever the round trip:
-useful to a device that is weak, far away, or does not draft at all. They are nodes like a device's,
-judged by the same rule, so they cannot change the text. They ride only in a pass that runs anyway
-and has no node of the device.
+Theory of operation. Guesses from the text alone (``core/protocol/text_guesses.py``) cost no model
+and may make a pass bring several tokens, whatever the round trip. They are nodes like a device's,
+judged by the same rule. They ride only in a pass that runs anyway and has no node of the device.
 
 **The tree.** The likeliest guess of all places becomes the next node, and the sources are asked
-behind it, until no guess is worth its row or there is no more room; a node's chance is the product
-along its path. A match goes on behind the guess that follows it; where it reaches the end of the
-text, which is where a loop bites its own tail, the pair of tokens is looked up again. Beside a
-match of ``SURE`` tokens nothing else is named: it is right nearly always, and asking costs time.
+behind it, until no guess is worth its row; a node's chance is the product along its path. Where a
+match reaches the end of the text, which is where a loop bites its own tail, the pair of tokens is
+looked up again. Beside a match of ``SURE`` tokens nothing else is named.
 
-**The price.** No node is put into a pass whose chance is below ``least_chance`` (what a row costs
-on the target), nor below ``LEAST_CHANCE`` where rows are free, since proposing costs time too.
-``ServedWorth`` measures whether guesses pay in a session, and bounds what they lose.
+**The price.** No node's chance is below ``least_chance``, what a row costs on the target, nor below
+``LEAST_CHANCE``. ``ServedWorth`` measures whether guesses pay in a session.
 
 **Who may share.** A token that came sooner tells its reader that somebody was told the same before.
 So the sessions of one named credential share both tables; a session that showed no key has a
-recycled one of its own, and no n-grams, which its index has already. Chances are counted for all
-sessions together, which tells nobody what they said.
-
-The drafters learn when they are asked, never in between, and at most ``LOADED_PER_PASS`` tokens of
-a long text at a time: a session that needs no guesses spends nothing on them.
+recycled one of its own. Chances are counted for all sessions, which tells nobody what they said.
 """
 
 from __future__ import annotations
@@ -155,15 +147,12 @@ class ServedWorth:
     """Whether guesses pay in one session, measured, with hysteresis: ``asks`` before a pass that
     could carry some, ``count`` after it.
 
-    They are tried for ``TRIAL_PASSES`` passes, and their gain is taken, (tokens accepted - what
-    their rows cost) / passes: 20 accepted of 60 rows at 0.1 in 32 passes are 0.44 tokens a pass.
+    Their gain over ``TRIAL_PASSES`` passes is (tokens accepted - what their rows cost) / passes.
     Below ``KEEP`` the session rests, twice as long as the time before; a trial after a rest must
-    reach ``RESUME``, so that a session at the border does not go on and off.
-
-    What guesses lose is bounded by a *balance* of tokens: it begins at ``FIRST_BALANCE``, grows by
-    ``EXPLORED`` at each pass and by each accepted token, and falls by what each row costs. A
-    proposal has at most as many rows as it pays, and one: a text of n passes loses at most
-    FIRST_BALANCE + n * ``EXPLORED`` tokens and a row, 2.0 of 128 tokens whose rows cost 0.24.
+    reach ``RESUME``. What guesses lose is bounded by a *balance* of tokens: it begins at
+    ``FIRST_BALANCE``, grows by ``EXPLORED`` at each pass and by each accepted token, and falls by
+    what each row costs. A proposal has at most as many rows as it pays, and one: of 128 tokens
+    whose rows cost 0.24 at most 2.0 are lost.
     """
 
     def __init__(self) -> None:
@@ -266,34 +255,12 @@ class ServedDrafts:
         return end >= 2
 
 
-class TablesByOwner:
-    """Hands each session the tables it may use."""
-
-    def __init__(self, most_owners: int = MOST_OWNERS) -> None:
-        self._most_owners = most_owners
-        self._tables: OrderedDict[str, TextTables] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def of(self, credential: Credential) -> TextTables:
-        """Those of the credential's name, or new ones for a session that showed no key."""
-        name = credential.name
-        if not name:
-            return TextTables(ngrams=False)
-        if name not in self._tables:
-            self._tables[name] = TextTables(ngrams=True)
-        self._tables.move_to_end(name)
-        if len(self._tables) > self._most_owners:
-            self._tables.popitem(last=False)
-        return self._tables[name]
-
-
 class ServedDraftsMaker:
     """Makes the drafters of the sessions, which share the tables of their owner."""
 
-    def __init__(self) -> None:
-        self._tables = TablesByOwner()
+    def __init__(self, most_owners: int = MOST_OWNERS) -> None:
+        self._most_owners = most_owners
+        self.tables: OrderedDict[str, TextTables] = OrderedDict()
         self._chances = TextChances()
 
     def __call__(self, request: Open, credential: Credential) -> ServedDrafts | None:
@@ -301,4 +268,16 @@ class ServedDraftsMaker:
         what it finds there, and where the device wants the verifier to wait for its drafts."""
         if request.rule != EXACT_RULE or request.run_ahead is RunAhead.NEVER:
             return None
-        return ServedDrafts(self._tables.of(credential), self._chances)
+        return ServedDrafts(self.of(credential), self._chances)
+
+    def of(self, credential: Credential) -> TextTables:
+        """The tables of the credential's name, or new ones for a session that showed no key."""
+        name = credential.name
+        if not name:
+            return TextTables(ngrams=False)
+        if name not in self.tables:
+            self.tables[name] = TextTables(ngrams=True)
+        self.tables.move_to_end(name)
+        if len(self.tables) > self._most_owners:
+            self.tables.popitem(last=False)
+        return self.tables[name]

@@ -44,15 +44,10 @@ from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
-# What a verifier's session knows of its device: is it there, what does it hold, when did it hear?
-#
-# A session outlives its stream by the lease, so that a device can come back; and a device that does
-# not acknowledge holds its session up, which others pay for in slots and cache. Times are those of
-# the events.
-
 
 class Attachment:
-    """``length`` is how many tokens the device held when it opened the session."""
+    """What a session knows of its device, which held ``length`` tokens when it opened it. A session
+    outlives its stream by the lease, so that the device can come back."""
 
     def __init__(self, length: int, now: float) -> None:
         self.detached_at: float | None = now
@@ -105,15 +100,10 @@ class Attachment:
         return echo, round((now - held_at) * 1e6)
 
 
-# The scores of one session's tokens, from the pass that made them to the device that asked.
-#
-# Theory of operation. A pass scores its rows; the rows on the accepted path are those of the
-# committed tokens. They are kept until the device has acknowledged them, so that one that comes
-# back after a broken link is told them again: no more than flow control lets be outstanding. A
-# session that did not ask has none, and nothing happens here.
-
-
 class ScoreKeeper:
+    """The scores of committed tokens, kept until the device has acknowledged them, so that one that
+    comes back is told them again. A session that did not ask has none."""
+
     def __init__(self) -> None:
         self._kept: deque[TokenScore] = deque()
         self._position = 0
@@ -144,11 +134,6 @@ class ScoreKeeper:
         if not count or first < 0 or first + count > len(self._kept):
             return ()
         return tuple(self._kept)[first : first + count]
-
-
-# Whether an ``Open`` continues a session that is there, and what its device missed meanwhile.
-#
-# The device's delivered tokens are the truth, and whoever shows the session's secret is its device.
 
 
 def same_device(first: Open, later: Open) -> bool:
@@ -188,10 +173,7 @@ def likeliest_chain(
     tokens: Sequence[int], parents: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokens and parents of the path that takes the first child everywhere; nodes as in
-    ``PassRequest``.
-
-    Worked example: of a tree with the paths ``a b``, ``a c`` and ``d``, in this order, ``a b``.
-    """
+    ``PassRequest``."""
     chain: list[int] = []
     at = -1
     for node, parent in enumerate(parents):  # a child comes behind its parent
@@ -234,11 +216,6 @@ class VerifySession:
     @property
     def attached(self) -> bool:
         return self.device.attached
-
-    @property
-    def wants_pass(self) -> bool:
-        """Whether it would take part in a pass, were there room and time."""
-        return self.state is ev.READY and self.device.attached and self.device.unread_since is None
 
     @property
     def missing_rows(self) -> int:

@@ -167,7 +167,6 @@ class RunningPass:
 
 
 _V = VerifyState
-
 VERIFY_MOVES: Final[dict[tuple[VerifyState, VerifyState], str]] = {
     (
         _V.READY,

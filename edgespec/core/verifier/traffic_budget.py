@@ -16,13 +16,9 @@ seconds pays it.
                    Where several payers send, each is held to its fair share (``FairShares``),
                    which commits add to; a quiet stream has a second burst as its grace.
 
-Worked numbers. A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a
-pass. Behind a commit of 7 tokens it earns min(16 + 2 * 7, 30) = 30 and the base rate adds 3, so it
-is never slowed. A stream that sends in a loop while its text moves a token every 3 ms earns
-min(18, 3) a commit: after its burst of 128 it is read at 1,100 messages a second, however fast it
-sends; ten such streams share 2,000 a second.
-
-Invariants: waits are finite and never negative; no bucket holds more than its burst.
+A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a pass; behind a
+commit of 7 tokens it earns min(16 + 2 * 7, 30) = 30 and is never slowed. Waits are finite and never
+negative; no bucket holds more than its burst.
 """
 
 from __future__ import annotations
@@ -33,34 +29,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 from typing import Final
-
-# Who may have how much of a rate that many want: max-min fair shares between payers.
-#
-# Theory of operation. A *payer* is whoever a cost is charged to: the credential of a key or, where
-# no keys are asked for, an address, however many streams it has. The costs of all payers together
-# may be ``rate`` a second. Those who want less than a fair share have what they want, and the
-# others share the rest equally; with u what the former spend, and k of the latter,
-#
-#     share = max((rate - sum of u) / k, least_rate)
-#
-# and who is alone has no limit (``free_alone``). Each payer has a bucket that fills at the share,
-# up to ``burst``; what is taken beyond its level is a debt. Whoever owes waits ``debt / share``
-# seconds, and that is all: within its share nobody waits, whatever the others do. What was spent is
-# looked at every ``SLOT_S`` seconds: who owes then wants more than its share, of the others the
-# want is what they spent. A payer that has spent nothing for ``idle_s`` and owes nothing is
-# forgotten.
-#
-# Worked example. ``rate`` 500, ``least_rate`` 100. Twenty devices send 10 messages a second each,
-# one key floods: it has 500 - 200 = 300 a second. With 64 devices it would have none, and has 100.
-#
-# ``grace`` lets the innocent of a guilty payer go on: who asks with a grace waits for the part of
-# the debt that exceeds it. A flood on few streams is held where the debt begins, and quiet streams
-# of the same payer, which have a grace, never meet it.
-#
-# Invariants: waits are never negative, and no longer than ``max_wait_s`` and the time in which two
-# bursts fill. A payer that is not alone and asks at m places, each time before it spends at most c
-# there, spends at most burst + m * c + t * share in t seconds, as long as m * c is less than the
-# share of ``max_wait_s``. At most ``max_payers`` payers are remembered.
 
 SLOT_S: Final = 0.5
 
@@ -94,7 +62,18 @@ class _Account:
 
 
 class FairShares:
-    """Charge costs with ``spend``; ask ``wait_s`` before the next one."""
+    """Max-min fair shares of a rate between payers: charge with ``spend``, ask ``wait_s`` first.
+
+    A *payer* is the credential of a key or, where no keys are asked for, an address, however many
+    streams it has. Those who want less than a fair share of ``rate`` have what they want, the
+    others share the rest equally, at least ``least_rate`` each; who is alone has no limit. Each has
+    a bucket that fills at the share. Whoever owes waits ``debt / share`` seconds: within its share
+    nobody waits, whatever the others do. Every ``SLOT_S`` seconds the share is reckoned anew.
+
+    With a ``grace`` one waits only for the part of the debt that exceeds it: a flood on few streams
+    is held where the debt begins, and quiet streams of the same payer never meet it.
+
+    No wait is longer than ``max_wait_s`` and the time in which two bursts fill."""
 
     def __init__(self, limits: ShareLimits, now: float) -> None:
         assert limits.rate > 0.0
@@ -411,16 +390,6 @@ class StreamBudget:
         self._shared.shares.earn(self._payer, share, now)
 
 
-# How often one peer may call before it has to wait in line: new streams, questions for ``Info``.
-#
-# Theory of operation. One line for each peer and one for all, both token buckets. A call beyond the
-# rate waits for its turn; one that would wait too long is to be refused. Nobody waits for the
-# others' sake who is within its fair share of the total (``FairShares``), so the line that a
-# flood makes is its own.
-#
-# Invariants: waits are finite and never negative; at most ``max_peers`` peers are remembered.
-
-
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """The budget of calls. Rates are per second."""
@@ -447,12 +416,13 @@ INFO_LIMITS = CallLimits(
 
 # What a caller that has kept to its share may ask at once, however many others are in line.
 _CALLS_SAVED = 4.0
-
 _CALLER_IDLE_S = 10.0
 
 
 class CallBudget:
-    """The line in which calls wait for their turn, one for each peer and one for all."""
+    """The line in which calls (new streams, questions for ``Info``) wait for their turn: one for
+    each peer and one for all. Nobody waits for the others' sake who is within its fair share of the
+    total, so the line that a flood makes is its own. At most ``max_peers`` are remembered."""
 
     def __init__(self, limits: CallLimits, now: float) -> None:
         self.limits = limits

@@ -69,11 +69,8 @@ Step = tuple[list[PassRequest], list[int], list[int]]
 """Requests (the first is the tested one), its sampled rows that count, its nodes to keep."""
 
 _PROMPT = 19
-
 _LENGTH = 27
-
 _KEY = "\0self-test"
-
 _OTHER = "\0self-test other"
 
 # Equal siblings of one pass: few, as in a decoding pass, and many, as in a prefill.
@@ -227,7 +224,6 @@ TILE_BASES = (8, 16, 32)
 
 # Of attention and plain layers beside packed ones.
 SMALL_BASES = (2, 4, *TILE_BASES)
-
 ROW_BY_ROW = 1
 
 # Keys of the attention that is tried: one tile and a part of the next.

@@ -37,9 +37,7 @@ FAMILIES: Final = {
 # "dynamic" changes earlier positions' angles when a text grows: cached keys go stale. So does
 # "longrope" where a text grows beyond the original context, and only there.
 SUPPORTED_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
-
 _LONGROPE: Final = "longrope"
-
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -196,13 +194,9 @@ def not_loaded(path: str, method: str, error: Exception) -> UnsupportedModelErro
 
 # Computed from the configuration; older exports stored it beside the weights.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-
 _NAMED_TENSORS = 5
-
 _WEIGHTS: Final = "model.safetensors"
-
 _REAL_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-
 """As the headers of safetensors files name them."""
 
 

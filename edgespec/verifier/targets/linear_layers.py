@@ -33,11 +33,9 @@ from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 17
-
 """Of a layer; smaller ones are not packed."""
 
 _TRIED_ROWS = 5
-
 _COMPARED_ROWS = 4096
 
 # Of the largest result, what two orders of float32 sums may differ by, or two rounded results.
@@ -245,18 +243,14 @@ def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
 # layer's with the product of the unpacked weights before it trusts any of them.
 
 FORMATS: Final = ("int8", "int4")
-
 GROUP: Final = 32
-
 _INT4_OUTPUTS: Final = 16
-
 """The 4-bit product takes outputs in multiples of this."""
 
 _INT8_TOP, _INT4_TOP = 127, 15
 
 # The middle of the 4-bit values, at which torch's product puts the second number of a group.
 _INT4_MIDDLE = 8
-
 _TRIED_INTEGER_ROWS = 5
 
 # bfloat16 rounds inputs, scales and results to 8 bits each.

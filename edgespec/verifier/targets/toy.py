@@ -26,9 +26,7 @@ from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch
 # a mark that is not there.
 
 _EMPTY = -1
-
 _BEGINNING = 0
-
 """The mark before the first token."""
 
 

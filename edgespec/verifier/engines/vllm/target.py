@@ -108,7 +108,6 @@ class StepEngine(Protocol):
 # f.
 
 NO_SCORE = TokenScore(0.0, 0.0, ())
-
 """Of a row that nobody looks at, because its path is not the text."""
 
 
