@@ -4,7 +4,7 @@ Theory of operation. A constraint is compiled once for a vocabulary, and each te
 the compiled one. Both are bounded. A step counts its work in the library's own units
 (``_STEP_BOUNDS``), and a text that needs more fails by name. To compile is not bounded that well by
 the library (a JSON schema with ``allOf`` over 30 patterns takes for ever, and all memory), so what
-was never read before is tried in another process first (``trial_processes.py``), which has so much
+was never read before is tried in another process first (``grammar_trial.py``), which has so much
 time and memory and no more. Calls come from any thread.
 """
 
@@ -29,8 +29,8 @@ from edgespec.core.protocol.constraint import (
 )
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import Role, resolve_model
-from edgespec.models.toy import TOY_ALPHABET, TOY_EOS
-from edgespec.models.trial_processes import DATA_BYTES, TrialFailedError, TrialProcesses
+from edgespec.models.grammar_trial import DATA_BYTES, GrammarTrials, TrialFailedError
+from edgespec.models.toy import TOY, TOY_ALPHABET, TOY_EOS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -73,7 +73,7 @@ class GrammarReader:
         most_bytes: int = DATA_BYTES,
     ) -> None:
         self._make_tokenizer = tokenizer
-        self.trials = TrialProcesses(idle_s, most_bytes) if tries else None
+        self.trials = GrammarTrials(idle_s, most_bytes) if tries else None
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
@@ -140,21 +140,13 @@ class GrammarReader:
         grammar = grammar_of(constraint)
         if self.trials is not None and not known:
             self._try(self.trials, constraint.kind, grammar)
-        limits = LLParserLimits(
-            max_items_in_row=STEP_BOUNDS["max_items_in_row"],
-            initial_lexer_fuel=STEP_BOUNDS["initial_lexer_fuel"],
-            step_lexer_fuel=STEP_BOUNDS["step_lexer_fuel"],
-            step_max_items=STEP_BOUNDS["step_max_items"],
-            max_lexer_states=STEP_BOUNDS["max_lexer_states"],
-            max_grammar_size=STEP_BOUNDS["max_grammar_size"],
-            verbose_errors=False,
-        )
+        limits = LLParserLimits(**STEP_BOUNDS, verbose_errors=False)  # type: ignore[arg-type]
         matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(constraint.kind, matcher.get_error())
         return matcher
 
-    def _try(self, trials: TrialProcesses, kind: ConstraintKind, grammar: str) -> None:
+    def _try(self, trials: GrammarTrials, kind: ConstraintKind, grammar: str) -> None:
         """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
         that a grammar is tried on them; of all else 256 bytes are enough."""
         vocabulary = self._vocabulary() if kind is ConstraintKind.GRAMMAR else None
@@ -162,7 +154,10 @@ class GrammarReader:
         try:
             why = trials.tried(asked, _TRIAL_S)
         except TrialFailedError:
-            raise _too_much(kind) from None
+            raise ConstraintError(
+                f"the {kind.value} cannot be used: to compile it takes more time or memory than is"
+                " given"
+            ) from None
         except OSError as error:
             raise ConstraintBusyError(f"a {kind.value} cannot be tried now: {error}") from error
         if why:
@@ -291,27 +286,14 @@ def _refused(kind: ConstraintKind, why: str) -> ConstraintError:
     return ConstraintError(f"the {kind.value} cannot be used: {_first_words(why)}")
 
 
-def _too_much(kind: ConstraintKind) -> ConstraintError:
-    return ConstraintError(
-        f"the {kind.value} cannot be used: to compile it takes more time or memory than is given"
-    )
-
-
 def _first_words(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _MAX_MESSAGE else words[:_MAX_MESSAGE] + " ..."
 
 
-# --------------------------------------------------------------------------------------------
-# Who reads constraints: a verifier in the vocabulary of its target, a device in that of its texts.
-#
 # The library is optional on either side. A verifier without it refuses constraints and names the
 # package; a device without it lets its drafts guess freely, which costs speed and no text.
-
-
 ReadConstraint = Callable[[Constraint], Constraint]
-
-_TOY = "toy"
 _IDLE_S: Final = 300.0
 """After which a device lets go of the process that tries its grammars."""
 _DEVICE_BYTES: Final = 192 << 20
@@ -334,8 +316,7 @@ def device_reader(reference: str) -> ReadConstraint | None:
 
 def _vocabulary(reference: str, role: Role) -> Any:
     """What ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
-    if reference == _TOY:
+    if reference == TOY:
         return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
-    target = role is Role.TARGET
-    folder = resolve_model(reference, role) if target else resolve_texts(reference)
-    return (folder / "tokenizer.json").read_text(encoding="utf-8")
+    resolved = resolve_model(reference, role) if role is Role.TARGET else resolve_texts(reference)
+    return (resolved / "tokenizer.json").read_text(encoding="utf-8")

@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +39,7 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.constraint_desk import ConstraintDesk
@@ -41,6 +50,7 @@ from edgespec.wire.codec import decode_uplink, encode_uplink
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
+from tests.shell.live_verifier import environment
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
@@ -229,20 +239,6 @@ def test_a_grammar_of_llama_cpp_is_as_good_as_one_of_lark() -> None:
         assert one.mask() == other.mask() != b""
 
 
-def test_a_schema_that_takes_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, so that its bound can be anything; without it, this never ends."""
-    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 1.0)
-    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
-    assert reader.trials is not None
-    with pytest.raises(ConstraintError, match="takes more time or memory than is given"):
-        reader.read(ENDLESS)
-    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", 200.0)  # however busy the machine is
-    assert reader.read(schema({"type": "object"})).matcher is not None
-    assert reader.trials.pids
-    reader.close()
-    assert not reader.trials.pids
-
-
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
     with pytest.raises(ConstraintError, match=r"needs llguidance.* pip install 'edgespec\[grammar"):
@@ -273,6 +269,176 @@ def test_the_files_of_the_command_line(tmp_path: Path) -> None:
     file.write_text("a" * 32_769)
     with pytest.raises(ConfigError, match="it: 32769 bytes, but at most 32768 are read"):
         constraint_of(file, None)
+
+
+# --- processes that try grammars --------------------------------------------------------------
+
+WITHIN_S = 120.0
+EASY = [schema({"enum": [number]}) for number in range(9)]
+TOO_MUCH = "takes more time or memory than is given"
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Returns when it holds, however long that takes here."""
+    end, pause = time.monotonic() + WITHIN_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end
+        pause.wait(0.01)
+
+
+def runs(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def until_busy(pid: int) -> None:
+    """It has taken half a second of processor time."""
+    stat, ticks = Path(f"/proc/{pid}/stat"), os.sysconf("SC_CLK_TCK")
+    until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]) > ticks / 2)
+
+
+def trials(reader: GrammarReader) -> GrammarTrials:
+    assert reader.trials is not None
+    return reader.trials
+
+
+@pytest.fixture
+def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
+    """However busy the machine is."""
+    monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", WITHIN_S)
+    monkeypatch.setattr("edgespec.models.grammar_trial._READS_WITHIN_S", WITHIN_S)
+    found = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    yield found
+    found.close()
+
+
+def test_one_process_tries_one_grammar_after_the_other(trying: GrammarReader) -> None:
+    trying.get_ready()
+    (first,) = trials(trying).pids
+    for easy in EASY[:4]:
+        assert trying.read(easy).matcher is not None
+    with pytest.raises(ConstraintError, match="Invalid type: objekt"):
+        trying.read(schema({"type": "objekt"}))
+    assert trials(trying).pids == {first}
+    os.kill(first, signal.SIGKILL)  # as it waits: that says nothing of the next grammar
+    assert trying.read(EASY[4]).matcher is not None
+    (second,) = trials(trying).pids
+    trying.close()
+    assert not any(map(runs, (first, second)))
+    with pytest.raises(ConstraintError, match="this side is stopping"):
+        trying.read(EASY[5])
+
+
+def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarReader) -> None:
+    """Oracle: an endless one, stopped so that its bound does not end it, is not done when all
+    others are. It says when its process is killed, as the kernel does to who takes all memory."""
+    with ThreadPoolExecutor(1) as threads:
+        for killed, first in ((True, EASY[0]), (False, EASY[8])):
+            assert trying.read(first).matcher is not None
+            (pid,) = trials(trying).pids
+            endless = threads.submit(trying.read, ENDLESS)
+            until_busy(pid)
+            os.kill(pid, signal.SIGSTOP)
+            for easy in EASY[1:8]:
+                assert trying.read(easy).matcher is not None
+            assert not endless.done()
+            if killed:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                trying.close()
+            with pytest.raises(ConstraintError, match=TOO_MUCH if killed else "is stopping"):
+                endless.result(WITHIN_S)
+    assert not trials(trying).pids
+
+
+def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
+    """By its processor time; without the process of its own, this never ends."""
+    trying.get_ready()
+    first = trials(trying).pids
+    with pytest.raises(ConstraintError, match=TOO_MUCH):
+        trying.read(ENDLESS)
+    assert not trials(trying).pids & first
+    assert trying.read(schema({"type": "object"})).matcher is not None
+
+
+def test_one_that_cannot_begin_is_told_apart_from_a_grammar_that_takes_too_much() -> None:
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), most_bytes=1 << 20)
+    with pytest.raises(ConstraintError, match=r"cannot be tried now: the process .* ended with"):
+        reader.read(EASY[0])
+    reader.close()
+
+
+def test_one_that_nobody_needs_ends() -> None:
+    """After a while, or when its reader goes."""
+    idle = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), idle_s=0.01)
+    for easy in EASY[:2]:
+        assert idle.read(easy).matcher is not None
+        until(lambda: not any(map(runs, trials(idle).pids)))
+    idle.close()
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    reader.get_ready()
+    (pid,) = trials(reader).pids
+    del reader
+    until(lambda: not runs(pid))
+
+
+KILLED = """
+import sys, threading
+from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.grammar_trial import GrammarTrials
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
+endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
+reader.get_ready()
+threading.Thread(target=reader.read, args=(endless,), daemon=True).start()
+while reader.trials._ready is not None:
+    threading.Event().wait(0.01)
+reader.get_ready()  # one that is busy, and one that waits
+print(*reader.trials.pids, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_none_outlives_a_parent_that_was_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, ENDLESS.text],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    until(lambda: not any(map(runs, pids)))
+
+
+def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    reader = GrammarReader((folder / "tokenizer.json").read_text)
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder()
+    number, token = next(iter(known.items()))
+    for text in (f'start: "a" <[{number}]>', f'start: "a" {token.content}'):
+        assert reader.read(Constraint(ConstraintKind.GRAMMAR, text)).matcher is not None
+    with pytest.raises(ConstraintError, match="nobody"):
+        reader.read(Constraint(ConstraintKind.GRAMMAR, "start: <|nobody|>"))
+    reader.close()
+
+
+async def test_a_verifier_has_one_ready_and_takes_it_along(trying: GrammarReader) -> None:
+    verifier = Verifier(ToyTarget(MODEL), Limits(), read_constraint=trying)
+    await asyncio.to_thread(verifier.get_ready)
+    (pid,) = trials(trying).pids
+    await verifier.stop()
+    assert not trials(trying).pids
+    assert not runs(pid)
+    await asyncio.to_thread(verifier.get_ready)  # nothing begins any more
+    assert not trials(trying).pids
 
 
 # --- agent and verifier -----------------------------------------------------------------------
