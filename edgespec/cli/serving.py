@@ -35,9 +35,8 @@ from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
-from edgespec.telemetry.metrics_server import MetricValues
 from edgespec.telemetry.trace import Tracer
-from edgespec.telemetry.watch import Ended, StreamMeter, Watch, log_stream, sample_engine
+from edgespec.telemetry.verifier_counts import StreamMeter, Watch, log_stream
 from edgespec.verifier.build import build_verifier, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
@@ -130,8 +129,8 @@ class Watching:
 
     def __init__(self, metrics: MetricsServer | None) -> None:
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
-        ended: list[Ended] = [log_stream] if logged else []
-        self.watch = Watch(StreamMeter(*ended)) if ended or metrics is not None else None
+        meter = StreamMeter(log_stream if logged else None)
+        self.watch = Watch(meter) if logged or metrics is not None else None
         self._metrics = metrics
 
     @property
@@ -144,10 +143,8 @@ class Watching:
         if self._metrics is None or self.watch is None:
             return
         self.watch.lag.start(asyncio.get_running_loop())
-        model, engine = verifier.info.model.name, verifier.engine
-        self._metrics.start(
-            MetricValues(self.watch, lambda: sample_engine(engine), model, __version__)
-        )
+        model = verifier.info.model.name
+        self._metrics.start(self.watch, verifier.engine, model, __version__)
 
     def close(self) -> None:
         """Let go of the port."""

@@ -47,7 +47,7 @@ from edgespec.config.security import is_loopback
 from edgespec.device.reply import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE
-from edgespec.endpoint.counts import registry_of
+from edgespec.endpoint.counts import METRICS, METRICS_PREFIX
 from edgespec.endpoint.models import ALIAS, ServedModel
 from edgespec.endpoint.request_json import (
     ApiError,
@@ -58,7 +58,8 @@ from edgespec.endpoint.request_json import (
 )
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
 from edgespec.endpoint.service import Answer, Endpoint, Run
-from edgespec.telemetry.agent_metrics import AgentCollector
+from edgespec.telemetry import agent_status
+from edgespec.telemetry.metric_table import Table, registry_of
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
 
@@ -411,9 +412,11 @@ class _Places:
 
     def __init__(self, endpoint: Endpoint, status: StatusSource | None) -> None:
         self._endpoint, self._status = endpoint, status
-        self._registry = registry_of(endpoint.counts, endpoint.gauges)
+        tables = [Table(METRICS_PREFIX, METRICS, endpoint.counted)]
         if status is not None:
-            self._registry.register(AgentCollector(partial(status.snapshot, _WITHOUT_EVENTS)))
+            snapshot = partial(status.snapshot, _WITHOUT_EVENTS)
+            tables.append(Table(agent_status.METRICS_PREFIX, agent_status.AGENT_METRICS, snapshot))
+        self._registry = registry_of(*tables)
 
     async def health(self, request: Request) -> Response:
         """Without the key only whether it serves."""

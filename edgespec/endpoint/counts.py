@@ -11,20 +11,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any, Final
-
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from edgespec.config.endpoint import LOGGED_CHARACTERS
 from edgespec.endpoint.answer import Choice
-from edgespec.telemetry.metric_table import LATENCY_S, Histogram
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, counter, gauge, histogram
 
-_PREFIX: Final = "edgespec_endpoint_"
+METRICS_PREFIX: Final = "edgespec_endpoint_"
 
 OTHER: Final = "other"
 
@@ -33,114 +27,51 @@ OTHER: Final = "other"
 MOST_NAMES: Final = 256
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """Of the answers of one model."""
-
-    answers: int = 0
-    prompt: int = 0
-    completion: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-_BY_MODEL: Final[tuple[tuple[str, str, Callable[[TokenCounts], int]], ...]] = (
-    ("answers_total", "Requests that were served, to the end or not", lambda one: one.answers),
-    ("prompt_tokens_total", "Prompt tokens of the requests served", lambda one: one.prompt),
-    ("completion_tokens_total", "Tokens of their answers", lambda one: one.completion),
-    ("drafted_tokens_total", "Draft nodes sent for them", lambda one: one.drafted),
-    ("accepted_tokens_total", "Of the tokens, those drafted here", lambda one: one.accepted),
+_BY_MODEL: Final = (
+    ("answers", "Requests that were served, to the end or not"),
+    ("prompt_tokens", "Prompt tokens of the requests served"),
+    ("completion_tokens", "Tokens of their answers"),
+    ("drafted_tokens", "Draft nodes sent for them"),
+    ("accepted_tokens", "Of the tokens, those drafted here"),
 )
 
+METRICS: Final = (
+    counter("requests_total", "counts.requests", "Requests by path and outcome", "path,outcome"),
+    *(counter(f"{name}_total", f"counts.{name}", text, "model") for name, text in _BY_MODEL),
+    gauge("texts_running", "admission.running", "Texts that are generated now"),
+    gauge("requests_waiting", "admission.waiting", "Requests that wait for their turn"),
+    gauge("verifier_ready", "verifiers.ready", "1: a verifier is there"),
+    histogram("time_to_first_token_seconds", "counts.first_token_s", "Until text comes"),
+    histogram("request_seconds", "counts.duration_s", "From request to the end"),
+)
+"""Read from an ``Endpoint``."""
 
-@dataclass(slots=True)
+
 class EndpointCounts:
-    """Totals since the start."""
+    """Totals since the start; those of models by name, of which there are at most ``MOST_NAMES``
+    and ``OTHER``."""
 
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By path and status; ``gone`` for a client that left before the end, ``cut`` for a stream
-    that failed in the middle."""
-    models: dict[str, TokenCounts] = field(default_factory=dict)
-    """By name, of which there are at most ``MOST_NAMES`` and ``OTHER``."""
-    first_token_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
-    duration_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_S))
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By path and status; ``gone`` for a client that left before the end, ``cut`` for a stream
+        that failed in the middle."""
+        self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
+        self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
+        self.accepted_tokens = Counter[str]()
+        self.first_token_s, self.duration_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
 
-    @property
-    def completion_tokens(self) -> int:
-        """Of all models."""
-        return sum(one.completion for one in self.models.values())
-
-    def of_model(self, name: str) -> TokenCounts:
-        """What is counted of the model of that name from now on."""
-        if name not in self.models and len(self.models) >= MOST_NAMES:
-            name = OTHER
-        return self.models.setdefault(name, TokenCounts())
-
-    def add_answer(self, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> None:
+    def add_answer(
+        self, model: str, prompt_tokens: int = 0, choices: Sequence[Choice] = (), answers: int = 1
+    ) -> None:
         """Tokens of one answer, whether or not it came to its end."""
-        counts = self.of_model(model)
-        counts.answers += 1
-        counts.prompt += prompt_tokens
-        for choice in choices:
-            counts.completion += choice.tokens
-            if choice.job.stats is not None:
-                counts.drafted += choice.job.stats.counters.sent
-                counts.accepted += choice.job.stats.counters.accepted
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """What is so now."""
-
-    running: int
-    waiting: int
-    verifier_ready: bool
-    models: tuple[str, ...]
-    """The names of those that can be asked for."""
-
-
-def registry_of(counts: EndpointCounts, now: Callable[[], Gauges]) -> CollectorRegistry:
-    """A registry of its own, with the process's standard metrics beside ours."""
-    registry = CollectorRegistry()
-    registry.register(_Counted(counts, now))
-    ProcessCollector(registry=registry)
-    return registry
-
-
-class _Counted(Collector):
-    def __init__(self, counts: EndpointCounts, now: Callable[[], Gauges]) -> None:
-        self._counts, self._now = counts, now
-
-    def collect(self) -> Iterable[Metric]:
-        counts, now = self._counts, self._now()
-        requests = CounterMetricFamily(
-            f"{_PREFIX}requests_total", "Requests by path and outcome", labels=["path", "outcome"]
-        )
-        for (path, outcome), count in counts.requests.items():
-            requests.add_metric([path, outcome], count)
-        yield requests
-        for model in now.models:
-            counts.of_model(model)
-        for name, text, value in _BY_MODEL:
-            family = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
-            for model, one in counts.models.items():
-                family.add_metric([model], value(one))
-            yield family
-        for name, text, gauge in (
-            ("texts_running", "Texts that are generated now", now.running),
-            ("requests_waiting", "Requests that wait for their turn", now.waiting),
-            ("verifier_ready", "1: a verifier is there", int(now.verifier_ready)),
-        ):
-            yield GaugeMetricFamily(_PREFIX + name, text, value=gauge)
-        yield _histogram("time_to_first_token_seconds", "Until text comes", counts.first_token_s)
-        yield _histogram("request_seconds", "From request to the end", counts.duration_s)
-
-
-def _histogram(name: str, text: str, value: Histogram) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(_PREFIX + name, text)
-    bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
-    family.add_metric([], list(zip(bounds, value.cumulative, strict=True)), value.total)
-    return family
+        if model not in self.answers and len(self.answers) >= MOST_NAMES:
+            model = OTHER
+        stats = [one.job.stats.counters for one in choices if one.job.stats is not None]
+        self.answers[model] += answers
+        self.prompt_tokens[model] += prompt_tokens
+        self.completion_tokens[model] += sum(one.tokens for one in choices)
+        self.drafted_tokens[model] += sum(one.sent for one in stats)
+        self.accepted_tokens[model] += sum(one.accepted for one in stats)
 
 
 HIDDEN: Final = "[key]"

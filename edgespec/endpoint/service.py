@@ -37,7 +37,7 @@ from edgespec.endpoint.answer import (
     ToolUse,
     usage_of,
 )
-from edgespec.endpoint.counts import OTHER, EndpointCounts, Gauges, PromptLog
+from edgespec.endpoint.counts import OTHER, EndpointCounts, PromptLog
 from edgespec.endpoint.models import Chosen, ServedModels, VerifierWatch
 from edgespec.endpoint.request_json import (
     ApiError,
@@ -510,9 +510,11 @@ class Endpoint:
         """Requests that are being answered."""
         return len(self._runs)
 
-    def gauges(self) -> Gauges:
-        names = tuple(one.name for one in self.models.listed)
-        return Gauges(self.admission.running, self.admission.waiting, self.verifiers.ready, names)
+    def counted(self) -> Self:
+        """Itself, for its metrics: each model that is served has its series."""
+        for one in self.models.listed:
+            self.counts.add_answer(one.name, answers=0)
+        return self
 
     async def idle(self) -> None:
         """Returns when no request is being answered."""

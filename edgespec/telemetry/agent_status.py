@@ -7,10 +7,13 @@ whose value at the moment of the status is ``clock_s``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from edgespec.telemetry.metric_table import counter, gauge
 from edgespec.telemetry.plain_data import plain
 
 FORMAT: Final = "edgespec-agent-status"
@@ -207,40 +210,89 @@ class AgentStatus:
         return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
 
 
-@dataclass(slots=True)
 class RecentRate:
-    """How many a second there were of late, in buckets of one second each.
+    """How many a second there were of late: those of the last ``window_s`` seconds and of the one
+    that runs, over the time since the first of them, which counts as a second at least."""
 
-    Formula: what the buckets of the last ``window_s`` seconds hold, over the time they cover. 30
-    tokens in the 3 s since the first of them are 10 a second.
-    """
-
-    window_s: int = 5
-    _counts: list[int] = field(default_factory=list)
-    _seconds: list[int] = field(default_factory=list)
-    _began_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self._counts = [0] * (self.window_s + 1)
-        self._seconds = [-1] * (self.window_s + 1)
+    def __init__(self, window_s: int = 5) -> None:
+        self._window_s = window_s
+        self._seconds: deque[tuple[float, int]] = deque(maxlen=window_s + 1)
+        """When a second's first came, and how many came in it."""
 
     def add(self, count: int, now: float) -> None:
-        second = int(now)
-        slot = second % len(self._counts)
-        if self._seconds[slot] != second:
-            self._seconds[slot], self._counts[slot] = second, 0
-        self._counts[slot] += count
-        if self._began_s is None:
-            self._began_s = now
+        if self._seconds and int(self._seconds[-1][0]) == int(now):
+            first_at, before = self._seconds[-1]
+            self._seconds[-1] = (first_at, before + count)
+        else:
+            self._seconds.append((now, count))
 
     def per_s(self, now: float) -> float:
-        if self._began_s is None:
+        recent = [one for one in tuple(self._seconds) if one[0] >= int(now) - self._window_s]
+        if not recent:
             return 0.0
-        first = int(now) - self.window_s
-        seconds, counts = tuple(self._seconds), tuple(self._counts)
-        found = [(s, n) for s, n in zip(seconds, counts, strict=True) if s >= max(first, 0) and n]
-        if not found:
-            self._began_s = None
-            return 0.0
-        since = max(float(min(s for s, _ in found)), self._began_s, now - self.window_s - 1)
-        return sum(n for _, n in found) / max(now - since, 1.0)
+        return sum(count for _, count in recent) / max(now - recent[0][0], 1.0)
+
+
+METRICS_PREFIX: Final = "edgespec_agent_"
+_UP: Final = (VerifierState.READY, VerifierState.SERVING)
+
+
+def _of_verifiers(name: str) -> Callable[[AgentStatus], dict[str, float]]:
+    def read(status: AgentStatus) -> dict[str, float]:
+        found = {one.address: getattr(one, name) for one in status.verifiers}
+        return {address: value for address, value in found.items() if value is not None}
+
+    return read
+
+
+AGENT_METRICS: Final = (
+    gauge("num_requests_running", "running", "Texts that are being generated"),
+    counter("requests_started_total", "totals.generations", "Texts begun"),
+    counter(
+        "requests_finished_total",
+        lambda s: {how: getattr(s.totals, how) for how in ("finished", "failed", "cancelled")},
+        "Texts that ended",
+        "reason",
+    ),
+    counter("prompt_tokens_total", "totals.prompt_tokens", "Prompt tokens of the texts begun"),
+    counter("generation_tokens_total", "totals.tokens", "Tokens that users were given"),
+    counter("corrected_tokens_total", "totals.corrected", "Of these, where a draft sent was wrong"),
+    gauge("tokens_per_second", "tokens_per_s", "Tokens a second of all texts, of late"),
+    counter("draft_steps_total", "totals.steps", "Draft steps that ended well"),
+    counter("draft_failures_total", "totals.draft_failures", "Texts whose draft model failed"),
+    counter("spec_decode_num_draft_tokens_total", "totals.sent", "Draft nodes sent"),
+    counter(
+        "spec_decode_num_accepted_tokens_total", "totals.accepted", "Draft nodes that became tokens"
+    ),
+    counter(
+        "stale_nodes_total", "totals.stale", "Draft nodes that the verifier dropped when they came"
+    ),
+    counter(
+        "judged_positions_total",
+        "totals.tried",
+        "Positions decided while the draft had a guess there",
+    ),
+    counter("first_choice_hits_total", "totals.hits", "Of these, those its first choice won"),
+    counter("passes_total", "totals.passes", "The verifier's passes for these texts, as it told"),
+    counter("reconnects_total", "totals.reconnects", "Streams that were lost and tried again"),
+    gauge("drafting_worth", "drafting.worth", "1: drafts pay for their rows now; 0: they rest"),
+    gauge(
+        "row_price",
+        "drafting.least_chance",
+        "The least chance that pays, by the verifier; 0: any does",
+    ),
+    gauge(
+        "verifier_up",
+        lambda s: {one.address: one.state in _UP for one in s.verifiers},
+        "1: the verifier serves or is ready",
+        "verifier",
+    ),
+    gauge("rtt_seconds", _of_verifiers("rtt_s"), "Round trip to the verifier", "verifier"),
+    gauge("pass_seconds", _of_verifiers("pass_s"), "Length of the verifier's passes", "verifier"),
+    gauge("memory_resident_bytes", "memory.resident_bytes", "Resident memory of the process"),
+    gauge(
+        "memory_budget_bytes",
+        "memory.budget_bytes",
+        "What the process may take; absent without a budget",
+    ),
+)

@@ -1,5 +1,5 @@
-"""Metrics over HTTP, for Prometheus to fetch: ``/metrics``, and ``/healthz`` for whoever asks
-whether the process answers.
+"""A verifier's metrics over HTTP: ``/metrics``, and ``/healthz`` for whoever asks whether the
+process answers.
 
 The server has a thread of its own and reads plain counts, so a fetch neither waits for the event
 loop nor holds it up, and works when the loop is stuck, which is when it is wanted most. Callers are
@@ -11,135 +11,133 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
 
-from edgespec.core.protocol.messages import Message
-from edgespec.telemetry.metric_table import METRICS, PREFIX, Histogram, Kind, Metric
-from edgespec.telemetry.watch import DOWNLINK, UPLINK, EngineSample, Watch
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.telemetry.metric_table import Table, counter, gauge, histogram, registry_of
+from edgespec.telemetry.verifier_counts import EngineSample, Watch
 
-Value = float | Histogram | Mapping[str, float]
-"""Of a metric without a label of its own, of a histogram, and by that label."""
+PREFIX: Final = "edgespec_"
+METRICS: Final = (
+    # What users feel.
+    histogram(
+        "time_to_first_token_seconds",
+        "streams.ttft_s",
+        "From Open to the first tokens of a new stream",
+    ),
+    histogram(
+        "inter_token_latency_seconds", "streams.itl_s", "Time a token took after the one before"
+    ),
+    histogram("rtt_seconds", "streams.rtt_s", "From handing over a commit to its acknowledgement"),
+    # Who is there.
+    gauge("num_requests_running", "running", "Sessions with a device, in the cache"),
+    gauge("num_requests_waiting", "waiting", "Sessions with a device that wait to enter the cache"),
+    gauge("num_requests_detached", "detached", "Sessions without a device, kept for the lease"),
+    counter(
+        "requests_finished_total",
+        "streams.finished",
+        "Streams that ended after they were opened",
+        "reason",
+    ),
+    counter(
+        "requests_rejected_total",
+        "streams.rejected",
+        "Streams refused before they were opened",
+        "reason",
+    ),
+    # Tokens.
+    counter("prompt_tokens_total", "streams.prompt_tokens", "Prompt tokens of the sessions opened"),
+    counter(
+        "generation_tokens_total",
+        "streams.generation_tokens",
+        "Tokens committed by passes and sent",
+    ),
+    counter(
+        "run_ahead_tokens_total", "streams.run_ahead_tokens", "Of these, by passes without a draft"
+    ),
+    counter(
+        "server_drafted_tokens_total",
+        "engine.server_drafted_tokens",
+        "Of these, guessed by the verifier's own drafter",
+    ),
+    # Drafts.
+    counter(
+        "spec_decode_num_drafts_total",
+        "streams.drafts",
+        "Sessions' parts of passes that had draft nodes",
+    ),
+    counter(
+        "spec_decode_num_draft_tokens_total",
+        "streams.draft_nodes",
+        "Draft nodes that passes looked at",
+    ),
+    counter(
+        "spec_decode_num_accepted_tokens_total",
+        "streams.accepted",
+        "Draft nodes that became tokens",
+    ),
+    counter(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        lambda now: {str(place): count for place, count in enumerate(now.streams.accepted_at)},
+        "Draft nodes that became tokens, by their place in the draft",
+        "position",
+    ),
+    counter(
+        "stale_nodes_total",
+        "streams.stale",
+        "Draft nodes dropped when they came: too late or impossible",
+    ),
+    counter("wasted_nodes_total", "streams.wasted", "Draft nodes that a pass looked at in vain"),
+    # Passes.
+    histogram("pass_seconds", "streams.pass_s", "Length of a pass"),
+    histogram("pass_rows", "streams.pass_rows", "Rows of a pass: fed tokens and draft nodes"),
+    histogram(
+        "pass_tokens", "streams.pass_tokens", "Tokens that a pass committed, of all its sessions"
+    ),
+    counter("failed_passes_total", "streams.failed_passes", "Passes that failed and began anew"),
+    # The cache.
+    gauge("kv_cache_usage_perc", "cache_share", "Share of the key-value blocks held, 0 to 1"),
+    counter("evictions_total", "keeper.evictions", "How often a session gave up its blocks"),
+    counter("preemptions_total", "keeper.preemptions", "Of these, how often one that had work"),
+    counter(
+        "prefix_cache_queries_total",
+        "keeper.prefix_query_tokens",
+        "Tokens that were looked up in the prefix cache",
+    ),
+    counter("prefix_cache_hits_total", "keeper.prefix_hit_tokens", "Of these, tokens found there"),
+    # The wire and the process.
+    *(
+        counter(f"{way}_{what}_total", f"traffic.{way}_{what}", f"{text} {whom} devices", "kind")
+        for way, whom in (("received", "from"), ("sent", "to"))
+        for what, text in (("bytes", "Payload bytes of messages"), ("messages", "Messages"))
+    ),
+    counter("read_wait_seconds_total", "waits", "Streams were left unread, in seconds", "reason"),
+    counter(
+        "late_streams_total",
+        "streams.late_streams",
+        "Streams left out of a pass: what came before had not left",
+    ),
+    histogram(
+        "event_loop_lag_seconds", "lag", "How late the event loop was, asked ten times a second"
+    ),
+    gauge("build_info", "build", "1; the label says which version runs", "version"),
+)
 
-
-@dataclass(frozen=True, slots=True)
-class MetricValues:
-    """Everything that is counted in one verifier. ``engine`` reads the engine's own counts."""
-
-    watch: Watch
-    engine: Callable[[], EngineSample]
-    model: str
-    version: str
-
-    def now(self) -> dict[str, Value]:
-        """The value of every metric now, by its name."""
-        short = {**self._streams(), **self._engine(), **self._traffic()}
-        short["read_wait_seconds_total"] = self.watch.waits.by_reason()
-        short["event_loop_lag_seconds"] = self.watch.lag.lag_s
-        short["build_info"] = {self.version: 1}
-        return {PREFIX + name: value for name, value in short.items()}
-
-    def _streams(self) -> dict[str, Value]:
-        found = self.watch.streams
-        return {
-            "time_to_first_token_seconds": found.ttft_s,
-            "inter_token_latency_seconds": found.itl_s,
-            "rtt_seconds": found.rtt_s,
-            "requests_finished_total": dict(found.finished),
-            "requests_rejected_total": dict(found.rejected),
-            "prompt_tokens_total": found.prompt_tokens,
-            "generation_tokens_total": found.generation_tokens,
-            "run_ahead_tokens_total": found.run_ahead_tokens,
-            "spec_decode_num_drafts_total": found.drafts,
-            "spec_decode_num_draft_tokens_total": found.draft_nodes,
-            "spec_decode_num_accepted_tokens_total": found.accepted,
-            "spec_decode_num_accepted_tokens_per_pos_total": {
-                str(place): count for place, count in enumerate(found.accepted_at)
-            },
-            "stale_nodes_total": found.stale,
-            "wasted_nodes_total": found.wasted,
-            "pass_seconds": found.pass_s,
-            "pass_rows": found.pass_rows,
-            "pass_tokens": found.pass_tokens,
-            "failed_passes_total": found.failed_passes,
-            "late_streams_total": found.late_streams,
-        }
-
-    def _engine(self) -> dict[str, Value]:
-        sample = self.engine()
-        return {
-            "num_requests_running": sample.running,
-            "num_requests_waiting": sample.waiting,
-            "num_requests_detached": sample.detached,
-            "kv_cache_usage_perc": sample.cache_share,
-            "evictions_total": sample.evictions,
-            "preemptions_total": sample.preemptions,
-            "prefix_cache_queries_total": sample.prefix_query_tokens,
-            "prefix_cache_hits_total": sample.prefix_hit_tokens,
-            "server_drafted_tokens_total": sample.server_drafted_tokens,
-        }
-
-    def _traffic(self) -> dict[str, Value]:
-        values: dict[str, Value] = {}
-        for way, kinds in (("received", UPLINK), ("sent", DOWNLINK)):
-            counts = {_word(kind): self.watch.traffic.of(kind) for kind in kinds}
-            values[f"{way}_messages_total"] = {kind: n for kind, (n, _) in counts.items()}
-            values[f"{way}_bytes_total"] = {kind: size for kind, (_, size) in counts.items()}
-        return values
-
-
-def _word(kind: type[Message]) -> str:
-    return kind.__name__.lower()
-
-
-_MAX_CALLERS = 16
-
-_ASK_WITHIN_S = 5.0
-
+_MAX_CALLERS: Final = 16
+_ASK_WITHIN_S: Final = 5.0
 # All of it, also of one that never stops for so long.
 _DONE_WITHIN_S = 15.0
-
-_MODEL = "model_name"
-
-
-class CountedCollector(Collector):
-    """Translates counts into the library's families, for each fetch anew."""
-
-    def __init__(self, counted: MetricValues) -> None:
-        self._counted = counted
-
-    def collect(self) -> Iterable[Family]:
-        values, model = self._counted.now(), self._counted.model
-        return [_family(metric, values[metric.name], model) for metric in METRICS]
-
-
-def registry_of(counted: MetricValues) -> CollectorRegistry:
-    """A registry of its own, with the process's standard metrics (``process_...``) beside ours."""
-    registry = CollectorRegistry()
-    registry.register(CountedCollector(counted))
-    ProcessCollector(registry=registry)
-    return registry
 
 
 class MetricsServer:
     """Takes ``host:port`` when it is made (port 0: a free one) and answers from ``start`` on.
-
-    Raises ``OSError`` when the address cannot be had.
-    """
+    Raises ``OSError`` when the address cannot be had."""
 
     def __init__(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,12 +146,26 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port listened on."""
         return int(self._server.server_address[1])
 
-    def start(self, counted: MetricValues) -> None:
+    def start(self, watch: Watch, engine: VerifyEngine, model: str, version: str) -> None:
         """Answer, from now on, with what is counted there."""
-        self._server.answers = _answers(registry_of(counted))
+
+        def sample() -> EngineSample:
+            return EngineSample(watch, engine, version)
+
+        registry = registry_of(Table(PREFIX, METRICS, sample, model_name=model))
+
+        def answer(path: str, accept: str) -> tuple[int, str, bytes]:
+            match path.partition("?")[0]:
+                case "/metrics":
+                    encode, content_type = choose_encoder(accept)
+                    return 200, content_type, encode(registry)
+                case "/healthz":
+                    return 200, "text/plain; charset=utf-8", b"ok\n"
+            return 404, "text/plain; charset=utf-8", b"here are /metrics and /healthz\n"
+
+        self._server.answers = answer
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="edgespec-metrics", daemon=True
         )
@@ -166,24 +178,6 @@ class MetricsServer:
             self._thread.join()
             self._thread = None
         self._server.server_close()
-
-
-Answers = Callable[[str, str], tuple[int, str, bytes]]
-"""From a path and an Accept header to a status, a content type and a body."""
-
-
-def _answers(registry: CollectorRegistry) -> Answers:
-    def answer(path: str, accept: str) -> tuple[int, str, bytes]:
-        match path.partition("?")[0]:
-            case "/metrics":
-                encode, content_type = choose_encoder(accept)
-                return 200, content_type, encode(registry)
-            case "/healthz":
-                return 200, "text/plain; charset=utf-8", b"ok\n"
-            case _:
-                return 404, "text/plain; charset=utf-8", b"here are /metrics and /healthz\n"
-
-    return answer
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -206,7 +200,8 @@ class _Server(ThreadingMixIn, TCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = _MAX_CALLERS
-    answers: Answers
+    answers: Callable[[str, str], tuple[int, str, bytes]]
+    """From a path and an Accept header to a status, a content type and a body."""
 
     def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         self.address_family = family
@@ -246,19 +241,3 @@ class _Server(ThreadingMixIn, TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that left or never asked is none of ours."""
-
-
-def _family(metric: Metric, value: Value, model: str) -> Family:
-    labels = [_MODEL, metric.label] if metric.label else [_MODEL]
-    if isinstance(value, Histogram):
-        histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
-        bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
-        buckets = list(zip(bounds, value.cumulative, strict=True))
-        histogram.add_metric([model], buckets, value.total)
-        return histogram
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=labels)
-    by_label = {None: value} if isinstance(value, float | int) else value
-    for label, one in by_label.items():
-        family.add_metric([model] if label is None else [model, label], one)
-    return family

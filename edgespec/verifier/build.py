@@ -30,7 +30,7 @@ from edgespec.models.grammar import verifier_reader
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
-from edgespec.telemetry.watch import Watch
+from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.engines.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
@@ -111,7 +111,7 @@ def build_verifier(
         peer_share=bounds.peer_share,
         meter=None if watch is None else watch.traffic,
         refused=None if streams is None else streams.refused,
-        waits=None if watch is None else watch.waits.add,
+        waits=None if watch is None else watch.waited,
         uplink=UplinkLimits(
             shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate),
             address_rate=bounds.address_message_rate,

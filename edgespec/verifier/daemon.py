@@ -56,7 +56,7 @@ from edgespec.core.verifier.engine_events import (
 )
 from edgespec.telemetry.logs import new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
-from edgespec.telemetry.watch import StreamMeter
+from edgespec.telemetry.verifier_counts import StreamMeter
 from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
 
 # What streams are still to be sent: of each a bounded queue with one reader and an end.

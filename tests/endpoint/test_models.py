@@ -176,8 +176,8 @@ def test_names_in_metrics_are_bounded() -> None:
     counts = EndpointCounts()
     for number in range(2 * MOST_NAMES):
         counts.add_answer(f"adapter-{number}", 3, ())
-    assert len(counts.models) == MOST_NAMES + 1
-    assert counts.models[OTHER].prompt == 3 * MOST_NAMES
+    assert len(counts.answers) == MOST_NAMES + 1
+    assert counts.prompt_tokens[OTHER] == 3 * MOST_NAMES
 
 
 async def test_a_name_reaches_the_verifier_where_none_has_told_yet() -> None:

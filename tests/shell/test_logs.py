@@ -19,7 +19,7 @@ from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import StreamOpened
 from edgespec.device.build import build_agent, connect
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter, new_request_id, request_id
-from edgespec.telemetry.watch import StreamMeter, log_stream
+from edgespec.telemetry.verifier_counts import StreamMeter, log_stream
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from tests.shell.live_verifier import GatedTarget, daemon, start

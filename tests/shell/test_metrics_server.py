@@ -15,8 +15,8 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry import metrics_server
-from edgespec.telemetry.metrics_server import MetricsServer, MetricValues
-from edgespec.telemetry.watch import Watch, sample_engine
+from edgespec.telemetry.metrics_server import MetricsServer
+from edgespec.telemetry.verifier_counts import Watch
 from tests.core.fixed_text import MODEL
 
 WITHIN_S = 60.0
@@ -26,7 +26,7 @@ WITHIN_S = 60.0
 def server() -> Iterator[MetricsServer]:
     engine = VerifyEngine(MODEL, Limits(), EngineLimits())
     found = MetricsServer("127.0.0.1", 0)
-    found.start(MetricValues(Watch(), lambda: sample_engine(engine), "m", "1"))
+    found.start(Watch(), engine, "m", "1")
     yield found
     found.close()
 

@@ -21,7 +21,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.telemetry.metric_table import Histogram
-from edgespec.telemetry.watch import EVERY_S, LoopLag, StreamMeter, StreamRecord
+from edgespec.telemetry.verifier_counts import EVERY_S, LoopLag, StreamMeter, StreamRecord
 
 PROMPT = (1, 2, 3)
 

@@ -22,7 +22,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.telemetry.watch import StreamMeter, StreamRecord
+from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.loopback import LoopbackTransport

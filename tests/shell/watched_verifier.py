@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from edgespec.cli.serving import watching
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import TargetModel
-from edgespec.telemetry.metric_table import PREFIX
+from edgespec.telemetry.metrics_server import PREFIX
 from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
 

@@ -45,9 +45,10 @@ from edgespec.core.verifier.engine_events import (
 from edgespec.core.verifier.session_events import FINISHED, PASSING
 from edgespec.core.verifier.traffic_budget import Wait
 from edgespec.telemetry.logs import request_id
-from edgespec.telemetry.metric_table import COUNTS, LATENCY_S, Histogram
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram
 
-LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 MAX_POSITIONS = 16
 """Places in a draft that are counted one by one; deeper ones are in the total alone."""
@@ -66,51 +67,36 @@ REASONS = (
 """How a stream can end. The verifier's word for a full context is ``length``, as on the wire."""
 
 
+@dataclass(slots=True)
 class StreamRecord:
-    """One stream, for logs; times are of the verifier's monotonic clock."""
+    """One stream, for the log; times are of the verifier's monotonic clock."""
 
-    __slots__ = (
-        "accepted",
-        "credential",
-        "ended_at",
-        "first_at",
-        "first_tokens",
-        "last_at",
-        "model",
-        "nodes",
-        "opened",
-        "opened_at",
-        "peer",
-        "reason",
-        "request",
-        "request_id",
-        "resumed",
-        "tokens",
-        "unacknowledged",
+    request: Open
+    opened_at: float
+    peer: str = ""
+    credential: str = ""
+    request_id: str = field(default_factory=request_id.get)
+    opened: bool = False
+    """Whether the verifier took the generation."""
+    first_at: float | None = None
+    """When the first tokens were handed to the stream, and the last so far."""
+    last_at: float = 0.0
+    first_tokens: int = 0
+    """How many came first, all at once."""
+    ended_at: float = 0.0
+    tokens: int = 0
+    """Committed by passes, of these drafted, and draft nodes that passes looked at."""
+    accepted: int = 0
+    nodes: int = 0
+    reason: str = LOST
+    unacknowledged: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=_MAX_UNACKNOWLEDGED)
     )
 
-    def __init__(self, event: StreamOpened, now: float) -> None:
-        self.request: Open = event.request
-        self.request_id = request_id.get()
-        self.model = ""
-        """That serves it; empty before it is opened."""
-        self.peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
-        self.credential = event.credential.name
-        self.opened = False
-        """Whether the verifier took the generation."""
-        self.resumed = bool(event.request.committed)
+    @property
+    def resumed(self) -> bool:
         """Whether another stream, here or elsewhere, began the generation."""
-        self.opened_at = now
-        self.first_at: float | None = None
-        """When the first tokens were handed to the stream, and the last so far."""
-        self.last_at = 0.0
-        self.first_tokens = 0
-        """How many came first, all at once."""
-        self.ended_at = now
-        self.tokens = self.accepted = self.nodes = 0
-        """Committed by passes, of these drafted, and draft nodes that passes looked at."""
-        self.reason = LOST
-        self.unacknowledged: deque[tuple[int, float]] = deque(maxlen=_MAX_UNACKNOWLEDGED)
+        return bool(self.request.committed)
 
     @property
     def ttft_s(self) -> float | None:
@@ -126,19 +112,16 @@ class StreamRecord:
         return (self.last_at - self.first_at) / later
 
 
-Ended = Callable[[StreamRecord], None]
-
-
 class StreamMeter:
     """What each step of an engine brought. All counts only grow; ``ended`` hears of each stream."""
 
-    def __init__(self, *ended: Ended) -> None:
+    def __init__(self, ended: Callable[[StreamRecord], None] | None = None) -> None:
         self.ttft_s = Histogram(LATENCY_S)
         self.itl_s = Histogram(LATENCY_S)
         self.rtt_s = Histogram(LATENCY_S)
         self.pass_s = Histogram(LATENCY_S)
-        self.pass_rows = Histogram(COUNTS)
-        self.pass_tokens = Histogram(COUNTS)
+        self.pass_rows = Histogram(_COUNTS)
+        self.pass_tokens = Histogram(_COUNTS)
         self.prompt_tokens = self.generation_tokens = 0
         self.drafts = self.draft_nodes = self.accepted = 0
         self.accepted_at = [0] * MAX_POSITIONS
@@ -181,11 +164,13 @@ class StreamMeter:
     # --- streams ---------------------------------------------------------------------------
 
     def _open(self, event: StreamOpened, actions: Sequence[EngineAction], now: float) -> None:
-        record = self._records[event.stream] = StreamRecord(event, now)
+        peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
+        record = StreamRecord(event.request, now, peer, event.credential.name)
+        self._records[event.stream] = record
         for action in actions:
             match action:
-                case SendTo(event.stream, Opened(model=model)):
-                    record.opened, record.model = True, model
+                case SendTo(event.stream, Opened()):
+                    record.opened = True
                 case SendTo(event.stream, Commit(finish=finish)) if finish is not None:
                     self._end(event.stream, finish.value, now)
                 case OpenSequence():
@@ -199,8 +184,8 @@ class StreamMeter:
         record.reason, record.ended_at = reason, now
         if record.opened:
             self.finished[reason] += 1
-        for ended in self._ended:
-            ended(record)
+        if self._ended is not None:
+            self._ended(record)
 
     def _heard(self, event: StreamMessage, now: float) -> None:
         message = event.message
@@ -324,60 +309,42 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-class ReadWaits:
-    """Seconds by reason. Waits of several streams at the same time all count."""
-
-    def __init__(self) -> None:
-        self._total_s = dict.fromkeys(Wait, 0.0)
-
-    def add(self, reason: Wait, wait_s: float) -> None:
-        """One stream is not read for so long."""
-        self._total_s[reason] += wait_s
-
-    def by_reason(self) -> dict[str, float]:
-        """All of it so far, by the reason's word."""
-        return {reason.value: total_s for reason, total_s in self._total_s.items()}
-
-
-UPLINK: tuple[type[Message], ...] = (Open, Draft, Received, Cancel)
-
-DOWNLINK: tuple[type[Message], ...] = (Opened, Commit, Fault)
+_UPLINK: tuple[type[Message], ...] = (Open, Draft, Received, Cancel)
+_DOWNLINK: tuple[type[Message], ...] = (Opened, Commit, Fault)
 
 
 class TrafficCounts:
-    """Implements ``ports.ByteMeter``."""
+    """A ``ByteMeter``: messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
-        self._counts: dict[type, list[int]] = {kind: [0, 0] for kind in UPLINK + DOWNLINK}
+        received, sent = ([kind.__name__.lower() for kind in way] for way in (_UPLINK, _DOWNLINK))
+        self.received_messages, self.received_bytes = (dict.fromkeys(received, 0) for _ in "12")
+        self.sent_messages, self.sent_bytes = (dict.fromkeys(sent, 0) for _ in "12")
+        up, down = (
+            (self.received_messages, self.received_bytes),
+            (self.sent_messages, self.sent_bytes),
+        )
+        kinds = [(kind, up) for kind in _UPLINK] + [(kind, down) for kind in _DOWNLINK]
+        self._of = {kind: (kind.__name__.lower(), *counts) for kind, counts in kinds}
 
     def count(self, message: Message, payload_bytes: int) -> None:
-        counts = self._counts[type(message)]
-        counts[0] += 1
-        counts[1] += payload_bytes
+        kind, messages, sizes = self._of[type(message)]
+        messages[kind] += 1
+        sizes[kind] += payload_bytes
 
-    def of(self, kind: type[Message]) -> tuple[int, int]:
-        """Messages of a kind so far, and their payload bytes."""
-        messages, payload_bytes = self._counts[kind]
-        return messages, payload_bytes
-
-
-# How late an event loop is: what is to be done at a moment, and when it is done.
-#
-# The lag is what every message and every pass waits for on top of its own work. A callback asks ten
-# times a second, which costs a ten-thousandth of the loop or so.
 
 EVERY_S = 0.1
 
 
 class LoopLag:
-    """Measures from ``start`` to ``stop``."""
+    """How late an event loop is, from ``start`` to ``stop``: what every message and every pass
+    waits for on top of its own work. Asked ten times a second, for a ten-thousandth of the loop."""
 
     def __init__(self) -> None:
-        self.lag_s = Histogram(LAG_S)
+        self.lag_s = Histogram(_LAG_S)
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on ask how late ``loop`` is."""
         due = loop.time() + EVERY_S
 
         def ask() -> None:
@@ -396,62 +363,43 @@ class LoopLag:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """``streams`` is told what the engine does, ``traffic`` what the wire carries, ``lag`` asks the
-    event loop, ``waits`` hears which streams are not read for a while."""
+    event loop; ``waits`` are the seconds for which streams were not read, by reason."""
 
     streams: StreamMeter = field(default_factory=StreamMeter)
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
     lag: LoopLag = field(default_factory=LoopLag)
-    waits: ReadWaits = field(default_factory=ReadWaits)
-
-
-# How an engine stands at this moment: what is counted there anyway, read when somebody asks.
-#
-# Read from another thread than the engine's, without a lock: tables are copied in one step, numbers
-# are read one by one, so two of them may be an event apart.
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSample:
-    """Sessions that are not finished are running, waiting or detached."""
-
-    running: int
-    """Their device is there, and they have entered the cache."""
-    waiting: int
-    """Their device is there, and their prompt waits for a pass or for room."""
-    detached: int
-    """Their link is lost: they are kept for the lease."""
-    cache_share: float
-    """Of the key-value blocks, the share that is held; 0 for a target that keeps no account."""
-    evictions: int
-    preemptions: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    server_drafted_tokens: int
-
-
-def sample_engine(engine: VerifyEngine) -> EngineSample:
-    """The engine's standing, in time proportional to its sessions."""
-    running = waiting = detached = 0
-    for session in tuple(engine.sessions.values()):
-        if session.state is FINISHED:
-            continue
-        if not session.attached:
-            detached += 1
-        elif session.state is PASSING or session.cache_length:
-            running += 1
-        else:
-            waiting += 1
-    keeper = engine.keeper
-    ledger = keeper.ledger
-    held = 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
-    return EngineSample(
-        running,
-        waiting,
-        detached,
-        held,
-        keeper.evictions,
-        keeper.preemptions,
-        keeper.prefix_hit_tokens,
-        keeper.prefix_query_tokens,
-        engine.server_drafted_tokens,
+    waits: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys([one.value for one in Wait], 0.0)
     )
+
+    def waited(self, reason: Wait, wait_s: float) -> None:
+        """One stream is not read for so long; waits at the same time all count."""
+        self.waits[reason.value] += wait_s
+
+
+class EngineSample:
+    """What the metrics of a verifier are read from: its counts, and how its engine stands now.
+
+    Read from another thread than the engine's, without a lock: tables are copied in one step,
+    numbers are read one by one, so two of them may be an event apart."""
+
+    def __init__(self, watch: Watch, engine: VerifyEngine, version: str) -> None:
+        self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
+        self.keeper, self.waits, self.lag = engine.keeper, watch.waits, watch.lag.lag_s
+        self.build = {version: 1}
+        self.running = self.waiting = self.detached = 0
+        for session in tuple(engine.sessions.values()):
+            if session.state is FINISHED:
+                continue
+            if not session.attached:
+                self.detached += 1
+            elif session.state is PASSING or session.cache_length:
+                self.running += 1
+            else:
+                self.waiting += 1
+
+    @property
+    def cache_share(self) -> float:
+        """Of the key-value blocks, the share that is held; 0 for a target that keeps no account."""
+        ledger = self.keeper.ledger
+        return 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
