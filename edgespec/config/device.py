@@ -23,7 +23,7 @@ from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.device.turn_policy import DEFAULT_CACHES, MAX_CACHES
+from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -63,8 +63,8 @@ class DraftSection:
     """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
     empty is no budget."""
     caches: int = DEFAULT_CACHES
-    """Generations beside each other whose keys and values are held at once; those beyond take turns
-    at the caches. A memory budget may grant fewer."""
+    """Texts beside each other that are drafted for; those beyond are streamed. A memory budget may
+    grant fewer."""
     lookup: bool = False
     """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
     has no others)."""

@@ -104,6 +104,10 @@ class Drafter(Protocol):
     def close(self) -> None: ...
 
 
+DEFAULT_CACHES, MAX_CACHES = 4, 64
+"""Texts that an agent drafts for at once: by default, and at most."""
+
+
 @runtime_checkable
 class Twinned(Protocol):
     """A drafter that can have further caches: one sequence each, on the same weights."""

@@ -3,7 +3,7 @@
     async for chunk in agent.generate("Once upon a time", SamplingParams(max_tokens=64)):
         print(chunk.text, end="")
 
-One agent holds one drafter, which drafts for all its generations in turn (``shared_drafter.py``).
+One agent holds one drafter, which drafts for all its generations (``drafter_pool.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.device.turn_policy import DEFAULT_CACHES, TurnPolicy
-from edgespec.core.ports import Drafter, LinkError, ModelInfo, Transport
+from edgespec.core.ports import DEFAULT_CACHES, Drafter, LinkError, ModelInfo, Transport
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
@@ -37,6 +36,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.activity import Activity
 from edgespec.device.draft_worth import why_resting
+from edgespec.device.drafter_pool import DrafterPool
 from edgespec.device.reply import Chunk as Chunk
 from edgespec.device.reply import Piece as Piece
 from edgespec.device.reply import ReplyReader, TextDecoder
@@ -44,7 +44,6 @@ from edgespec.device.request_checks import MAX_TOKEN_ID as MAX_TOKEN_ID
 from edgespec.device.request_checks import checked_model, checked_prompt, checked_sampling
 from edgespec.device.served_models import served_models
 from edgespec.device.session_driver import SessionDriver
-from edgespec.device.shared_drafter import SharedDrafter
 from edgespec.device.verifier_pool import RoutedTransport, VerifierPool, link_for
 from edgespec.telemetry.trace import NoTrace, Tracer
 
@@ -104,8 +103,7 @@ class AgentOptions:
     vocabulary: str = ""
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
-    """Generations whose texts the drafter holds at once; those beyond take turns at the caches."""
-    turns: TurnPolicy = field(default_factory=TurnPolicy)
+    """Generations that are drafted for at once; those beyond are streamed."""
     learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
 
@@ -139,7 +137,7 @@ class Agent:
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
-        self._shared: SharedDrafter | None = None
+        self._pool: DrafterPool | None = None
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
@@ -186,8 +184,10 @@ class Agent:
         link, route = link_for(self._transport, belongs, longest, model)
         session = self._session(tokens, sampling, drafter, logprobs, model)
         notes = self.activity.began(session, route, self._tracer)
-        seat = None if drafter is None else self._sharing(drafter)
-        driver = SessionDriver(session, link, seat, tracer=notes)
+        lease = None
+        if drafter is not None:
+            lease = self._drafters(drafter).lease(len(tokens), sampling)
+        driver = SessionDriver(session, link, lease, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
             session.counters, session.estimates, route, self.options.policy
@@ -244,7 +244,7 @@ class Agent:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self._transport.close()
         if self._drafter is not None:
-            self._sharing(self._drafter).close()
+            self._drafters(self._drafter).close()
 
     async def __aenter__(self) -> Agent:
         return self
@@ -252,10 +252,10 @@ class Agent:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _sharing(self, drafter: Drafter) -> SharedDrafter:
-        if self._shared is None:
-            self._shared = SharedDrafter(drafter, self.options.draft_caches, self.options.turns)
-        return self._shared
+    def _drafters(self, drafter: Drafter) -> DrafterPool:
+        if self._pool is None:
+            self._pool = DrafterPool(drafter, self.options.draft_caches)
+        return self._pool
 
     def _tell_of_failure(self, why: str) -> None:
         """Say once, for each reason, that a generation went on without drafts."""

@@ -1,6 +1,6 @@
 """One generation on asyncio: a ``DraftSession`` with a real link, a real drafter and a real clock.
 
-This file decides nothing. Draft steps run in the drafter's own thread (``shared_drafter.py``), so a
+This file decides nothing. Draft steps run in the drafter's own thread (``drafter_pool.py``), so a
 reply that arrives during a step is read at once; the step's result comes back as an event like any
 other. Nothing dies silently: whatever is raised while an event is handled or an action carried out
 ends the generation with a ``Fail`` that the caller hears. And nobody waits for a draft once the
@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Final, assert_never
+from collections.abc import AsyncIterator, Callable
+from typing import Final, assert_never
 
 from edgespec.core.device.events import (
     Connect,
@@ -34,8 +33,8 @@ from edgespec.core.device.events import (
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Transport
 from edgespec.core.protocol.messages import Cancel, FinishReason
+from edgespec.device.drafter_pool import DrafterLease
 from edgespec.device.link import Link
-from edgespec.device.shared_drafter import Seat, SharedDrafter
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # How long leaving a generation early waits for its last messages to leave.
@@ -54,13 +53,13 @@ class SessionDriver:
         self,
         session: DraftSession,
         transport: Transport,
-        drafter: SharedDrafter | None,
+        drafter: DrafterLease | None,
         *,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
-        self._transport = transport
+        self._transport, self._drafter = transport, drafter
         self._tracer, self._clock = tracer or NoTrace(), clock
         # Holds at most a few entries a token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -68,22 +67,8 @@ class SessionDriver:
         self._links: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._over = threading.Event()
+        self._over = False
         """No outcome will follow the last one; a running draft step is not wanted any more."""
-        self._seat: Seat | None = None
-        if drafter is not None:
-            request, counters = session.request, session.counters
-            self._seat = Seat(
-                drafter,
-                request.session_id,
-                len(request.prompt),
-                request.sampling,
-                notify=self._handle,
-                spawn=self._spawn_step,
-                accepted=lambda: counters.accepted,
-                over=self._over.is_set,
-            )
-            drafter.join(self._seat)
 
     @property
     def running(self) -> set[asyncio.Task[None]]:
@@ -106,7 +91,7 @@ class SessionDriver:
     async def close(self) -> None:
         """Let go of everything. A generation that was left early waits a moment for its last
         messages to leave; a draft step that runs is not waited for (``running``)."""
-        if self._over.is_set():
+        if self._over:
             return
         self._handle(Stop())
         if self._links:
@@ -116,7 +101,7 @@ class SessionDriver:
 
     def _handle(self, event: DraftEvent) -> None:
         """Never raises: what goes wrong becomes the generation's ``Fail``."""
-        if self._over.is_set():
+        if self._over:
             return
         try:
             now, key = self._clock(), self.session.request.session_id
@@ -141,8 +126,7 @@ class SessionDriver:
                 if self._link is not None:
                     self._link.send(message)
             case StartStep():
-                assert self._seat is not None
-                self._seat.ask(action)
+                self._watch(asyncio.create_task(self._draft(action)), self._steps)
             case Deliver():
                 self._outcomes.put_nowait(action)
             case Finish() | Fail():
@@ -151,17 +135,17 @@ class SessionDriver:
                 assert_never(action)
 
     def _end(self, last: Finish | Fail) -> None:
-        self._over.set()
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._seat is not None:
-            self._seat.leave()
+        if self._drafter is not None:
+            self._drafter.end()
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:
         """A bug, here or in a part that was handed in. The verifier is told as far as possible."""
-        if self._over.is_set():
+        if self._over:
             return
         _log.error("the device's side of a generation failed", exc_info=error)
         self._end(Fail(f"the device failed: {type(error).__name__}: {error}"))
@@ -171,8 +155,9 @@ class SessionDriver:
                 link.send(Cancel())
                 link.close()
 
-    def _spawn_step(self, work: Coroutine[Any, Any, None]) -> None:
-        self._watch(asyncio.create_task(work), self._steps)
+    async def _draft(self, step: StartStep) -> None:
+        assert self._drafter is not None
+        self._handle(await self._drafter.step(step))
 
     def _watch(self, task: asyncio.Task[None], kind: set[asyncio.Task[None]]) -> None:
         """Keep ``task`` alive, and hear of it when it ends in a way that it should not."""
@@ -189,7 +174,7 @@ class SessionDriver:
         """Have ``_on_timer`` called by the deadline. Deadlines mostly move on, so a timer that is
         set for an earlier moment stays."""
         deadline = self.session.deadline
-        if deadline is None or self._over.is_set():
+        if deadline is None or self._over:
             return
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, deadline - self._clock())

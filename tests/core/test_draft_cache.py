@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,35 +44,3 @@ def test_the_last_token_is_fed_again_for_its_row() -> None:
     prefix, cache = CommittedPrefix(range(3)), DraftCache()
     cache.feed(prefix, [5])
     assert cache.feed(prefix, []) == (2, (2,))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_feed_that_was_taken_back_never_happened(seed: int) -> None:
-    """Oracle: a drafter that truncates and appends only what reaches it holds, after each feed that
-    does reach it, the prefix and the path."""
-    dice = random.Random(seed)
-    prefix = CommittedPrefix([dice.randrange(3) for _ in range(4)])
-    cache, held = DraftCache(), list[int]()
-    path: list[int] = []
-    for _ in range(200):
-        match dice.randrange(4):
-            case 0:
-                prefix.extend([dice.randrange(3) for _ in range(dice.randrange(1, 4))])
-                path = []
-            case 1:
-                path = path[: dice.randrange(len(path) + 1)]
-            case _:
-                path = [*path, dice.randrange(3)]
-        keep, feed = cache.feed(prefix, path)
-        assert keep <= len(held)
-        assert feed
-        match dice.randrange(4):
-            case 0:
-                cache.take_back()
-            case 1:
-                cache.take_back(forgotten=True)
-                held = []
-            case _:
-                held = [*held[:keep], *feed]
-                assert held == [*prefix.tokens, *path]
-                assert cache.length == len(held)

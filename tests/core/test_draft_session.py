@@ -19,8 +19,6 @@ from edgespec.core.device.events import (
     StartStep,
     StepDone,
     StepFailed,
-    StepWaits,
-    StepWithdrawn,
     Stop,
     Tick,
     Transmit,
@@ -200,22 +198,6 @@ def test_nothing_happens_after_the_end() -> None:
     for event in (*events, Commit(3, (11,)), Fault(FaultCode.INTERNAL, "x"), Stop()):
         assert session.handle(event, 2.0) == ()
     assert (session.state, session.prefix.tokens) == (LinkState.DONE, before)
-
-
-def test_a_step_that_waited_is_planned_anew_behind_what_was_committed_meanwhile() -> None:
-    session = streaming(WindowedPolicy(width=1))
-    asked = session.handle(guess(11), 0.1)  # the step that Start began: its node is 11
-    (waiting,) = [one for one in asked if isinstance(one, StartStep)]
-    assert waiting.feed == (11,)
-    assert not any(isinstance(one, StartStep) for one in session.handle(StepWaits(), 0.1))
-    assert not any(isinstance(one, StartStep) for one in session.handle(Commit(2, (40,)), 0.2))
-    again = session.handle(StepWithdrawn(), 0.3)
-    (step,) = [one for one in again if isinstance(one, StartStep)]
-    assert (step.keep_length, step.feed) == (2, (40,))
-    session.handle(StepWaits(), 0.3)
-    forgotten = session.handle(StepWithdrawn(forgotten=True), 0.4)
-    (step,) = [one for one in forgotten if isinstance(one, StartStep)]
-    assert (step.keep_length, step.feed) == (0, (*PROMPT, 40))
 
 
 # --- choices that are hardly ever right -------------------------------------------------------

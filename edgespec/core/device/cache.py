@@ -16,8 +16,6 @@ class DraftCache:
         self._tokens: list[int] = []
         self._agreed = 0
         """Leading cached tokens known to equal the committed prefix."""
-        self._before: tuple[int, list[int]] = (0, [])
-        """What the last ``feed`` kept, and what it took away behind that."""
 
     @property
     def length(self) -> int:
@@ -40,17 +38,9 @@ class DraftCache:
                     keep += 1
         keep = min(keep, length + len(path) - 1)
         appended = (*prefix.tokens[keep:], *path[max(0, keep - length) :])
-        self._before = keep, cached[keep:]
         cached[keep:] = appended
         self._agreed = min(self._agreed, keep)
         return keep, appended
-
-    def take_back(self, *, forgotten: bool = False) -> None:
-        """The last ``feed`` never reached the drafter. ``forgotten``: it holds nothing any more."""
-        keep, taken = (0, []) if forgotten else self._before
-        self._tokens[keep:] = taken
-        self._agreed = min(self._agreed, keep)
-        self._before = keep, taken
 
     def _catch_up(self, prefix: CommittedPrefix) -> None:
         while self._agreed < min(len(self._tokens), prefix.length):

@@ -45,8 +45,6 @@ class DraftSteps:
         self._running: _Step | None = None
         self._speechless: tuple[int, int] | None = None
         """Where the last step had no guess: the committed length, and the node."""
-        self.waiting = False
-        """Whether the step that runs has to wait for other sessions to begin."""
 
     @property
     def running(self) -> bool:
@@ -64,24 +62,18 @@ class DraftSteps:
         self._running = _Step(parent, width, policy.least_choice, prefix.length, now, len(feed))
         return ev.StartStep(keep, feed, width)
 
-    def put_off(self, event: ev.StepWaits | ev.StepWithdrawn) -> None:
-        """The step asked for waits for other sessions, or is to be asked for anew."""
-        if self._running is None:
-            return
-        self.waiting = isinstance(event, ev.StepWaits)
-        if isinstance(event, ev.StepWithdrawn):
-            self._running = None
-            self._cache.take_back(forgotten=event.forgotten)
-
     def failed(self) -> None:
-        self._running, self.waiting = None, False
+        self._running = None
 
     def done(self, event: ev.StepDone, now: float) -> None:
         """Grow the tree by the guesses of the step that ran."""
         assert self._running is not None
-        step, self._running, self.waiting = self._running, None, False
+        step, self._running = self._running, None
+        if not event.candidates:
+            self._speechless = step.base_position, step.parent
+            return
+        self._speechless = None
         self._reader.counters.steps += 1
-        self._speechless = None if event.candidates else (step.base_position, step.parent)
         if step.fed <= _USUAL_FEED:
             self._reader.estimates.step_s.add(now - step.started_at)
         kept = self._worth_keeping(event.candidates[: step.width], step.least_choice)

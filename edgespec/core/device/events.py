@@ -75,20 +75,6 @@ class StepFailed:
 
 
 @statically_frozen
-class StepWaits:
-    """The step asked for has not begun: other sessions use the drafter. Nothing is drafted for
-    this one until ``StepWithdrawn``."""
-
-
-@statically_frozen
-class StepWithdrawn:
-    """The step asked for never began, and the drafter is free now: ask for one again, by what is
-    known by now. ``forgotten``: the drafter holds nothing of this session's text any more."""
-
-    forgotten: bool = False
-
-
-@statically_frozen
 class Stop:
     """The user has enough, or a stop string was found."""
 
@@ -101,18 +87,7 @@ class Tick:
 
 
 DraftEvent = (
-    Start
-    | Connected
-    | LinkDown
-    | StepDone
-    | StepFailed
-    | StepWaits
-    | StepWithdrawn
-    | Stop
-    | Tick
-    | Opened
-    | Commit
-    | Fault
+    Start | Connected | LinkDown | StepDone | StepFailed | Stop | Tick | Opened | Commit | Fault
 )
 
 

@@ -116,9 +116,6 @@ class DraftSession:
                 self._steps.failed()
                 self.counters.draft_failure = why
                 self.drafting, actions = False, []
-            case ev.StepWaits() | ev.StepWithdrawn():
-                self._steps.put_off(event)
-                actions = []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
                 actions += self.link.end(ev.Finish(reason))
@@ -187,9 +184,9 @@ class DraftSession:
         if streaming and unsent and self._policy.flush(self._view(unsent, now)):
             actions += self._send_drafts()
             unsent = self._outbox.unsent
-        if self._steps.running and not self._steps.waiting:
+        if self._steps.running:
             return
-        if self.drafting and not self._steps.waiting:
+        if self.drafting:
             view = self._view(unsent, now)
             parent = self._policy.extend(view)
             if parent is not None and self._steps.is_worth_asking(parent):

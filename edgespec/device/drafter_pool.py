@@ -1,0 +1,255 @@
+"""One drafter, its thread and its caches, for all generations of an agent.
+
+Steps run one at a time, in a thread of their own, in the order in which they are asked for. A
+generation drafts in a cache that is its own until it ends: the first is the drafter itself, further
+ones are its twins (``ports.Twinned``), made when they are first needed. A generation that finds
+none free gets no guesses until one is; it is streamed meanwhile.
+
+What goes wrong in a step is that generation's alone: it goes on without drafts. A step that shows
+no sign of life for ``HANG_S`` is given up, with those that wait behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeVar
+
+from edgespec.core.device.events import StartStep, StepDone, StepFailed
+from edgespec.core.ports import (
+    DEFAULT_CACHES,
+    MAX_CACHES,
+    Candidate,
+    Drafter,
+    StepCancelledError,
+    Twinned,
+)
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.sampling import SamplingParams
+
+HANG_S = 20.0
+# How long closing waits for a step that runs: it ends soon where the drafter asks for its end.
+_CLOSING_S = 5.0
+_NO_GUESS: Final = StepDone(())
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class DrafterPool:
+    """``caches``: how many generations' texts are held at once, at most. ``drafter`` is closed
+    with this, and so are its twins."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        caches: int = DEFAULT_CACHES,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        bounded("caches", caches, 1, MAX_CACHES)
+        self._drafters = [drafter]
+        self._free = [drafter]
+        self._most = caches if isinstance(drafter, Twinned) else 1
+        self._thread = DraftThread("edgespec-draft")
+        self._clock = clock
+        self._heard_at = clock()
+        """When the step that runs last showed a sign of life; written by its thread."""
+        self._given_up: Future[StepDone] | None = None
+        """The step that hung last."""
+
+    def lease(self, prompt_length: int, sampling: SamplingParams) -> DrafterLease:
+        """For one generation; call its ``end``."""
+        return DrafterLease(self, prompt_length, sampling)
+
+    def close(self) -> None:
+        """Free the model. A step that runs is waited for, unless it hangs: then what it uses is
+        freed when it comes back, or lost with the process, which may end without it."""
+        hangs = self._given_up is not None and not self._given_up.done()
+        if not self._thread.close(self._close_all, 0.0 if hangs else _CLOSING_S):
+            _log.warning("a draft step still runs; the draft's memory is freed when it ends")
+
+    async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
+        """For ``DrafterLease``."""
+        work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), self._clock()
+        future = asyncio.wrap_future(work)
+        while not (await asyncio.wait([future], timeout=HANG_S))[0]:
+            if self._clock() - max(self._heard_at, asked_at) >= HANG_S:
+                self._given_up = work
+                _log.warning("a draft step has not come back within %g s", HANG_S)
+                return StepFailed(f"the draft model did not answer within {HANG_S:g} s")
+        try:
+            return future.result()
+        except asyncio.CancelledError:
+            return StepFailed("the drafter's thread was closed")
+        except Exception as error:  # whatever a model raises ends the drafting, not the session
+            return StepFailed(f"{type(error).__name__}: {error}")
+
+    # --- in the drafter's thread ---------------------------------------------------------------
+
+    def _draft(self, lease: DrafterLease, step: StartStep) -> StepDone:
+        def cancelled() -> bool:
+            self._heard_at = self._clock()
+            return lease.over
+
+        if cancelled():
+            raise StepCancelledError("the generation is over")
+        keep_length, feed = step.keep_length, step.feed
+        lease.tokens[keep_length:] = feed
+        if lease.drafter is None:
+            if (drafter := self._take()) is None:
+                return _NO_GUESS
+            lease.drafter = drafter
+            drafter.begin(lease.prompt_length, lease.sampling)
+            keep_length, feed = 0, tuple(lease.tokens)
+        guesses = lease.drafter.step(keep_length, feed, step.width, cancelled)
+        return StepDone(_checked(guesses, step.width))
+
+    def _take(self) -> Drafter | None:
+        if self._free:
+            return self._free.pop()
+        if len(self._drafters) >= self._most:
+            return None
+        first = self._drafters[0]
+        try:
+            assert isinstance(first, Twinned)
+            self._drafters.append(first.twin())
+        except Exception as error:  # whatever a model raises: the caches there are must do
+            self._most = len(self._drafters)
+            _log.warning("no room for %d caches of the draft: %s", self._most + 1, error)
+            return None
+        return self._drafters[-1]
+
+    def give_back(self, lease: DrafterLease) -> None:
+        """The lease is over; behind a step of it, if one runs."""
+
+        def put() -> None:
+            if lease.drafter is not None:
+                self._free.append(lease.drafter)
+                lease.drafter = None
+
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(put)
+
+    def _close_all(self) -> None:
+        for drafter in reversed(self._drafters):
+            drafter.close()
+
+
+class DrafterLease:
+    """One generation's use of a pool. ``tokens`` are what its cache holds, or would hold."""
+
+    def __init__(self, pool: DrafterPool, prompt_length: int, sampling: SamplingParams) -> None:
+        self.prompt_length, self.sampling = prompt_length, sampling
+        self.tokens: list[int] = []
+        self.drafter: Drafter | None = None
+        self.over = False
+        self._pool = pool
+
+    async def step(self, step: StartStep) -> StepDone | StepFailed:
+        """Run ``step`` when the drafter is free. After ``StepFailed`` the lease is over."""
+        try:
+            said = await self._pool.step(self, step)
+        except RuntimeError as error:
+            said = StepFailed(str(error))
+        if isinstance(said, StepFailed):
+            self.end()
+        return said
+
+    def end(self) -> None:
+        """The generation drafts no more; a second call does nothing."""
+        if not self.over:
+            self.over = True
+            self._pool.give_back(self)
+
+
+def _checked(guesses: object, width: int) -> tuple[Candidate, ...]:
+    """Raises ``TypeError`` or ``ValueError`` for an answer that is none."""
+    if not isinstance(guesses, tuple):
+        raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
+    if len(guesses) > width:
+        raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
+    for guess in guesses:
+        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
+            raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
+    return guesses
+
+
+class DraftThread:
+    """Runs what is submitted, one after the other; ends with ``close``, or with the process.
+
+    The pools of ``concurrent.futures`` will not do: the interpreter joins their threads when it
+    ends, so a model that hangs would keep the process from ending, whatever the user presses.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, run: Callable[[], _T]) -> Future[_T]:
+        """Raises ``RuntimeError`` after ``close``, and where the system has no thread left."""
+        if self._closed:
+            raise RuntimeError("the drafter is closed")
+        return self._put(run)
+
+    def close(self, last: Callable[[], None], within_s: float) -> bool:
+        """Drop what has not begun, run ``last`` behind what has, and take nothing more. Waits for
+        that so long at most; False: ``last`` still waits for a step. Raises what ``last`` raises. A
+        second call does nothing."""
+        if self._closed:
+            return True
+        self._closed = True
+        if self._thread is None:
+            last()
+            return True
+        with suppress(Empty):
+            while (dropped := self._work.get_nowait()) is not None:
+                dropped.future.cancel()
+        done = self._put(last)
+        self._work.put(None)
+        if not wait([done], within_s).done:
+            return False
+        self._thread.join()
+        done.result()
+        return True
+
+    def _put(self, run: Callable[[], _T]) -> Future[_T]:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=_go_on, args=(self._work,), name=self._name, daemon=True
+            )
+            thread.start()
+            self._thread = thread
+        future: Future[_T] = Future()
+        self._work.put(_Work(future, run))
+        return future
+
+
+class _Work:
+    def __init__(self, future: Future[Any], run: Callable[[], Any]) -> None:
+        self.future, self._run = future, run
+
+    def do(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            found = self._run()
+        except BaseException as error:  # whoever submitted it hears of it
+            self.future.set_exception(error)
+            del self  # or the error's traceback holds the future, and that the error
+        else:
+            self.future.set_result(found)
+
+
+def _go_on(queue: SimpleQueue[_Work | None]) -> None:
+    while (work := queue.get()) is not None:
+        work.do()
+        del work
