@@ -14,9 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
 )
 
 from edgespec.cli.running import FAILED, fail, reported, run, say
@@ -24,7 +22,7 @@ from edgespec.config import ConfigError
 from edgespec.config.setup_error import needs
 from edgespec.core.device.memory import KvType
 from edgespec.device.drafters.manifest import MAX_CONTEXT_LENGTH
-from edgespec.device.export.export import WORK_PREFIX, work_folder
+from edgespec.device.export.export import work_folder
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
@@ -39,8 +37,6 @@ from edgespec.models.folders import (
 
 DEFAULT_BITS = 4
 OWN, OPTIMUM = "edgespec", "optimum"
-_SHOWN = 100
-"""Characters of a program's words."""
 
 
 def export(
@@ -73,19 +69,12 @@ def export(
         Path,
         typer.Option("--exporter-python", metavar="PATH", help="Python that has Optimum"),
     ] = Path(sys.executable),
-    check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Compare our graph with the checkpoint"),
-    ] = True,
     inspect: Annotated[
         bool,
         typer.Option("--inspect", help="Write nothing, say what SOURCE is and how it would draft"),
     ] = False,
 ) -> None:
     """Write the ONNX draft model of a checkpoint, with its tokenizer.
-
-    What was written is decoded in several ways and compared with the checkpoint; if it differs by
-    more than rounding, nothing is left and the difference is told.
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
 
@@ -102,7 +91,7 @@ def export(
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
         if exporter == OWN:
-            _export(source, out, bits, context_length, kv_type, trained, check)
+            _export(source, out, bits, context_length, kv_type, trained)
         elif exporter == OPTIMUM:
             if (context_length, kv_type, trained) != (0, KvType.FLOAT32, 0):
                 raise ConfigError(
@@ -120,15 +109,12 @@ def _export(
     context_length: int,
     kv_type: KvType,
     trained: int,
-    check: bool,
 ) -> None:
     with needs("onnx", "edgespec[export]"):
         from edgespec.device.export.export import export_draft
-        from edgespec.device.export.parity import check_parity
 
         folder = resolve_model(source, Role.TARGET)
         check_checkpoint(folder)
-        difference: float | None = None
         with _placed(out) as work, _bar() as progress:
             manifest = export_draft(
                 folder,
@@ -141,13 +127,6 @@ def _export(
                 trained_length=trained or trained_length(folder),
                 progress=progress,
             )
-            if check:
-                difference = check_parity(folder, work, manifest)
-    if difference is not None:
-        say(
-            "checked against the checkpoint in one pass, in chunks and after rollbacks: logits"
-            f" differ by {difference:.2g} standard deviations at most"
-        )
     typer.echo(
         f"{out}: {manifest.layers} layers, {manifest.bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
         f" vocabulary {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
@@ -160,11 +139,11 @@ async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) ->
     folder = resolve_model(source, Role.TARGET)
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
-    with _placed(out) as work, _line() as hear:
-        found = await export_by_optimum(folder, work, bits, python, hear)
+    with _placed(out) as work:
+        vocabulary = await export_by_optimum(folder, work, bits, python)
     typer.echo(
-        f"{out}: {found.layers} layers by Optimum, {bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
-        f" vocabulary {found.vocabulary}\nuse it: edgespec generate ... --draft {out}"
+        f"{out}: by Optimum, {bits} bits, {_graph_bytes(out) / 1e6:.1f} MB, vocabulary"
+        f" {vocabulary}\nuse it: edgespec generate ... --draft {out}"
     )
 
 
@@ -203,7 +182,7 @@ def _graph_bytes(folder: Path) -> int:
 @contextmanager
 def _placed(out: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``out`` only if all went well."""
-    with work_folder(out.parent, WORK_PREFIX) as work:
+    with work_folder(out.parent) as work:
         work.chmod(0o755)  # as a folder made by anybody, not as a secret one
         yield work
         if out.is_dir():
@@ -222,16 +201,6 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         def show(done: int, layers: int) -> None:
             bar.update(task, completed=done, total=layers)
             if done == layers:
-                bar.update(task, description="writing, checking")
+                bar.update(task, description="writing")
 
         yield show
-
-
-@contextmanager
-def _line() -> Iterator[Callable[[str], None]]:
-    """A line on stderr, on a terminal, that shows the last words of a program at work."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda words: bar.update(task, description=words[:_SHOWN])

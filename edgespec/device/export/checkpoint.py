@@ -312,7 +312,7 @@ class FamilyWeights:
         self._checkpoint, self._shape = checkpoint, shape
 
     def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint or self.joint_matrix(name)[0] in self._checkpoint
+        return name in self._checkpoint or self._joint_matrix(name)[0] in self._checkpoint
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """As ``Checkpoint.read``."""
@@ -322,7 +322,7 @@ class FamilyWeights:
         factor = self._factor(name)
         return value if factor == 1.0 else value * np.float32(factor)
 
-    def joint_matrix(self, name: str) -> tuple[str, int, int]:
+    def _joint_matrix(self, name: str) -> tuple[str, int, int]:
         """(the matrix that families fuse ``name`` into with others, its first row there, rows of
         that matrix); no name where it stands alone."""
         shape = self._shape
@@ -349,7 +349,7 @@ class FamilyWeights:
         return 1.0
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        whole, start, rows = self.joint_matrix(name)
+        whole, start, rows = self._joint_matrix(name)
         if name in self._checkpoint or whole not in self._checkpoint:
             return self._checkpoint.read(name, shape)
         return self._checkpoint.read(whole, (rows, *shape[1:]))[start : start + shape[0]]

@@ -6,11 +6,9 @@ Needs the ``export`` extra (onnx, safetensors, ml_dtypes), never torch.
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 import shutil
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -120,7 +118,7 @@ def _with_kv_type(
     model: onnx.ModelProto, kv_type: KvType, target: Path, manifest: DraftManifest
 ) -> onnx.ModelProto:
     """For int8 the draft is tried as it is first, in a folder inside ``target``."""
-    from edgespec.device.export.kv_graph import calibrated_scales, with_kv_type
+    from edgespec.device.export.quantize import calibrated_scales, with_kv_type
 
     if kv_type is not KvType.INT8:
         return with_kv_type(model, kv_type)
@@ -157,94 +155,29 @@ def _save(model: onnx.ModelProto, target: Path) -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------
-# Folders that are written beside their place and moved there as a whole, or not at all.
-#
-# A process that is killed leaves its folder behind. The next one that writes beside the same place
-# takes such folders away, and no others: whoever writes into one holds a lock on it, which ends
-# with its process, however that ends. Where there are no such locks nothing is taken away.
-
-
-if sys.platform != "win32":
-    import fcntl
-
-# As ``tempfile`` makes names, so that nobody else's folder is taken for one of these.
-_MADE = "[a-z0-9_]{8}"
+WORK_PREFIX = ".edgespec-export-"
+_LEFT_BEHIND_S = 86_400.0
 
 
 @contextmanager
-def work_folder(beside: Path, prefix: str) -> Iterator[Path]:
-    """An empty folder in the folder ``beside``, for this user alone, to be moved from there; what
-    is left of it in the end is deleted. ``prefix`` is of these folders only. Raises ``OSError``."""
+def work_folder(beside: Path) -> Iterator[Path]:
+    """An empty folder in the folder ``beside``, to be moved from there; what is left of it in the
+    end is deleted, and so is what processes that were killed have left a day ago. Raises
+    ``OSError``."""
     beside.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # it may be one that is not to be read
-        for left in list(beside.iterdir()):
-            if re.fullmatch(re.escape(prefix) + _MADE, left.name):
-                _delete_if_left(left)
-    folder, lock = _locked(beside, prefix)
+    for left in beside.glob(f"{WORK_PREFIX}????????"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _LEFT_BEHIND_S:
+                shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=beside))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(beside: Path, prefix: str) -> tuple[Path, int | None]:
-    """A new folder and the file descriptor that locks it; None: there are no locks here."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
-        try:
-            lock = _take(folder)
-        except BlockingIOError:
-            continue  # another process has found it before it was locked, and deletes it
-        except FileNotFoundError:
-            continue  # and was done with that
-        except OSError:
-            return folder, None
-        if lock is None or folder.is_dir():
-            return folder, lock
-        os.close(lock)
-
-
-def _delete_if_left(folder: Path) -> None:
-    """Unless its process lives, or it is not known whether it does."""
-    try:
-        if folder.is_symlink():
-            return
-        lock = _take(folder)
-    except OSError:
-        return
-    if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _take(folder: Path) -> int | None:
-    """A lock on the folder itself, which moves with it and leaves nothing in it; None: this system
-    has none. Raises ``BlockingIOError`` where another process has it, ``OSError``."""
-    if sys.platform == "win32":
-        return None
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
-
-
-# --------------------------------------------------------------------------------------------
-# Drafts exported on the fly, kept in the user's cache under a key of their content.
-#
-# The key covers the weights, the tokenizer and the settings of the export, so a changed checkpoint
-# is exported anew and an equal one is found again wherever it lies.
 
 
 # Raised when an export of the same input would give other bytes.
 _EXPORT_VERSION = 4
-WORK_PREFIX = ".edgespec-export-"
-"""Of folders in which exports are built."""
 _CHUNK_BYTES = 1 << 20
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
 
@@ -252,21 +185,18 @@ _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safeten
 def exported(
     source: Path, bits: int, say: Callable[[str], None], kv_type: KvType = KvType.FLOAT32
 ) -> Path:
-    """The draft folder made from the Hugging Face folder ``source``; made now if need be.
-
-    Raises ``ValueError`` naming the file for a folder that cannot be exported.
-    """
-    from edgespec.device.export.parity import check_parity
-
+    """The draft folder made from the Hugging Face folder ``source``: in the user's cache under a
+    key of its weights, its tokenizer and these settings, made now if need be. Raises ``ValueError``
+    naming the file for a folder that cannot be exported."""
     check_checkpoint(source)
     folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
     if (folder / DRAFT_MANIFEST).is_file():
         return folder
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
     # Built aside and moved: a half-written folder is never found, nor by a second process.
-    with work_folder(folder.parent, WORK_PREFIX) as work:
+    with work_folder(folder.parent) as work:
         info, tokens = model_info(source), token_count(source)
-        manifest = export_draft(
+        export_draft(
             source,
             work,
             info,
@@ -275,7 +205,6 @@ def exported(
             kv_type=kv_type,
             trained_length=trained_length(source),
         )
-        check_parity(source, work, manifest)
         try:
             work.rename(folder)
         except OSError:

@@ -193,18 +193,6 @@ def pad_inputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32
     return np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), head_dim).T)
 
 
-def unpad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """What ``pad_outputs`` made wider, [heads * P, ...], as it was."""
-    size, half, rest = padded_head_dim(head_dim), head_dim // 2, weight.shape[1:]
-    split = weight.reshape(-1, 2, size // 2, *rest)
-    return split[:, :, :half].reshape(-1, *rest)
-
-
-def unpad_inputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """What ``pad_inputs`` made wider, [rows, heads * P], as it was."""
-    return np.ascontiguousarray(unpad_outputs(np.ascontiguousarray(weight.T), head_dim).T)
-
-
 def pad_head_norm(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
     """The weight [d] of a norm over a head, widened to [P] and corrected for the mean over P."""
     factor = math.sqrt(head_dim / padded_head_dim(head_dim))

@@ -17,13 +17,21 @@ grid of roundings and the best one is kept (the practice of llama.cpp's ``make_q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+
+from edgespec.core.device.memory import KvType
+from edgespec.core.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 
 BLOCK_SIZE = 32
 
@@ -108,21 +116,16 @@ def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
 
 
-# --------------------------------------------------------------------------------------------
-# The matrices of a float32 graph that others exported, rounded to 4 or 8 bits.
-#
-# Products with a constant matrix become ``MatMulNBits``, the embedding ``GatherBlockQuantized``, as
-# in our own graphs (``quantize.py``). A head that reads the embedding transposed shares its bytes
-# with it. Matrices of fewer rows or columns than a block stay as they are.
-
-
 _CONTRIB = "com.microsoft"
 _INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 MAX_SINGLE_FILE_BYTES = 4_000_000
 
 
 def round_graph(path: Path, bits: int) -> int:
-    """Rewrite the model at ``path`` and its external data; returns how many matrices were rounded.
+    """Round the matrices of the float32 graph at ``path``, which others exported, in the place of
+    the graph and its external data; returns how many. Products with a constant matrix become
+    ``MatMulNBits``, the embedding ``GatherBlockQuantized``, and a head that reads the embedding
+    transposed shares its bytes. Matrices of fewer rows or columns than a block stay as they are.
     Raises ``ValueError`` when ``bits`` is not 4 or 8, ``OSError``."""
     model = onnx.load(path)
     rounding = _Rounding(model.graph, bits)
@@ -248,3 +251,114 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
     kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
+
+
+Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
+"""A layer's (scales of keys, scales of values), each [heads * head dim]."""
+_ATTENTION = "GroupQueryAttention"
+_SEQUENCES, _LENGTH = 4, 64
+# Beyond the largest value seen: texts to come are not those seen.
+_HEADROOM = 1.15
+_ELEMENT = {KvType.FLOAT16: TensorProto.FLOAT16, KvType.INT8: TensorProto.INT8}
+# Inputs of the attention: keys' and values' scales stand at places 12 and 13.
+_SCALES_AT = 12
+
+
+def with_kv_type(model: onnx.ModelProto, kv_type: KvType, scales: Scales = ()) -> onnx.ModelProto:
+    """``model`` (float32 cache; changed in place) with a cache of ``kv_type``.
+
+    Weights and activations stay as they are. With float16 the attention computes in that type,
+    between two casts. With int8 it takes a static scale for each channel, one pair of ``scales`` a
+    layer, and needs an onnxruntime whose CPU attention takes such a cache (tried: 1.31).
+    """
+    graph = model.graph
+    attentions = [node for node in graph.node if node.op_type == _ATTENTION]
+    for value in (*graph.input, *graph.output):
+        if value.name.startswith(("past.", "present.")):
+            value.type.tensor_type.elem_type = _ELEMENT[kv_type]
+    if kv_type is KvType.FLOAT16:
+        _halve(graph, attentions)
+    else:
+        for node, (keys, values) in zip(attentions, scales, strict=True):
+            _scale(graph, node, keys, values)
+    return model
+
+
+def calibrated_scales(drafter: OnnxDrafter) -> Scales:
+    """Scales for int8 from texts that ``drafter`` (float32 cache) writes itself, as in data-free
+    quantisation (LLM-QAT, arXiv 2305.17888): 4 of 64 tokens, each sampled behind another token of
+    the vocabulary. Rotary positions turn each pair of a key's channels and leave its norm alone, so
+    both channels get the scale of the largest norm seen, which bounds them at every position."""
+    largest: list[NDArray[np.float32]] = []
+    size = drafter.manifest.proposable
+    length = min(_LENGTH, drafter.info.context_length)
+    for index in range(_SEQUENCES):
+        drafter.begin(1, SamplingParams(temperature=1.0, seed=index))
+        token, first = (index * size) // _SEQUENCES, drafter.info.eos_token_ids
+        token = first[0] if index == 0 and first else token
+        for position in range(length):
+            token = drafter.step(position, [token], 1)[0].token
+        found = [_largest(name, rows) for name, rows in drafter.cached_rows(length)]
+        largest = [np.maximum(a, b) for a, b in zip(largest or found, found, strict=True)]
+    scales = [
+        np.where(one > 0, one * np.float32(_HEADROOM / 127), 1).astype(np.float32)
+        for one in largest
+    ]
+    return list(zip(scales[::2], scales[1::2], strict=True))
+
+
+def _largest(name: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
+    """[heads * head dim]: what bounds each channel of ``rows`` [heads, tokens, head dim]."""
+    found: NDArray[np.float32] = np.abs(rows.astype(np.float32))
+    if name.endswith(".key"):
+        half = found.shape[-1] // 2
+        norm = np.hypot(found[..., :half], found[..., half:])
+        found = np.concatenate((norm, norm), axis=-1)
+    largest: NDArray[np.float32] = found.max(axis=1).reshape(-1)
+    return largest
+
+
+def _scale(
+    graph: onnx.GraphProto,
+    node: onnx.NodeProto,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+) -> None:
+    node.input.extend([""] * (_SCALES_AT - len(node.input)))
+    for part, scale in (("key", keys), ("value", values)):
+        name = f"{node.name}.{part}_scale"
+        graph.initializer.append(numpy_helper.from_array(scale, name))
+        node.input.append(name)
+    node.attribute.extend(
+        [
+            helper.make_attribute("k_quant_type", "PER_CHANNEL"),
+            helper.make_attribute("v_quant_type", "PER_CHANNEL"),
+            helper.make_attribute("kv_cache_bit_width", 8),
+        ]
+    )
+
+
+def _halve(graph: onnx.GraphProto, attentions: Sequence[onnx.NodeProto]) -> None:
+    for tensor in graph.initializer:
+        if tensor.name in ("cos", "sin"):
+            half = numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
+    names = {node.name for node in attentions}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        if node.name not in names:
+            nodes.append(node)
+            continue
+        for index, value in enumerate(node.input[:3]):  # query, key, value; packed: the first
+            if value:
+                node.input[index] = f"{node.name}.half.{index}"
+                nodes.append(_cast(value, node.input[index], TensorProto.FLOAT16))
+        output = node.output[0]
+        node.output[0] = f"{node.name}.half"
+        nodes += [node, _cast(node.output[0], output, TensorProto.FLOAT)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _cast(value: str, output: str, to: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [value], [output], name=f"{output}.cast", to=to)

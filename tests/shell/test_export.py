@@ -1,0 +1,732 @@
+"""Exports: our own, and Optimum's in a process of its own. Oracles: transformers' own logits for
+the same checkpoint; our own draft for a graph of Optimum's signature; the process table.
+
+Optimum is a stand-in that writes a graph with its signature. The real one is tried where
+``OPTIMUM_PYTHON`` names an interpreter that has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
+from edgespec.core.device.memory import KvType
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+from edgespec.device.drafters.manifest import DraftModelError, read_manifest
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.export.checkpoint import MODEL_TYPES, CheckpointError, read_shape
+from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
+from edgespec.device.export.optimum import _readable_by_transformers_4
+from edgespec.device.export.quantize import (
+    BLOCK_SIZE,
+    dequantize_matrix,
+    quantize_matrix,
+    round_graph,
+)
+from edgespec.device.model_drafter import foreign_drafter
+from edgespec.models.draft_sources import find_draft
+from edgespec.models.folders import DRAFT_MODEL_TYPES, model_info, token_count
+from tests.shell.foreign_graphs import concatenating_graph
+from tests.shell.live_verifier import start
+from tests.shell.test_grammar import runs, until
+from tests.shell.tiny_checkpoints import (
+    CONTEXT_LENGTH,
+    VOCABULARY_SIZE,
+    tiny_config,
+    tiny_tensors,
+    write_checkpoint,
+    write_tokenizer,
+)
+
+TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "llama": tiny_config(),
+    "llama-untied": tiny_config(tie_word_embeddings=False),
+    "llama-biased": tiny_config(attention_bias=True),
+    "llama-one-layer": tiny_config(num_hidden_layers=1),
+    "llama3-rope": tiny_config(rope_parameters=LLAMA3),
+    "linear-rope": tiny_config(
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    ),
+    "yarn-rope": tiny_config(rope_parameters=YARN),
+    "yarn-mscale": tiny_config(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}),
+    "gelu": tiny_config(hidden_act="gelu"),
+    "gelu-tanh": tiny_config(hidden_act="gelu_pytorch_tanh"),
+    "heads-of-8": tiny_config(head_dim=8),
+    "heads-of-24": tiny_config(head_dim=24, attention_bias=True),
+    "odd-widths": tiny_config(hidden_size=172, intermediate_size=100),
+    "qwen3-heads-of-8": tiny_config("qwen3", head_dim=8),
+    "mistral": tiny_config("mistral", sliding_window=None),
+    "mistral-window": tiny_config("mistral", sliding_window=20),
+    "qwen2": tiny_config("qwen2"),
+    "qwen3": tiny_config("qwen3", head_dim=32),
+}
+
+
+def export(source: Path, bits: int, **options: Any) -> Path:
+    target = source.parent / f"{source.name}-{bits}-{'-'.join(map(str, options.values()))}"
+    export_draft(source, target, model_info(source), bits=bits, **options)
+    return target
+
+
+def draft_logits(folder: Path, splits: tuple[int, ...] = (30, 31, 32, 80)) -> NDArray[np.float32]:
+    """Logits after the first ``splits[i]`` tokens, one feed for each, [len(splits), V]."""
+    drafter = OnnxDrafter(folder)
+    drafter.begin(len(TOKENS), SamplingParams())
+    rows, done = [], 0
+    for end in splits:
+        drafter.step(done, TOKENS[done:end], 1)
+        rows.append(drafter.logits.copy())
+        done = end
+    drafter.close()
+    return np.stack(rows)
+
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+ROTATED = {"rope_theta": 1000.0, "rope_type": "default"}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_theta": 5000.0, "rope_type": "default"},
+    "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3", "sliding_window": None},
+    "phi3-window": {"model_type": "phi3", "sliding_window": 20},
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "granite-untied": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
+    "smollm3-interval": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 24,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 40,
+        "rope_parameters": GEMMA3_ROPE,
+        "sliding_window_pattern": 2,
+    },
+}
+
+
+def family_checkpoint(folder: Path, changes: dict[str, Any]) -> None:
+    """Random weights large enough that every part moves the logits."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    values = SMALL | {"rope_parameters": ROTATED} | changes
+    config = transformers.AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0.0, 0.15)
+            if "norm" in name and "gemma" not in values["model_type"]:
+                weight.add_(1.0)
+            if "embed_tokens" in name or "lm_head" in name:
+                weight.mul_(3.0)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def make(name: str) -> Path:
+        if name in FAMILIES:
+            family_checkpoint(root / name, FAMILIES[name])
+            return root / name
+        return write_checkpoint(root / name, VARIANTS[name])
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
+def test_a_graph_is_the_model(name: str, checkpoints: Callable[[str], Path]) -> None:
+    """In one feed, in several and behind rollbacks; rounded weights change it little."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    source = checkpoints(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    deviation = float(expected.std())
+    assert deviation > 0.5  # the weights are not so small that anything would pass
+    for bits, bound in ((32, 1e-4), (8, 0.15), (4, 0.9)):
+        got = draft_logits(export(source, bits))
+        difference = np.sqrt(np.mean((got - expected[[29, 30, 31, 79]]) ** 2)) / deviation
+        assert difference < bound, bits
+
+
+def test_bfloat16_shards_are_read(tmp_path: Path) -> None:
+    config = tiny_config()
+    tensors = {
+        name: (value.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        for name, value in tiny_tensors(config).items()
+    }
+    whole = write_checkpoint(tmp_path / "whole", config, tensors)
+    shards = write_checkpoint(tmp_path / "shards", config, tensors, bfloat16=True, shards=3)
+    np.testing.assert_array_equal(draft_logits(export(whole, 32)), draft_logits(export(shards, 32)))
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    for bits in (4, 32):
+        first, again = tmp_path / "first", tmp_path / "again"
+        for folder in (first, again):
+            export_draft(source, folder, model_info(source), bits=bits)
+        names = sorted(path.name for path in first.iterdir())
+        assert names == [
+            "config.json",
+            "edgespec.json",
+            "model.onnx",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+        for name in names:
+            assert (first / name).read_bytes() == (again / name).read_bytes(), name
+
+
+def test_the_manifest_tells_the_model(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    folder = export(source, 4, context_length=64)
+    manifest = read_manifest(folder)
+    assert manifest.model.context_length == 64
+    assert manifest.model.vocabulary == model_info(source).vocabulary
+    assert manifest.model.eos_token_ids == (0,)
+    assert (manifest.bits, manifest.layers, manifest.kv_heads, manifest.head_dim) == (4, 2, 2, 16)
+    assert manifest.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert model_info(folder) == manifest.model
+    assert str(tmp_path) not in (folder / "edgespec.json").read_text()
+
+
+def test_ids_that_pad_the_vocabulary_are_never_proposed(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    known = token_count(source)
+    assert known <= VOCABULARY_SIZE
+    tensors = tiny_tensors(tiny_config(tie_word_embeddings=False))
+    padded = VOCABULARY_SIZE + 24
+    config = tiny_config(vocab_size=padded, tie_word_embeddings=False)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.pad(tensors[name], ((0, 24), (0, 0)))
+    tensors["lm_head.weight"][VOCABULARY_SIZE:] = tensors["lm_head.weight"][5] * 9.0  # likeliest
+    source = write_checkpoint(tmp_path / "padded", config, tensors)
+    folder = tmp_path / "draft"
+    export_draft(source, folder, model_info(source), bits=4, token_count=known)
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.5, repetition_penalty=1.3)):
+        drafter = OnnxDrafter(folder)
+        assert drafter.info.vocabulary_size == padded
+        drafter.begin(10, sampling)
+        for position in range(40):  # also behind a padding id that the target has chosen
+            feed = TOKENS[:10] if position == 0 else [padded - 1]
+            keep = 0 if position == 0 else 9 + position
+            guesses = drafter.step(keep, feed, 8)
+            assert len(guesses) == 8
+            assert all(guess.token < known for guess in guesses)
+        drafter.close()
+
+
+def test_large_weights_go_to_a_file_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    single = draft_logits(export(source, 4))
+    monkeypatch.setattr("edgespec.device.export.export.MAX_SINGLE_FILE_BYTES", 1000)
+    folder, size = tmp_path / "split", 0
+    for _ in range(2):  # the second export replaces the first
+        export_draft(source, folder, model_info(source), bits=4)
+        size = (folder / "model.onnx.data").stat().st_size
+        assert size > (folder / "model.onnx").stat().st_size  # small tensors stay inside
+        np.testing.assert_array_equal(draft_logits(folder), single)
+    assert OnnxDrafter(folder).memory_bytes() > size
+
+
+def test_an_export_on_the_fly_is_kept_under_a_key_of_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, said = write_checkpoint(tmp_path / "source"), list[str]()
+    first = exported(source, 4, said.append)
+    assert exported(source, 4, said.append) == first
+    assert exported(source, 8, said.append) != first
+    half = exported(source, 4, said.append, KvType.FLOAT16)
+    assert read_manifest(half).kv_type == "float16"
+    assert len(said) == 3
+    (source / "generation_config.json").write_text("{}")
+    assert exported(source, 4, said.append) not in (first, half)
+    assert not list(first.parent.glob(f"{WORK_PREFIX}*"))
+
+
+def test_work_folders_that_were_left_behind_are_taken_away_after_a_day(tmp_path: Path) -> None:
+    old, new = tmp_path / f"{WORK_PREFIX}abcdefgh", tmp_path / f"{WORK_PREFIX}abcdefgi"
+    mine, link = tmp_path / f"{WORK_PREFIX}mine", tmp_path / f"{WORK_PREFIX}a_link_1"
+    for folder in (old, new, mine):
+        (folder / "inside").mkdir(parents=True)
+    link.symlink_to(mine)
+    for folder in (old, mine):
+        os.utime(folder, (0, 0))
+    with suppress(ZeroDivisionError), work_folder(tmp_path) as folder:
+        (folder / "weights").write_text("half")
+        raise ZeroDivisionError
+    assert sorted(tmp_path.iterdir()) == sorted([link, mine, new])
+
+
+def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> None:
+    """Against the configurations of transformers, for what a shape is made of."""
+    transformers = pytest.importorskip("transformers")
+    source = write_checkpoint(tmp_path / "source")
+    sizes = {name: value for name, value in SMALL.items() if "token" not in name}
+    for kind in ("gemma2", "gemma3_text"):
+        sparse = {**sizes, "model_type": kind, "num_hidden_layers": 12}
+        (source / "config.json").write_text(json.dumps(sparse))
+        shape, known = read_shape(source), transformers.AutoConfig.for_model(**sparse)
+        assert shape.head_dim == known.head_dim == 256
+        assert shape.window == known.sliding_window
+        assert shape.attention_scale == known.query_pre_attn_scalar**-0.5
+        assert shape.attention_cap == (known.attn_logit_softcapping or 0.0)
+        assert shape.logits_cap == (known.final_logit_softcapping or 0.0)
+        assert shape.activation == "gelu_tanh"
+        kinds = ["sliding_attention" if shape.slides(i) else "full_attention" for i in range(12)]
+        assert kinds == known.layer_types
+        rope = known.rope_parameters
+        full = rope.get("full_attention", rope)
+        assert (shape.rope_of(5) or {})["rope_theta"] == full["rope_theta"]
+        local = rope.get("sliding_attention", rope)
+        assert (shape.rope_of(0) or {})["rope_theta"] == local["rope_theta"]
+
+
+def test_both_floors_name_the_same_families() -> None:
+    assert sorted(DRAFT_MODEL_TYPES) == sorted(MODEL_TYPES)
+
+
+# --- rounding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(4, 0.11), (8, 0.007)])
+def test_quantisation_loses_little(bits: int, limit: float) -> None:
+    weight = np.random.default_rng(2).standard_normal((100, 96)).astype(np.float32)
+    matrix = quantize_matrix(weight, bits)
+    assert matrix.packed.shape == (100, 3, BLOCK_SIZE * bits // 8)
+    rounded = dequantize_matrix(matrix)
+    assert rounded.shape == weight.shape
+    assert np.sqrt(np.mean((rounded - weight) ** 2)) < limit
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_a_block_can_hold_is_held_exactly(bits: int) -> None:
+    half = 1 << (bits - 1)
+    values = np.linspace(-half, half - 1, BLOCK_SIZE).round().astype(np.float32)
+    weight = np.stack([values * 0.25, -values * 0.25, np.zeros(BLOCK_SIZE, np.float32)])
+    np.testing.assert_allclose(
+        dequantize_matrix(quantize_matrix(weight, bits)), weight, rtol=1e-6, atol=0
+    )
+
+
+def test_the_fit_beats_the_plain_scale() -> None:
+    weight = np.random.default_rng(3).standard_normal((64, 320)).astype(np.float32)
+    blocks = weight.reshape(64, -1, BLOCK_SIZE)
+    scale = np.abs(blocks).max(axis=-1, keepdims=True) / 7
+    plain = (np.rint(blocks / scale) * scale).reshape(weight.shape)
+    fitted = dequantize_matrix(quantize_matrix(weight, 4))
+    assert np.mean((fitted - weight) ** 2) < 0.85 * np.mean((plain - weight) ** 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_last_block_that_is_not_full_changes_nothing(bits: int) -> None:
+    weight = np.random.default_rng(4).standard_normal((5, 41)).astype(np.float32)
+    rounded = dequantize_matrix(quantize_matrix(weight, bits))
+    assert rounded.shape == weight.shape
+    filled = np.pad(weight, ((0, 0), (0, 23)))
+    np.testing.assert_array_equal(dequantize_matrix(quantize_matrix(filled, bits))[:, :41], rounded)
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"head_dim": 15}, "head size 15 is odd"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, which is None"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gemma"}, "model_type 'gemma' is not one of"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    config = tiny_config() | changes
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        export_draft(source, tmp_path / "out", model_info(source))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    info, out = model_info(source), tmp_path / "out"
+    tensors = tiny_tensors(tiny_config())
+    missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
+    write_checkpoint(source, tensors=missing)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in no"):
+        export_draft(source, out, info)
+    write_checkpoint(source, tensors=tensors | {"model.norm.weight": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match=r"shape \(3,\), not \(64,\)"):
+        export_draft(source, out, info)
+    (source / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable"):
+        export_draft(source, out, info)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        export_draft(source, out, info)
+
+
+def test_export_limits_are_named(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    info = model_info(source)
+    with pytest.raises(ValueError, match="bits is 16"):
+        export_draft(source, tmp_path / "out", info, bits=16)
+    with pytest.raises(ValueError, match=f"context_length is 257.*{CONTEXT_LENGTH}"):
+        export_draft(source, tmp_path / "out", info, context_length=257)
+
+
+@pytest.fixture(scope="module")
+def good_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(write_checkpoint(tmp_path_factory.mktemp("good") / "source"), 4)
+
+
+@pytest.fixture
+def draft(good_draft: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    for path in good_draft.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "edgespec.json"])
+def test_a_missing_or_corrupt_file_is_named(draft: Path, name: str) -> None:
+    for content in (b"", b"\x00nonsense", (draft / name).read_bytes()[:200]):
+        (draft / name).write_bytes(content)
+        with pytest.raises(DraftModelError, match=name):
+            OnnxDrafter(draft)
+    (draft / name).unlink()
+    with pytest.raises(DraftModelError, match=f"{name}: no such file"):
+        OnnxDrafter(draft)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layers", 3, "of 3 layers: inputs missing"),
+        ("layers", 1, "of 1 layers: inputs missing"),
+        ("layers", 0, "layers is 0"),
+        ("kv_heads", 1, "keys have 2 heads of 16, but the manifest says 1"),
+        ("head_dim", "x", "head_dim is 'x'"),
+        ("format", 2, "format must be 1"),
+        ("surprise", 2, "surprise"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_graph_is_refused(
+    draft: Path, field: str, value: object, message: str
+) -> None:
+    data = json.loads((draft / "edgespec.json").read_text())
+    (draft / "edgespec.json").write_text(json.dumps(data | {field: value}))
+    with pytest.raises(DraftModelError, match=message):
+        OnnxDrafter(draft)
+
+
+def test_another_vocabulary_size_is_refused(draft: Path) -> None:
+    data = json.loads((draft / "edgespec.json").read_text())
+    data["model"]["vocabulary_size"] = 300
+    (draft / "edgespec.json").write_text(json.dumps(data))
+    with pytest.raises(DraftModelError, match="300 ids"):
+        OnnxDrafter(draft)
+
+
+def test_options_out_of_bounds_are_refused(good_draft: Path) -> None:
+    with pytest.raises(ValueError, match="threads is 65"):
+        OnnxDrafter(good_draft, threads=65)
+    with pytest.raises(ValueError, match=f"context_length is 300.*{CONTEXT_LENGTH}"):
+        OnnxDrafter(good_draft, context_length=300)
+    with pytest.raises(DraftModelError, match="NoSuchProvider"):
+        OnnxDrafter(good_draft, providers=["NoSuchProvider"])
+
+
+def test_memory_grows_with_what_is_cached_and_a_shorter_context_bounds_it(
+    good_draft: Path,
+) -> None:
+    drafter = OnnxDrafter(good_draft, context_length=50)
+    empty = drafter.memory_bytes()
+    drafter.begin(50, SamplingParams())
+    drafter.step(0, TOKENS[:50], 1)
+    per_token = read_manifest(good_draft).kv_bytes_per_token
+    assert drafter.memory_bytes() - empty == 50 * per_token
+    assert drafter.memory_bytes(0) == empty
+    assert drafter.memory_bytes(50) == drafter.memory_bytes()
+    assert drafter.info.context_length == 50
+    with pytest.raises(ValueError, match="context length of 50"):
+        drafter.step(50, [1], 1)
+
+
+def test_a_closed_drafter_refuses_to_step(good_draft: Path) -> None:
+    drafter = OnnxDrafter(good_draft)
+    drafter.begin(2, SamplingParams())
+    drafter.close()
+    drafter.close()
+    with pytest.raises(ValueError, match="closed"):
+        drafter.step(0, [1], 1)
+
+
+# --- Optimum --------------------------------------------------------------------------------
+
+
+WITHIN_S = 150.0
+STAND_IN = """
+import os, pathlib, shutil, signal, subprocess, sys
+mode, graph, module, *given = sys.argv[1:]
+assert given[:2] == ["optimum.exporters.onnx", "--model"] and module == "-m", sys.argv
+if mode == "fails":
+    sys.exit(3)
+if mode == "hangs":
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    pids = pathlib.Path(graph).with_name("pids")
+    pids.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+    pids.with_suffix(".new").rename(pids)
+    signal.pause()
+if mode != "empty":
+    shutil.copyfile(graph, pathlib.Path(given[-1]) / "model.onnx")
+    pathlib.Path(given[-1], "tokenizer.json").write_text("{}")  # as the exporter's library has it
+"""
+
+
+@pytest.fixture(scope="module")
+def plain_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exporters") / "source"
+    config = tiny_config(rope_theta=1000.0)  # as transformers 4 has it
+    write_checkpoint(folder, config, tiny_tensors(config, 0))
+    # transformers 5 wants special tokens as texts here.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|end|>"}))
+    return folder
+
+
+def interpreter(mode: str, folder: Path) -> Path:
+    """An executable that passes for a Python with Optimum."""
+    graph, path, program = folder / "graph.onnx", folder / "python", folder / "stand_in.py"
+    onnx.save_model(concatenating_graph(), graph)
+    program.write_text(STAND_IN)
+    words = " ".join(f"'{one}'" for one in (sys.executable, program, mode, graph))
+    path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def by_optimum(source: Path, out: Path, python: Path, *options: str) -> Result:
+    given = ("--exporter", "optimum", "--exporter-python", str(python), *options)
+    return CliRunner().invoke(app, ["export", str(source), str(out), *given])
+
+
+def continued(drafter: OnnxDrafter | ForeignDrafter) -> list[int]:
+    """The draft's own greedy text, with a rollback at each step."""
+    text, done = [5, 6, 7], 0
+    drafter.begin(3, SamplingParams())
+    while len(text) < 24:
+        step = drafter.step(done, text[done:], 1)
+        drafter.step(len(text), [9], 1)  # a guess that was wrong
+        done = len(text)
+        text.append(step[0].token)
+    drafter.close()
+    return text
+
+
+def check_same_text(source: Path, out: Path) -> None:
+    foreign = foreign_drafter(find_draft(str(out)), lambda text: None)
+    assert continued(foreign) == continued(OnnxDrafter(export(source, 32)))
+
+
+def test_optimum_s_graph_drafts_the_same(plain_source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = by_optimum(plain_source, out, interpreter("good", tmp_path), "--bits", "32")
+    assert result.exit_code == 0, result.output
+    assert "by Optimum, 32 bits" in result.stdout
+    check_same_text(plain_source, out)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_optimum_s_matrices_are_rounded_as_ours(
+    bits: int, plain_source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = by_optimum(plain_source, out, interpreter("good", tmp_path), "--bits", str(bits))
+    assert result.exit_code == 0, result.output
+    graph = onnx.load(out / "model.onnx").graph
+    kinds = [node.op_type for node in graph.node]
+    assert kinds.count("MatMulNBits") == 2 * 7 + 1
+    assert kinds.count("GatherBlockQuantized") == 1
+    assert not [one for one in graph.initializer if one.data_type == 1 and {320, 64} <= {*one.dims}]
+
+
+def test_a_head_that_reads_the_embedding_transposed_shares_its_bytes(tmp_path: Path) -> None:
+    """Oracle: the float32 graph's logits, and the largest tensors that are left."""
+    dice = np.random.default_rng(0)
+    table = onnx.numpy_helper.from_array(dice.standard_normal((96, 64)).astype(np.float32), "table")
+    make = onnx.helper.make_node
+    nodes = [
+        make("Gather", ["table", "ids"], ["rows"]),
+        make("Transpose", ["table"], ["turned"]),
+        make("MatMul", ["rows", "turned"], ["logits"]),
+    ]
+    value = onnx.helper.make_tensor_value_info
+    ids, logits = value("ids", 7, ["n"]), value("logits", 1, ["n", 96])
+    graph = onnx.helper.make_graph(nodes, "g", [ids], [logits], [table])
+    opsets = [onnx.helper.make_opsetid("", 18)]
+    path = tmp_path / "model.onnx"
+    onnx.save_model(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+
+    def run() -> NDArray[np.float32]:
+        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        found: NDArray[np.float32] = session.run(None, {"ids": np.arange(96)})[0]
+        return found
+
+    whole = run()
+    assert round_graph(path, 8) == 1
+    np.testing.assert_allclose(run(), whole, atol=0.05 * float(whole.std()))
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds == ["Reshape", "GatherBlockQuantized", "MatMulNBits"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("fails", (), "Optimum failed (exit code 3), as its words above say. Where it is missing,"),
+        ("fails", (), "\n  run: python -m venv optimum-env && optimum-env/bin/pip install optimum"),
+        ("empty", (), "Optimum wrote no single decoder graph, but: config.json"),
+        ("good", ("--exporter", "nobody"), "is 'nobody', but must be edgespec or optimum"),
+        ("good", ("--kv-type", "int8"), "--trained-length are of our own exporter only"),
+        ("good", ("--bits", "5"), "bits is 5, but must be one of (4, 8, 32)"),
+        ("good", ("--exporter-python", "nowhere/python"), "nowhere/python: No such file"),
+    ],
+)
+def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
+    mode: str, options: tuple[str, ...], message: str, plain_source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = by_optimum(plain_source, out, interpreter(mode, tmp_path), *options)
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+    assert not out.exists()
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
+
+
+def test_a_newer_config_is_handed_on_in_older_words(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    scaled = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
+    for rope, theta, scaling in (
+        (config["rope_parameters"], 1000.0, None),
+        (scaled, 5e5, {"rope_type": "yarn", "factor": 4.0}),
+    ):
+        (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        with _readable_by_transformers_4(source) as folder:
+            older = json.loads((folder / "config.json").read_text())
+            assert (older["rope_theta"], older["rope_scaling"]) == (theta, scaling)
+            assert (folder / "model.safetensors").samefile(source / "model.safetensors")
+        assert not folder.exists()
+    by_layer = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": by_layer}))
+    result = by_optimum(source, tmp_path / "out", interpreter("good", tmp_path))
+    assert result.exit_code == 1
+    assert "has rope_parameters without one rope_theta for all layers" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_optimum_and_all_it_started(
+    number: signal.Signals, plain_source: Path, tmp_path: Path
+) -> None:
+    python, pids = interpreter("hangs", tmp_path), tmp_path / "pids"
+    given = ("--exporter", "optimum", "--exporter-python", str(python))
+    with start("export", str(plain_source), str(tmp_path / "out"), *given) as process:
+        try:
+            until(pids.exists)
+            process.send_signal(number)
+            assert process.wait(WITHIN_S) == 128 + number
+        finally:
+            process.kill()
+    until(lambda: not any(runs(int(pid)) for pid in pids.read_text().split()))
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
+
+
+@pytest.mark.slow
+def test_the_real_optimum_drafts_the_same(plain_source: Path, tmp_path: Path) -> None:
+    python = os.environ.get("OPTIMUM_PYTHON")
+    if python is None:
+        pytest.skip("OPTIMUM_PYTHON names no interpreter that has Optimum")
+    result = by_optimum(plain_source, tmp_path / "out", Path(python), "--bits", "32")
+    assert result.exit_code == 0, result.output
+    check_same_text(plain_source, tmp_path / "out")
