@@ -35,5 +35,5 @@ fi
 step 200 verifier python benchmarks/verifier.py --device "$device" "${shape[@]}" \
     --json "$out/verifier.json"
 step 160 tests python -m pytest -m gpu
-step 100 bench edgespec bench --quick --device "$device" --pass-ms 0
+step 100 bench edgespec bench --quick --pass-ms 0
 exit "$failed"

@@ -82,7 +82,7 @@ async def until(true: Callable[[], bool], within_s: float) -> None:
 
 def make_files(folder: Path) -> None:
     """A CA, a certificate, the keys, and each device's own one."""
-    make_ca(folder, "drill", 30)
+    make_ca(folder)
     make_certificate(folder)
     made = {name: new_key() for name in (*FLEETS, LEAVER, FLOODER)}
     limits = {FLOODER: 4}
@@ -96,7 +96,9 @@ def make_files(folder: Path) -> None:
 
 
 def make_certificate(folder: Path) -> None:
-    make_server(folder, ["127.0.0.1"], 7, force=True)
+    for name in ("server.pem", "server.key"):
+        (folder / name).unlink(missing_ok=True)
+    make_server(folder, ["127.0.0.1"])
 
 
 class Service:
@@ -117,7 +119,12 @@ class Service:
         with self.log.open("a") as log:
             self.process, self.port = await ready_verifier(
                 *("--model", "toy", "--port", str(self.port)),
-                *("--pass-ms", str(self.options.pass_ms), "--max-sessions", sessions),
+                *(
+                    "--pass-ms",
+                    str(self.options.pass_ms),
+                    "--set",
+                    f"limits.max_sessions={sessions}",
+                ),
                 *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
                 *("--set", f"drain_s={DRAIN_S}"),
                 stderr=log,

@@ -230,7 +230,6 @@ class Subject:
     draft: str
     target_name: str
     draft_name: str
-    device: str
     prompts: str
     """The file, or ``built-in``."""
     chat: bool
@@ -379,8 +378,7 @@ def _counted(number: int, name: str) -> str:
 
 
 def _plain(settings: BenchSettings) -> dict[str, object]:
-    names = {"policy": settings.policy.value}
-    return {**asdict(settings), **names, "arms": [arm.value for arm in settings.arms]}
+    return {**asdict(settings), "arms": [arm.value for arm in settings.arms]}
 
 
 def _by_rtt(row: Row) -> tuple[float, int]:

@@ -123,14 +123,12 @@ class BenchRunner:
         self.references = tuple(references)
 
     async def _choose_gammas(self) -> None:
-        fixed = self._settings.gamma
-        if fixed is None:
-            self._progress.say("vanilla: which draft length is best")
-            for gamma in GAMMAS:
-                await self._try_gamma(gamma)
+        self._progress.say("vanilla: which draft length is best")
+        for gamma in GAMMAS:
+            await self._try_gamma(gamma)
         for rtt_ms in self._settings.rtts_ms:
             best = best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
-            self.vanilla_gammas[rtt_ms] = fixed or best or GAMMAS[0]
+            self.vanilla_gammas[rtt_ms] = best or GAMMAS[0]
 
     async def _try_gamma(self, gamma: int) -> None:
         options = arm_options(Arm.VANILLA, gamma)
@@ -144,7 +142,7 @@ class BenchRunner:
             self.gamma_costs[gamma] = cost
 
     def _station(self, arm: Arm, rtt_ms: float) -> Station:
-        options = arm_options(arm, self.vanilla_gammas.get(rtt_ms), self._settings.policy)
+        options = arm_options(arm, self.vanilla_gammas.get(rtt_ms))
         return self._open_station(options, drafts=arm.drafts, rtt_ms=rtt_ms)
 
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:

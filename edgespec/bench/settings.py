@@ -8,8 +8,7 @@ from typing import assert_never
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import GAMMAS, PROMPT_COUNT
-from edgespec.core.device.policy import MAX_GAMMA, best_gamma
-from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName, named_policy
+from edgespec.core.device.policy import best_gamma
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.sampling import SamplingParams
@@ -36,11 +35,6 @@ class BenchSettings:
     """Emulated time of a target pass; 0 is as fast as the machine goes."""
     draft_ms: float = 8.0
     """The same for a draft step."""
-    policy: PolicyName = DEFAULT_POLICY
-    """By which the arm ``edgespec`` drafts."""
-    """What its drafts have to be worth."""
-    gamma: int | None = None
-    """Draft length of stop-and-wait; None looks for the best one."""
 
     def __post_init__(self) -> None:
         for rtt_ms in self.rtts_ms:
@@ -50,8 +44,6 @@ class BenchSettings:
         bounded("max-tokens", self.max_tokens, 2, 1 << 20)
         bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
         bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
-        if self.gamma is not None:
-            bounded("gamma", self.gamma, 1, MAX_GAMMA)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -68,8 +60,6 @@ class BenchSettings:
         """What the times of a result are times of; belongs beside every one of them."""
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
-        if self.policy is not DEFAULT_POLICY:
-            steps += f"; edgespec drafts by {self.policy.value}"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
 
 
@@ -92,7 +82,7 @@ def bench_s(settings: BenchSettings) -> float:
     prompts, tokens = settings.prompt_limit, settings.max_tokens
     plain_s = request_s(settings, Arm.TARGET_ONLY, 0.0, tokens)
     total_s = _LOADING_S + prompts * plain_s
-    if Arm.VANILLA in settings.arms and settings.gamma is None:
+    if Arm.VANILLA in settings.arms:
         sweep = len(GAMMAS) * min(PROMPT_COUNT, prompts)
         total_s += sweep * 1.3 * plain_s  # short drafts gain, long ones lose
     for arm in settings.arms:
@@ -118,7 +108,7 @@ def tpot_s(settings: BenchSettings, arm: Arm, rtt_ms: float) -> float:
         case Arm.TARGET_ONLY:
             return pass_s
         case Arm.VANILLA:
-            gamma = settings.gamma or best_gamma(rate, step_s, round_s)
+            gamma = best_gamma(rate, step_s, round_s)
             return (gamma * step_s + round_s) * (1 - rate) / (1 - rate ** (gamma + 1))
         case Arm.PEARL:
             return 1.2 * streamed_s  # its drafts wait for the round before
@@ -134,14 +124,9 @@ def tpot_s(settings: BenchSettings, arm: Arm, rtt_ms: float) -> float:
 # The arms of a bench as options of an agent, and the lists of arms and round trips of its user.
 
 
-def arm_options(
-    arm: Arm,
-    gamma: int | None = None,
-    policy: PolicyName = DEFAULT_POLICY,
-) -> AgentOptions:
-    """``gamma`` is the draft length of ``vanilla``, ``policy`` is of ``edgespec``;
-    the other arms do not look at them."""
-    settings = arm_settings(arm, gamma, named_policy(policy))
+def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
+    """``gamma`` is the draft length of ``vanilla``; the other arms do not look at it."""
+    settings = arm_settings(arm, gamma)
     return AgentOptions(settings.policy, settings.run_ahead)
 
 

@@ -40,7 +40,7 @@ from edgespec.bench.settings import (
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
-from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection, PolicyName
+from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.device.build import (
@@ -82,10 +82,6 @@ Repeats = Annotated[
         help=f"Measure everything so often \\[default: {DEFAULTS.repeats}]", rich_help_panel=_WHAT
     ),
 ]
-Gamma = Annotated[
-    int | None,
-    typer.Option(help="Draft length of vanilla \\[default: the best one]", rich_help_panel=_WHAT),
-]
 Quick = Annotated[
     bool,
     typer.Option("--quick", help="Two minutes: less of everything", rich_help_panel=_WHAT),
@@ -106,19 +102,20 @@ RecordTape = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        envvar="EDGESPEC_MODEL", help="bundled, a folder, a Hub id, toy", rich_help_panel=_TEXT
+        envvar="EDGESPEC_MODEL",
+        show_envvar=False,
+        help="bundled, a folder, a Hub id, toy",
+        rich_help_panel=_TEXT,
     ),
 ]
 Draft = Annotated[
     str,
     typer.Option(
         envvar="EDGESPEC_DRAFT",
+        show_envvar=False,
         help="bundled, a folder, a Hub id; toy, random: for tests",
         rich_help_panel=_TEXT,
     ),
-]
-Device = Annotated[
-    str, typer.Option(help="Of the target: auto, cpu, cuda, cuda:N", rich_help_panel=_TEXT)
 ]
 Prompts = Annotated[
     str,
@@ -155,13 +152,6 @@ PassMs = Annotated[
     float,
     typer.Option(help="A target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
 ]
-Policy = Annotated[
-    PolicyName,
-    typer.Option(
-        help="By which the arm edgespec drafts (see `edgespec generate --help`)",
-        rich_help_panel="What is compared",
-    ),
-]
 DraftMs = Annotated[
     float | None,
     typer.Option(
@@ -179,7 +169,6 @@ def bench(
     tape: RecordTape = None,
     model: Model = "bundled",
     draft: Draft = "bundled",
-    device: Device = "auto",
     prompts: Prompts = "short",
     limit: Limit = None,
     chat: Chat = False,
@@ -189,8 +178,6 @@ def bench(
     seed: Seed = DEFAULTS.seed,
     pass_ms: PassMs = DEFAULTS.pass_ms,
     draft_ms: DraftMs = None,
-    policy: Policy = DEFAULTS.policy,
-    gamma: Gamma = None,
     quick: Quick = False,
 ) -> None:
     """Compare target-only streaming, split decoding and edgespec at several round-trip times.
@@ -214,12 +201,10 @@ def bench(
                 seed=seed,
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
-                policy=policy,
-                gamma=gamma,
             )
             check_output("json", json)
             check_output("record-tape", tape)
-            bench_run = _Bench(settings, model, draft, device, prompts, chat, tape)
+            bench_run = _Bench(settings, model, draft, prompts, chat, tape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if status := bench_run.execute(json):
@@ -234,7 +219,6 @@ class _Bench:
         settings: BenchSettings,
         model: str,
         draft: str,
-        device: str,
         prompts: str,
         chat: bool,
         tape_path: Path | None,
@@ -243,9 +227,7 @@ class _Bench:
         self._stderr = Console(stderr=True)
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts, self._chat = _prompts(prompts), chat
-        self._subject = Subject(
-            model, draft, "", "", device, _BUILT_IN_NAMES.get(prompts, prompts), chat
-        )
+        self._subject = Subject(model, draft, "", "", _BUILT_IN_NAMES.get(prompts, prompts), chat)
         self._tokenizer: PromptTokenizer | None = None
         self._workload: Workload | None = None
         self._runner: BenchRunner | None = None
@@ -279,8 +261,8 @@ class _Bench:
         return 128 + stopped_by if stopped_by else FAILED * bool(mismatches or failure)
 
     async def _measure(self, drafter: Drafter | None, progress: BenchProgress) -> None:
-        arguments = ["--model", self._subject.model, "--pass-ms", f"{self._settings.pass_ms:g}"]
-        arguments += ["--device", self._subject.device, PLAIN_STREAMING]
+        pass_ms = f"{self._settings.pass_ms:g}"
+        arguments = ["--model", self._subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
         async with verifier_process(arguments) as (address, _):
             info = await _served(address)
             self._workload = self._choose(info)

@@ -10,13 +10,9 @@ import typer
 from edgespec.cli.running import EXIT_CODES, reported, say
 from edgespec.config.setup_error import needs
 
-CA_DAYS, SERVER_DAYS, DEVICE_DAYS = 3650, 397, 397
-_MAX_DAYS = 36_500
-
 Folder = Annotated[
     Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are (default: here)")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that are there")]
 
 certs = typer.Typer(
     name="certs",
@@ -37,22 +33,15 @@ def main() -> None:
 
 
 @certs.command(epilog=EXIT_CODES)
-def ca(
-    folder: Folder = Path(),
-    name: Annotated[str, typer.Option("--name", help="What it is called")] = "edgespec CA",
-    days: Annotated[
-        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
-    ] = CA_DAYS,
-    force: Force = False,
-) -> None:
+def ca(folder: Folder = Path()) -> None:
     """Make a CA: ca.pem, to be trusted by devices, and ca.key.
 
     [dim]edgespec certs ca --dir pki[/]
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import make_ca
-        _say(make_ca(folder, name, days, force=force), days)
+            from edgespec.wire.certificates import CA_DAYS, make_ca
+        _say(make_ca(folder), CA_DAYS)
 
 
 @certs.command(epilog=EXIT_CODES)
@@ -62,10 +51,6 @@ def server(
     ],
     folder: Folder = Path(),
     out: Annotated[str, typer.Option("--out", help="Name of the files")] = "server",
-    days: Annotated[
-        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
-    ] = SERVER_DAYS,
-    force: Force = False,
 ) -> None:
     """Make a verifier's certificate, signed by the CA in the folder.
 
@@ -73,18 +58,14 @@ def server(
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import make_server
-        _say(make_server(folder, names, days, out=out, force=force), days)
+            from edgespec.wire.certificates import LEAF_DAYS, make_server
+        _say(make_server(folder, names, out=out), LEAF_DAYS)
 
 
 @certs.command(epilog=EXIT_CODES)
 def device(
     name: Annotated[str, typer.Argument(help="The device, or group of devices")],
     folder: Folder = Path(),
-    days: Annotated[
-        int, typer.Option("--days", min=1, max=_MAX_DAYS, help="Valid so long")
-    ] = DEVICE_DAYS,
-    force: Force = False,
 ) -> None:
     """Make a device's certificate, for a verifier with --set tls.client_ca.
 
@@ -92,8 +73,8 @@ def device(
     """
     with reported():
         with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import make_device
-        _say(make_device(folder, name, days, force=force), days)
+            from edgespec.wire.certificates import LEAF_DAYS, make_device
+        _say(make_device(folder, name), LEAF_DAYS)
 
 
 def _say(files: tuple[Path, Path], days: int) -> None:

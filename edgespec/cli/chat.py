@@ -17,14 +17,7 @@ import typer
 
 from edgespec import __version__
 from edgespec.cli.device import check_prompt, for_trying, greet, stream
-from edgespec.cli.options import (
-    DEVICE_FLAGS,
-    LOG_FLAGS,
-    OUTPUT,
-    SAMPLING_FLAGS,
-    Color,
-    from_config,
-)
+from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.cli.streaming import Progress, TextView, View, summary, tell_worth, use_color
 from edgespec.cli.talk import record as records
@@ -83,15 +76,14 @@ class Conversation:
     kept: records.KeptFile | None = None
     name: str = ""
     """Of the model that was asked for in the chat; empty: as the agent is configured."""
-    color: bool = False
-    markdown: bool = False
+    drawn: bool = False
+    """Replies are drawn as markdown on a terminal; else their text is plain."""
     last: Progress | None = None
     unanswered: str = ""
     """The message that got no reply; an empty line sends it again."""
     _name: str = field(default_factory=partial(secrets.token_hex, 8))
     """Of a conversation that is not kept; one that is has its file's name."""
     _ctrl_c: CtrlC = field(default_factory=CtrlC)
-    _legend_shown: bool = False
     _warned: bool = field(default=False)
 
     def run(self) -> None:
@@ -243,15 +235,13 @@ class Conversation:
             return
         self.unanswered = ""
         if self.last is not None and sys.stdout.isatty() and sys.stderr.isatty():
-            explain = self.color and not self.markdown and not self._legend_shown
-            self._legend_shown = self._legend_shown or explain
-            tell_worth(self.last, self.agent.stats, color=self.color, explain=explain)
+            tell_worth(self.last, self.agent.stats, color=self.drawn, explain=False)
         said = "".join(reply.parts)
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
 
     def _view(self) -> View:
-        return MarkdownView(self.line) if self.markdown else TextView(self.color)
+        return MarkdownView(self.line) if self.drawn else TextView(color=False)
 
     def line(self, width: int) -> str:
         """The numbers of the moment, in one line."""
@@ -336,77 +326,52 @@ def _file(argument: str) -> Path:
 
 _KEPT = "The conversation"
 
-Markdown = Annotated[
-    bool,
-    typer.Option(
-        "--markdown/--no-markdown",
-        help="On a terminal with colors, draw replies as markdown; off: tell accepted from "
-        "corrected tokens",
-        rich_help_panel=OUTPUT,
-    ),
-]
-
 Continue = Annotated[
     bool,
     typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),
 ]
-
-History = Annotated[
-    bool | None,
+NoHistory = Annotated[
+    bool,
     typer.Option(
-        "--history/--no-history",
-        help="Keep conversations and what was typed, for you alone (default: at a terminal)",
+        "--no-history",
+        help="Keep neither this conversation nor what is typed",
         rich_help_panel=_KEPT,
     ),
 ]
 
 
-@from_config(AgentConfig, *SAMPLING_FLAGS, *DEVICE_FLAGS, *LOG_FLAGS)
-def chat(
-    settings: AgentConfig,
-    resume: Continue = False,
-    history: History = None,
-    markdown: Markdown = True,
-    color: Color = None,
-) -> None:
+@from_config(AgentConfig, MAX_TOKENS, TEMPERATURE, *DEVICE_FLAGS)
+def chat(settings: AgentConfig, resume: Continue = False, no_history: NoHistory = False) -> None:
     """Talk with the target model.
 
     Enter sends, Alt-Enter begins another line, Ctrl-C ends a reply and keeps what came of it,
     Ctrl-D leaves. /help lists the commands: /system, /save, /load, /model, /stats, /reset, /quit.
 
-    Conversations are kept under $XDG_STATE_HOME/edgespec, readable for you alone.
+    Conversations at a terminal are kept under $XDG_STATE_HOME/edgespec, readable for you alone.
 
     [dim]edgespec chat --continue[/]
 
     [dim]edgespec chat --no-history --temperature 0.7[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
-    _chat(settings, color, markdown, resume, history)
-
-
-def _chat(
-    settings: AgentConfig, color: bool | None, markdown: bool, resume: bool, history: bool | None
-) -> None:
-    if resume and history is False:
+    if resume and no_history:
         raise ConfigError("--continue needs the history that --no-history turns off")
-    keeps = (resume or sys.stdin.isatty()) if history is None else history
     text = None
     if not borrows_tokenizer(settings):
         text = _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)
-    colored = use_color(color)
-    drawn = markdown and colored and is_drawable()
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         settings, info = runner.run(greet(settings))
         settings = for_trying(settings, info)
         text = _chat_tokenizer(settings)
+        keeps = resume or (sys.stdin.isatty() and not no_history)
         found, kept = _record(info, resume=resume, history=keeps)
         say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
         if found.messages:
             say(described(found))
             if found.model and found.model != info.name:
                 say(f"(it was with {one_line(found.model)})")
-        _talk(settings, info, text, runner, tracer, (found, kept), (colored, drawn))
+        _talk(settings, info, text, runner, tracer, (found, kept))
 
 
 def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
@@ -425,10 +390,8 @@ def _talk(
     runner: asyncio.Runner,
     tracer: Tracer,
     going_on: tuple[records.Record, records.KeptFile | None],
-    shown: tuple[bool, bool],
 ) -> None:
     found, kept = going_on
-    colored, drawn = shown
     with stoppable():
         agent = build_agent(settings, tracer=tracer, say=say)
     try:
@@ -444,8 +407,7 @@ def _talk(
             status=source,
             record=found,
             kept=kept,
-            color=colored,
-            markdown=drawn,
+            drawn=is_drawable() and use_color(),
         )
         talk.editor = make_editor(runner, talk.line, remember=kept is not None)
         talk.run()

@@ -68,77 +68,49 @@ class Arm:
 
 def demo(
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Repeatable (default: three of its own)")
+        list[str] | None,
+        typer.Option("--prompt", help="A text to go on with, as often as you like"),
     ] = None,
     rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip of the link")] = RTT_MS,
-    pass_ms: Annotated[
-        float, typer.Option("--pass-ms", help="Emulated time of a target pass")
-    ] = PASS_MS,
-    draft_ms: Annotated[
-        float, typer.Option("--draft-ms", help="Emulated time of a draft step")
-    ] = DRAFT_MS,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Length of each text at most")
-    ] = MAX_TOKENS,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="1: off; keeps a small model from looping")
-    ] = REPETITION_PENALTY,
     model: Annotated[
-        str, typer.Option("--model", envvar="EDGESPEC_MODEL", help="The target")
+        str, typer.Option("--model", envvar="EDGESPEC_MODEL", show_envvar=False, help="The target")
     ] = "bundled",
     draft: Annotated[
-        str, typer.Option("--draft", envvar="EDGESPEC_DRAFT", help="The draft")
+        str, typer.Option("--draft", envvar="EDGESPEC_DRAFT", show_envvar=False, help="The draft")
     ] = "bundled",
-    color: Annotated[
-        bool | None,
-        typer.Option(
-            "--color/--no-color",
-            help="Tell accepted from corrected tokens (default: on a terminal)",
-        ),
-    ] = None,
 ) -> None:
     """Watch drafts at work: verifier, device and a slow link, all on this machine.
 
     Takes under a minute and needs no download. The times of a pass and of a draft step are
     emulated, so that the machine behaves like a device and a big model; the tokens are real.
 
-    [dim]edgespec demo --rtt-ms 150 --temperature 0.8[/]
+    [dim]edgespec demo --rtt-ms 150[/]
     """
     with reported():
         set_up_logging("error")
         config = AgentConfig(
-            draft=DraftSection(model=draft, draft_ms=draft_ms),
+            draft=DraftSection(model=draft, draft_ms=DRAFT_MS),
             link=LinkSection(rtt_ms=rtt_ms),
-            sampling=SamplingParams(
-                temperature=temperature,
-                repetition_penalty=repetition_penalty,
-                max_tokens=max_tokens,
-            ),
+            sampling=SamplingParams(repetition_penalty=REPETITION_PENALTY, max_tokens=MAX_TOKENS),
         )
-        styled = use_color(color)
+        styled = use_color()
         console = Console(force_terminal=styled or None, no_color=not styled, highlight=False)
-        run(_demo(config, model, pass_ms, prompt or PROMPTS, console, styled))
+        run(_demo(config, model, prompt or PROMPTS, console, styled))
 
 
 async def _demo(
-    config: AgentConfig,
-    model: str,
-    pass_ms: float,
-    prompts: Sequence[str],
-    console: Console,
-    color: bool,
+    config: AgentConfig, model: str, prompts: Sequence[str], console: Console, color: bool
 ) -> None:
     load_tokenizer(tokenizer_reference(config))  # a missing model shows before anything starts
     console.print(
-        f"link {config.link.rtt_ms:g} ms · target pass {pass_ms:g} ms (emulated pass time) ·"
-        f" draft step {config.draft.draft_ms:g} ms (emulated)",
+        f"link {config.link.rtt_ms:g} ms · target pass {PASS_MS:g} ms (emulated pass time) ·"
+        f" draft step {DRAFT_MS:g} ms (emulated)",
         soft_wrap=True,
     )
     if color:
         console.print(legend())
     console.print("starting a verifier ...", style="dim")
-    arguments = ["--model", model, "--pass-ms", str(pass_ms), PLAIN_STREAMING]
+    arguments = ["--model", model, "--pass-ms", str(PASS_MS), PLAIN_STREAMING]
     async with verifier_process(arguments) as (address, serves):
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)

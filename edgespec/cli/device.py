@@ -100,8 +100,8 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
     if own != info.vocabulary:
         return (
             f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
-            f" verifier's {info.name!r} ({info.vocabulary}); give --draft or --tokenizer one that"
-            " shares it"
+            f" verifier's {info.name!r} ({info.vocabulary}); give --draft one that"
+            " shares it, or name its tokenizer: --set tokenizer=FOLDER"
         )
     return None
 

@@ -18,18 +18,13 @@ from edgespec.config.setup_error import needs
 from edgespec.device.many_verifiers import with_port
 from edgespec.wire.access import device_credentials
 
-_MAX_PORT = 65_535
 _MAX_PROBE_S = 600.0
 _MARKS = {State.GOOD: "[green]ok[/]  ", State.NOTE: "[yellow]note[/]", State.BAD: "[red]BAD[/] "}
 
 
-@from_config(AgentConfig, *VERIFIER_FLAGS)
+@from_config(AgentConfig, *VERIFIER_FLAGS, explains=False)
 def doctor(
     settings: AgentConfig,
-    port: Annotated[
-        int,
-        typer.Option("--port", min=0, max=_MAX_PORT, help="The port a verifier here would take"),
-    ] = DEFAULT_PORT,
     probe_s: Annotated[
         float | None,
         typer.Option(
@@ -59,7 +54,7 @@ def doctor(
         *checks.bundled_models(),
         checks.torch(),
         checks.exactness(),
-        checks.free_port(port),
+        checks.free_port(DEFAULT_PORT),
     ]
     found += [run(checks.verifier(address, settings)) for address in settings.verifiers]
     console = Console(highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.config import ConfigError
 from edgespec.config.setup_error import needs
 from edgespec.core.device.memory import KvType
-from edgespec.device.drafters.manifest import MAX_CONTEXT_LENGTH
 from edgespec.device.export.export import work_folder
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import (
@@ -36,7 +34,6 @@ from edgespec.models.folders import (
 )
 
 DEFAULT_BITS = 4
-OWN, OPTIMUM = "edgespec", "optimum"
 
 
 def export(
@@ -51,24 +48,14 @@ def export(
     kv_type: Annotated[
         KvType, typer.Option("--kv-type", help="Of cached keys and values")
     ] = KvType.FLOAT32,
-    trained: Annotated[
-        int,
+    optimum: Annotated[
+        Path | None,
         typer.Option(
-            "--trained-length",
-            metavar="TOKENS",
-            min=0,
-            max=MAX_CONTEXT_LENGTH,
-            help="How long the texts were that it was trained on, if that is less than its context:"
-            " it then looks at so many tokens. 0: what config.json says, else the whole context",
+            "--optimum",
+            metavar="PYTHON",
+            help="Let Optimum export a family that edgespec does not know, by a Python that has it",
         ),
-    ] = 0,
-    exporter: Annotated[
-        str, typer.Option("--exporter", help="edgespec, or for other families optimum")
-    ] = OWN,
-    exporter_python: Annotated[
-        Path,
-        typer.Option("--exporter-python", metavar="PATH", help="Python that has Optimum"),
-    ] = Path(sys.executable),
+    ] = None,
     inspect: Annotated[
         bool,
         typer.Option("--inspect", help="Write nothing, say what SOURCE is and how it would draft"),
@@ -78,7 +65,7 @@ def export(
 
     [dim]edgespec export ./my-small-model ./draft --bits 4[/]
 
-    [dim]edgespec export ./olmo ./draft --exporter optimum --exporter-python ./env/bin/python[/]
+    [dim]edgespec export ./olmo ./draft --optimum ./env/bin/python[/]
 
     [dim]edgespec export --inspect ./Qwen3-0.6B-ONNX[/]
     """
@@ -90,26 +77,15 @@ def export(
             raise ConfigError("OUT, the folder to write, is missing (only --inspect needs none)")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             fail(f"{out} is not an empty folder; choose another", FAILED)
-        if exporter == OWN:
-            _export(source, out, bits, context_length, kv_type, trained)
-        elif exporter == OPTIMUM:
-            if (context_length, kv_type, trained) != (0, KvType.FLOAT32, 0):
-                raise ConfigError(
-                    "--context-length, --kv-type and --trained-length are of our own exporter only"
-                )
-            run(_export_by_optimum(exporter_python, source, out, bits))
+        if optimum is None:
+            _export(source, out, bits, context_length, kv_type)
+        elif (context_length, kv_type) != (0, KvType.FLOAT32):
+            raise ConfigError("--optimum takes no --context-length and no --kv-type")
         else:
-            raise ConfigError(f"--exporter is {exporter!r}, but must be {OWN} or {OPTIMUM}")
+            run(_export_by_optimum(optimum, source, out, bits))
 
 
-def _export(
-    source: str,
-    out: Path,
-    bits: int,
-    context_length: int,
-    kv_type: KvType,
-    trained: int,
-) -> None:
+def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvType) -> None:
     with needs("onnx", "edgespec[export]"):
         from edgespec.device.export.export import export_draft
 
@@ -124,7 +100,7 @@ def _export(
                 context_length=context_length,
                 token_count=token_count(folder),
                 kv_type=kv_type,
-                trained_length=trained or trained_length(folder),
+                trained_length=trained_length(folder),
                 progress=progress,
             )
     typer.echo(

@@ -12,13 +12,11 @@ import typer
 from edgespec.cli.device import check_prompt, for_trying, greet, stream
 from edgespec.cli.options import (
     DEVICE_FLAGS,
-    LOG_FLAGS,
+    MAX_TOKENS,
     OUTPUT,
-    SAMPLING_FLAGS,
-    STOP_FLAG,
+    TEMPERATURE,
     TEXT,
-    Color,
-    Stats,
+    Flag,
     from_config,
 )
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
@@ -42,11 +40,27 @@ MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
-PromptFile = Annotated[
+JsonSchema = Annotated[
     Path | None,
     typer.Option(
-        "--file", "-f", metavar="FILE", help="Read the prompt from a file", rich_help_panel=TEXT
+        "--json-schema",
+        metavar="FILE",
+        help="Write JSON that fits this schema",
+        rich_help_panel=TEXT,
     ),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        metavar="FILE",
+        help="Write a text of this grammar, in Lark's or llama.cpp's notation",
+        rich_help_panel=TEXT,
+    ),
+]
+Stats = Annotated[
+    bool,
+    typer.Option("--stats", help="Print numbers at the end, on stderr", rich_help_panel=OUTPUT),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print JSON, one object a chunk", rich_help_panel=OUTPUT)
@@ -63,38 +77,22 @@ Logprobs = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema",
-        metavar="FILE",
-        help="Write JSON that fits this schema",
-        rich_help_panel=TEXT,
-    ),
-]
-Grammar = Annotated[
-    Path | None,
-    typer.Option(
-        "--grammar",
-        metavar="FILE",
-        help="Write a text of this Lark grammar",
-        rich_help_panel=TEXT,
-    ),
-]
+_SAMPLING = (
+    MAX_TOKENS,
+    TEMPERATURE,
+    *(Flag(f"sampling.{n}", panel=TEXT) for n in ("top_p", "seed")),
+)
 
 
-@from_config(AgentConfig, *SAMPLING_FLAGS, STOP_FLAG, *DEVICE_FLAGS, *LOG_FLAGS)
+@from_config(AgentConfig, *_SAMPLING, *DEVICE_FLAGS)
 def generate(
     settings: AgentConfig,
     prompt: Prompt = None,
-    file: PromptFile = None,
     json_schema: JsonSchema = None,
     grammar: Grammar = None,
+    stats: Stats = False,
     json_lines: Json = False,
     logprobs: Logprobs = 0,
-    stats: Stats = False,
-    color: Color = None,
 ) -> None:
     """Stream the target's continuation of a prompt to stdout.
 
@@ -103,9 +101,8 @@ def generate(
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
-    view = _view(json_lines, use_color(color), logprobs)
     settings = _held(settings, json_schema, grammar)
-    run(_generate(settings, _prompt(prompt, file), view, stats, logprobs, color))
+    run(_generate(settings, _prompt(prompt), _view(json_lines, logprobs), stats, logprobs))
 
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
@@ -150,14 +147,15 @@ def _read(option: str, path: Path, most: int) -> str:
         raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
 
 
-def _view(json_lines: bool, colored: bool, logprobs: int) -> View:
+def _view(json_lines: bool, logprobs: int) -> View:
     if json_lines:
         return JsonView()
-    return ScoredView(TextView(colored)) if logprobs else TextView(colored)
+    text = TextView(use_color())
+    return ScoredView(text) if logprobs else text
 
 
 async def _generate(
-    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int, color: bool | None
+    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int
 ) -> None:
     config, info = await greet(config)
     config = for_trying(config, info)
@@ -172,18 +170,15 @@ async def _generate(
             if stats:
                 say(summary(progress, agent.stats))
             elif sys.stdout.isatty() and sys.stderr.isatty() and not isinstance(view, JsonView):
-                styled = use_color(color)
+                styled = use_color()
                 tell_worth(progress, agent.stats, color=styled, explain=styled)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from wherever it was given. Raises ``ConfigError``."""
-    if (prompt is None) == (file is None):
-        raise ConfigError("give a PROMPT, or - to read stdin, or --file F; one of them")
-    if file is not None:
-        text = _read("--file", file, MAX_PROMPT_BYTES)
-    else:
-        text = _stdin() if prompt == "-" else str(prompt)
+def _prompt(prompt: str | None) -> str:
+    """The prompt, or what stdin holds. Raises ``ConfigError``."""
+    if prompt is None:
+        raise ConfigError("give a PROMPT, or - to read it from stdin")
+    text = _stdin() if prompt == "-" else prompt
     if not text:
         raise ConfigError("the prompt is empty; it must hold at least one character")
     return text

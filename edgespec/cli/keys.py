@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from edgespec.cli.options import read_value
 from edgespec.cli.running import EXIT_CODES, reported, say
-from edgespec.config import ConfigError
+from edgespec.config import ConfigError, load_config
 from edgespec.config.key_file import (
     KeyEntry,
     KeyFile,
@@ -50,33 +51,26 @@ def main() -> None:
 def add(
     name: Name,
     file: File,
-    sessions: Annotated[
-        int, typer.Option("--sessions", help="Sessions at a time (default: no own limit)")
-    ] = 0,
-    context: Annotated[
-        int, typer.Option("--context", help="Tokens of prompt and output together")
-    ] = 0,
-    tokens_per_s: Annotated[
-        float, typer.Option("--tokens-per-s", help="Of all its sessions together")
-    ] = 0.0,
-    priority: Annotated[int, typer.Option("--priority", help="Higher goes first, -100 to 100")] = 0,
-    models: Annotated[
-        str, typer.Option("--models", metavar="A,B", help="Models it may use (default: all)")
-    ] = "",
+    limits: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="LIMIT=VALUE", help="What it may use; see above"),
+    ] = None,
 ) -> None:
     """Make a key and print it, this once: only its digest is kept.
 
-    [dim]edgespec keys add workshop --sessions 8 --file keys.yaml[/]
+    Limits are max_sessions, context_length, tokens_per_s (of all its sessions together), priority
+    (-100 to 100, higher goes first) and models ([A, B]). They can be changed in the file.
+
+    [dim]edgespec keys add workshop --set max_sessions=8 --file keys.yaml[/]
     """
     with reported(), _alone(file):
-        known = _read(file)
+        known = load_keys(file) if file.exists() else KeyFile()
+        key, sha256 = new_key()
         try:
             check_key_name(name)
             if name in known.keys:
                 raise ValueError(f"{name!r} has a key already; revoke it, or take another name")
-            key, sha256 = new_key()
-            names = tuple(word.strip() for word in models.split(",") if word.strip())
-            entry = KeyEntry(sha256, sessions, context, tokens_per_s, priority, names)
+            entry = load_config(KeyEntry, None, {**_limits(limits or ()), "sha256": sha256})
             save_keys(file, replace(known, keys={**known.keys, name: entry}))
         except ConfigError:
             raise
@@ -84,9 +78,20 @@ def add(
             raise ConfigError(str(error)) from error
         typer.echo(key)
         say(
-            f"{name!r} was added to {file}. The device takes the key from EDGESPEC_API_KEY or"
-            " --api-key-file;\nit is not shown again. A running verifier learns of it by SIGHUP."
+            f"{name!r} was added to {file}. The device takes the key from EDGESPEC_API_KEY or the"
+            " file\nthat api_key_file names; it is not shown again. A running verifier learns of it"
+            " by SIGHUP."
         )
+
+
+def _limits(given: Iterable[str]) -> dict[str, object]:
+    found = {}
+    for limit in given:
+        name, equals, value = limit.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {limit!r}, but must be LIMIT=VALUE")
+        found[name] = read_value(None, value, f"--set {name}")
+    return found
 
 
 @keys.command("list", epilog=EXIT_CODES)
@@ -133,11 +138,6 @@ def _alone(file: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def _read(file: Path) -> KeyFile:
-    """The file, or an empty one where there is none yet."""
-    return load_keys(file) if file.exists() else KeyFile()
 
 
 def _shown(value: object) -> str:

@@ -1,48 +1,64 @@
 """Options that stand for keys of a configuration, and how they override its file.
 
-One source: the dataclasses of ``edgespec.config``. A command names the keys that people set every
-day; each becomes an option with the key's own type, default and documentation. All others are set
-by ``--set KEY=VALUE`` or in the file, and ``--help-all`` lists them. An option wins over an
-environment variable, that over the file, and the file over the default.
+One source: the dataclasses of ``edgespec.config``. The text below a field is its documentation
+everywhere. A command names the keys that people set every day; each becomes an option with the
+key's own type, default and first sentence. All others are set by ``--set KEY=VALUE`` or in the
+file, and ``--help-all`` explains them. An option wins over an environment variable, that over the
+file, and the file over the default.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from edgespec.cli.running import reported
-from edgespec.config import ConfigError, dump_config, load_config
-from edgespec.config.documents import Key, documented_keys
+from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
 from edgespec.config.loading import NULL
 from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config")
 
 TEXT, WHERE, DRAFTING, OUTPUT, SETTINGS = "The text", "Where", "Drafting", "Output", "Settings"
+_COLUMNS = 88
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a configuration: ``name`` is dotted (``link.rtt_ms``), ``hint`` its type."""
+
+    name: str
+    hint: Any
+    default: object
+    text: str
+
+    @property
+    def first_sentence(self) -> str:
+        return self.text.partition(". ")[0].rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """An option for the configuration's ``key``. Without ``names`` it is called as the last part of
-    the key; ``environment`` names a variable that gives it, too. An ``argument`` has no name."""
+    the key. An ``argument`` has no name."""
 
     key: str
     names: tuple[str, ...] = ()
     metavar: str | None = None
-    environment: str | None = None
     panel: str | None = None
     argument: bool = False
 
@@ -58,51 +74,40 @@ class Flag:
 
 # --- a device's, in the order of `--help` ----------------------------------------------------
 
-SAMPLING_FLAGS = (
-    Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=TEXT),
-    Flag("sampling.temperature", ("--temperature", "-t"), panel=TEXT),
-    Flag("sampling.top_p", panel=TEXT),
-    Flag("sampling.seed", panel=TEXT),
-)
-STOP_FLAG = Flag("sampling.stop", metavar="TEXT", panel=TEXT)
+MAX_TOKENS = Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=TEXT)
+TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=TEXT)
 VERIFIER_FLAGS = (
-    Flag("verifier", metavar="HOST:PORT", environment="EDGESPEC_VERIFIER", panel=WHERE),
+    Flag("verifier", metavar="HOST:PORT", panel=WHERE),
     Flag("tls.ca", metavar="FILE", panel=WHERE),
-    Flag("api_key_file", metavar="FILE", panel=WHERE),
 )
 DEVICE_FLAGS = (
     *VERIFIER_FLAGS,
     Flag("model", metavar="NAME", panel=WHERE),
-    Flag(
-        "draft.model", ("--draft",), metavar="MODEL", environment="EDGESPEC_DRAFT", panel=DRAFTING
-    ),
-    Flag(
-        "draft.memory_budget", metavar="SIZE", environment="EDGESPEC_MEMORY_BUDGET", panel=DRAFTING
-    ),
-    Flag("tokenizer", metavar="MODEL", panel=DRAFTING),
-    Flag("policy.name", ("--policy",), metavar="NAME", panel=DRAFTING),
-    Flag("link.rtt_ms", panel=DRAFTING),
+    Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
+    Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
 )
-LOG_FLAGS = (
-    Flag("trace", metavar="FILE", panel=SETTINGS),
-    Flag("log_level", metavar="LEVEL", environment="EDGESPEC_LOG_LEVEL", panel=SETTINGS),
-)
-
-Stats = Annotated[
-    bool, typer.Option("--stats", help="Show numbers at the end, on stderr", rich_help_panel=OUTPUT)
-]
-Color = Annotated[
-    bool | None,
-    typer.Option(
-        "--color/--no-color",
-        help="Mark accepted tokens (default: auto)",
-        rich_help_panel=OUTPUT,
-    ),
-]
+VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
+    AgentConfig: {
+        "EDGESPEC_VERIFIER": "verifier",
+        "EDGESPEC_DRAFT": "draft.model",
+        "EDGESPEC_MEMORY_BUDGET": "draft.memory_budget",
+        "EDGESPEC_ENDPOINT_PORT": "endpoint.port",
+        "EDGESPEC_LOG_LEVEL": "log_level",
+        "EDGESPEC_LOG_FORMAT": "log_format",
+    },
+    VerifierConfig: {
+        "EDGESPEC_MODEL": "model",
+        "EDGESPEC_PORT": "port",
+        "EDGESPEC_METRICS_PORT": "metrics_port",
+        "EDGESPEC_LOG_LEVEL": "log_level",
+        "EDGESPEC_LOG_FORMAT": "log_format",
+    },
+}
+"""Keys that a variable of the environment gives."""
 
 # --- those of every command that has a configuration -----------------------------------------
 
-Config = Annotated[
+_ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
@@ -114,42 +119,33 @@ Config = Annotated[
         rich_help_panel=SETTINGS,
     ),
 ]
-Set = Annotated[
+_Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set any key, such as link.loss=0.01",
+        help="Set any key, such as policy.width=1",
         rich_help_panel=SETTINGS,
     ),
 ]
-PrintConfig = Annotated[
+_HelpAll = Annotated[
     bool,
     typer.Option(
-        "--print-config", help="Print all settings as YAML and stop", rich_help_panel=SETTINGS
+        "--help-all",
+        help="Print every setting, explained, as a file for --config, and stop",
+        rich_help_panel=SETTINGS,
     ),
 ]
-HelpAll = Annotated[
-    bool,
-    typer.Option(
-        "--help-all", help="Explain every key for --set and stop", rich_help_panel=SETTINGS
-    ),
-]
-_COMMON: Mapping[str, tuple[Any, object]] = {
-    "config": (Config, None),
-    "set_keys": (Set, None),
-    "print_config": (PrintConfig, False),
-    "help_all": (HelpAll, False),
-}
 
 
 def from_config(
-    kind: type[_Config], *flags: Flag
+    kind: type[_Config], *flags: Flag, explains: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument, a ``kind``, comes from a file, the environment and options.
 
     The other parameters of the command are options of its own, as typer reads them. Errors of the
-    configuration and of the command are told as ``running.reported`` tells them.
+    configuration and of the command are told as ``running.reported`` tells them. ``explains``: it
+    has ``--help-all``.
     """
     keys = documented_keys(kind)
 
@@ -162,17 +158,19 @@ def from_config(
                 settings = _configured(kind, flags, given)
                 command(settings, **{one.name: given[one.name] for one in own})
 
-        shared = [
+        shared: list[tuple[str, Any, object]] = [
             *((flag.parameter, _annotation(flag, keys[flag.key]), None) for flag in flags),
-            *((name, annotation, default) for name, (annotation, default) in _COMMON.items()),
+            ("config", _ConfigFile, None),
+            ("set_keys", _Set, None),
         ]
+        if explains:
+            shared.append(("help_all", _HelpAll, False))
+        keyword = inspect.Parameter.KEYWORD_ONLY
         added = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
+            inspect.Parameter(name, keyword, default=default, annotation=annotation)
             for name, annotation, default in shared
         ]
-        own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        own = [one.replace(kind=keyword) for one in own]
         # What typer reads.
         called.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in (*own, *added)}
@@ -185,19 +183,14 @@ def from_config(
 
 def _annotation(flag: Flag, key: Key) -> Any:
     """What typer reads for a flag: the key's type, or None where the option is left out."""
-    names = list(flag.options)
     kind = _plain_type(key.hint)
-    if kind is bool:
-        names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
     if flag.argument:
         return Annotated[kind | None, typer.Argument(metavar=flag.metavar, help=key.first_sentence)]
     default = (
         f" (default: {_shown(key.default)})" if key.default not in (None, "", (), False) else ""
     )
     option = typer.Option(
-        *names,
-        envvar=flag.environment,
-        show_envvar=False,
+        *flag.options,
         metavar=flag.metavar,
         help=escape(key.first_sentence + default),
         rich_help_panel=flag.panel,
@@ -214,56 +207,107 @@ def _plain_type(hint: Any) -> Any:
 
 
 def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str, Any]) -> _Config:
-    """``--config``'s file with ``--set`` and then the options on top. Raises ``ConfigError``."""
-    if given["help_all"]:
-        _explain(kind, flags)
-        raise typer.Exit
-    overrides: dict[str, Any] = dict(_assigned(kind, text) for text in given["set_keys"] or ())
+    """``--config``'s file with the environment, ``--set`` and the options on top, in this order.
+    Raises ``ConfigError``."""
+    keys = documented_keys(kind)
+    overrides: dict[str, Any] = {}
+    for variable, name in VARIABLES[kind].items():
+        if text := os.environ.get(variable):
+            overrides[name] = text.split() if name == "verifier" else read_value(keys[name], text)
+    for assignment in given["set_keys"] or ():
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {assignment!r}, but must be KEY=VALUE")
+        overrides[name] = read_value(keys.get(name), text, f"--set {name}")
     for flag in flags:
         value = given[flag.parameter]
-        if value is None or value in ([], ()):
-            continue
-        overrides[flag.key] = value[0] if flag.key == "verifier" and len(value) == 1 else value
+        if value is not None and value not in ([], ()):
+            overrides[flag.key] = value
+    if isinstance(addresses := overrides.get("verifier"), list) and len(addresses) == 1:
+        overrides["verifier"] = addresses[0]
     if (path := given["config"]) is not None:
         check_file_permissions(path, secret=False)
     config = load_config(kind, path, overrides)
-    if given["print_config"]:
-        typer.echo(dump_config(config), nl=False)
+    if given.get("help_all"):
+        typer.echo(explained(config, flags), nl=False)
         raise typer.Exit
     return config
 
 
-def _assigned(kind: type[Any], text: str) -> tuple[str, object]:
-    """``KEY=VALUE`` as an override: YAML, but text stays as it is typed. Raises ``ConfigError``."""
-    name, equals, written = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set is {text!r}, but must be KEY=VALUE, such as link.loss=0.01")
-    key = documented_keys(kind).get(name)
+def read_value(key: Key | None, text: str, source: str = "") -> object:
+    """A value as YAML, but text stays as it is typed. Raises ``ConfigError``."""
     if key is not None and key.hint is str:
-        return name, written
+        return text
     try:
-        value = yaml.safe_load(written)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {name}: {written!r} is not readable as YAML") from None
-    return name, NULL if value is None else value
+        raise ConfigError(f"{source}: {text!r} is not readable as YAML") from None
+    return NULL if value is None else value
 
 
-def _explain(kind: type[Any], flags: tuple[Flag, ...]) -> None:
-    options = {flag.key: ", ".join(flag.options) for flag in flags if not flag.argument}
-    table = Table("key, and its option", "default", "what it is", box=None, pad_edge=False)
-    for key in documented_keys(kind).values():
-        name = f"{key.name}\n  {options[key.name]}" if key.name in options else key.name
-        table.add_row(escape(name), escape(_shown(key.default)), escape(key.text))
-    Console(soft_wrap=False).print(table)
+# --- what every key is for ---------------------------------------------------------------------
+
+
+def documented_keys(kind: type[Any]) -> dict[str, Key]:
+    """All keys of the dataclass ``kind`` and its sections, in the order of their declaration."""
+    return {key.name: key for key in _keys(kind, kind(), "")}
+
+
+def _keys(kind: type[Any], defaults: object, place: str) -> Iterator[Key]:
+    texts, hints = _field_texts(kind), typing.get_type_hints(kind)
+    for field in fields(kind):
+        name, default, hint = place + field.name, getattr(defaults, field.name), hints[field.name]
+        if is_dataclass(hint):
+            yield from _keys(typing.cast("type[Any]", hint), default, f"{name}.")
+        else:
+            yield Key(name, hint, default, texts.get(field.name, ""))
+
+
+def _field_texts(kind: type[Any]) -> dict[str, str]:
+    """The string that stands below each field in the source of ``kind``."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for above, below in zip(body.body, body.body[1:], strict=False):
+        match above, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split()).replace("``", "")
+    return texts
+
+
+def explained(config: object, flags: tuple[Flag, ...]) -> str:
+    """All settings as YAML that ``--config`` reads back, each below what it is for."""
+    options = {flag.key: flag.options[0] for flag in flags if not flag.argument}
+    lines: list[str] = []
+    section: list[str] = []
+    for key in documented_keys(type(config)).values():
+        *place, name = key.name.split(".")
+        for depth, part in enumerate(place):
+            if place[: depth + 1] != section[: depth + 1]:
+                lines += ["", f"{'  ' * depth}{part}:"]
+        section = place
+        indent = "  " * len(place)
+        option = f" ({options[key.name]})" if key.name in options else ""
+        lines += textwrap.wrap(
+            key.text + option,
+            _COLUMNS,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+        )
+        lines.append(f"{indent}{name}: {_shown(attrgetter(key.name)(config))}")
+    return "\n".join(lines) + "\n"
 
 
 def _shown(value: object) -> str:
-    """A default as YAML on one line."""
+    """A value as YAML on one line."""
     if isinstance(value, Enum):
         value = value.value
     elif isinstance(value, tuple):
         value = list(value)
     elif isinstance(value, Mapping):
         value = dict(value)
-    text: str = yaml.safe_dump(value, default_flow_style=True)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
     return text.removesuffix("...\n").strip()

@@ -48,26 +48,20 @@ def profile(
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes")
     ] = Path("profile.json"),
     model: Annotated[
-        str, typer.Option(envvar="EDGESPEC_MODEL", help="bundled, a folder, a Hub id, toy")
+        str,
+        typer.Option(envvar="EDGESPEC_MODEL", show_envvar=False, help="Target, as of a verifier"),
     ] = "bundled",
     draft: Annotated[
-        str, typer.Option(envvar="EDGESPEC_DRAFT", help="bundled, a folder, a Hub id, toy")
+        str,
+        typer.Option(envvar="EDGESPEC_DRAFT", show_envvar=False, help="Draft, as of a device"),
     ] = "bundled",
-    device: Annotated[str, typer.Option(help="Of the target: auto, cpu, cuda, cuda:N")] = "auto",
     pass_ms: Annotated[
         float, typer.Option(help="Emulate a slower target: time of a pass; 0: as it is")
     ] = 0.0,
     draft_ms: Annotated[
         float, typer.Option(help="Emulate a slower draft: time of a step; 0: as it is")
     ] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Faster: less of everything")] = (False),
-    keep_traces: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the traces of both sides there")
-    ] = None,
-    from_traces: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(metavar="DEVICE VERIFIER", help="Run nothing, fit these two traces"),
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Faster: less of everything")] = False,
 ) -> None:
     """Measure draft steps, target passes and messages, and write what they cost as a profile.
 
@@ -78,16 +72,12 @@ def profile(
         if out.is_dir():
             raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
         stderr = Console(stderr=True)
-        if from_traces is not None:
-            _write(*from_traces, out, "traces", stderr)
-            return
         drafter = load_drafter(AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms)))
         if drafter is None:
             raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
-        arguments = ["--model", model, "--device", device, "--pass-ms", f"{pass_ms:g}"]
+        arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
         with tempfile.TemporaryDirectory() as folder:
-            traces = Path(folder) if keep_traces is None else keep_traces
-            traces.mkdir(parents=True, exist_ok=True)
+            traces = Path(folder)
             try:
                 run(_measure(drafter, draft, arguments, traces, quick, stderr))
             finally:
@@ -106,7 +96,7 @@ async def _measure(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_reference(AgentConfig(draft=DraftSection(model=draft))))
     text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
-    arguments = [*arguments, PLAIN_STREAMING, "--trace", str(traces / VERIFIER_TRACE)]
+    arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
     plan = workloads(quick)
     with (
         BenchProgress(stderr, sum(worth(one) for one in plan)) as progress,

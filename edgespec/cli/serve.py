@@ -17,7 +17,7 @@ import typer
 
 from edgespec import __version__
 from edgespec.cli.device import misfit, no_verifier
-from edgespec.cli.options import DEVICE_FLAGS, LOG_FLAGS, SAMPLING_FLAGS, Flag, from_config
+from edgespec.cli.options import DEVICE_FLAGS, Flag, from_config
 from edgespec.cli.running import on_stopping_signals, say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.security import is_loopback
@@ -71,7 +71,7 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     if not (key or config.endpoint.insecure or is_loopback(host)):
         raise ConfigError(
             f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
-            " --key-file), or --insecure if all of them may"
+            " --key-file), or --set endpoint.insecure=true if all of them may"
         )
     try:
         listener = listen(host, config.endpoint.port)
@@ -240,7 +240,7 @@ async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
     if endpoint.tokenizer is not None:
         return
     say(f"no verifier answers yet; {_waiting(fits.config)}. It has to lend its tokenizer, since")
-    say("neither --draft nor --tokenizer names one")
+    say("neither draft.model nor tokenizer names one")
     watch = endpoint.verifiers
     while True:
         while not watch.ready:
@@ -381,22 +381,19 @@ _SERVICE = "The endpoint"
 
 _ENDPOINT_FLAGS = (
     Flag("endpoint.host", panel=_SERVICE),
-    Flag("endpoint.port", ("--port", "-p"), environment="EDGESPEC_ENDPOINT_PORT", panel=_SERVICE),
+    Flag("endpoint.port", ("--port", "-p"), panel=_SERVICE),
     Flag("endpoint.key_file", metavar="FILE", panel=_SERVICE),
-    Flag("endpoint.insecure", panel=_SERVICE),
     Flag("endpoint.allow_origins", ("--allow-origin",), metavar="URL", panel=_SERVICE),
-    Flag("endpoint.default_max_tokens", ("--max-tokens", "-n"), panel=_SERVICE),
-    Flag("endpoint.log_prompts", panel=_SERVICE),
 )
 
 
-@from_config(AgentConfig, *_ENDPOINT_FLAGS, *SAMPLING_FLAGS[1:3], *DEVICE_FLAGS, *LOG_FLAGS)
+@from_config(AgentConfig, *_ENDPOINT_FLAGS, *DEVICE_FLAGS)
 def serve(settings: AgentConfig) -> None:
     """Serve OpenAI's HTTP API on this device, until Ctrl-C or SIGTERM.
 
     Programs that speak it (openai's clients, chat interfaces, editors) get the target's text from
     http://127.0.0.1:7421/v1, drafted here. A verifier that is not there yet is waited for. What a
-    request does not say is as the sampling options here say. Beyond this machine a key is needed:
+    request leaves open is as the settings below sampling say. Beyond this machine a key is needed:
     EDGESPEC_ENDPOINT_KEY, or --key-file.
 
     [dim]edgespec serve --verifier gpu-box:7420 --ca ca.pem[/]

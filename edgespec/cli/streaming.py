@@ -158,11 +158,11 @@ class Progress:
         return (self.last_s - self.first_s) / later if self.first_s is not None and later else None
 
 
-def use_color(wanted: bool | None) -> bool:
-    """As asked for; else on a terminal, unless NO_COLOR (no-color.org) is set."""
-    if wanted is not None:
-        return wanted
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+def use_color() -> bool:
+    """On a terminal, unless ``NO_COLOR`` is set (no-color.org); with ``FORCE_COLOR`` everywhere
+    (force-color.org)."""
+    wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    return wanted and not os.environ.get("NO_COLOR")
 
 
 def legend() -> Text:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.options import LOG_FLAGS, Flag, from_config
+from edgespec.cli.options import Flag, from_config
 from edgespec.cli.running import FAILED, say, set_up_logging, trace_to
 from edgespec.cli.serving import serve
 from edgespec.config import VerifierConfig
@@ -17,22 +17,20 @@ from edgespec.config import VerifierConfig
 _SERVICE = "Whom it serves"
 _FLAGS = (
     Flag("engine_flags", ("--engine-flags",), metavar="[-- FLAGS]", argument=True),
-    Flag("model", environment="EDGESPEC_MODEL"),
+    Flag("model"),
     Flag("engine"),
     Flag("device"),
-    Flag("dtype"),
     Flag("quantize"),
     Flag("max_model_len"),
-    Flag("limits.max_sessions"),
     Flag("limits.kv_budget", metavar="SIZE"),
     Flag("pacing.pass_ms"),
     Flag("host", panel=_SERVICE),
-    Flag("port", ("--port", "-p"), environment="EDGESPEC_PORT", panel=_SERVICE),
+    Flag("port", ("--port", "-p"), panel=_SERVICE),
     Flag("keys", metavar="FILE", panel=_SERVICE),
     Flag("tls.cert", ("--tls-cert",), metavar="FILE", panel=_SERVICE),
     Flag("tls.key", ("--tls-key",), metavar="FILE", panel=_SERVICE),
     Flag("insecure", panel=_SERVICE),
-    Flag("metrics_port", environment="EDGESPEC_METRICS_PORT", panel=_SERVICE),
+    Flag("metrics_port", panel=_SERVICE),
 )
 WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
@@ -41,7 +39,7 @@ WithParent = Annotated[
 ]
 
 
-@from_config(VerifierConfig, *_FLAGS, *LOG_FLAGS)
+@from_config(VerifierConfig, *_FLAGS)
 def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     """Serve a target model to devices, until Ctrl-C or SIGTERM.
 

@@ -73,7 +73,7 @@ async def with_lent_tokenizer(
 
 
 def _none_lent(error: LinkError) -> SetupError:
-    return SetupError(f"{error}\n  give --tokenizer a folder or Hub id that has it")
+    return SetupError(f"{error}\n  name a folder or Hub id that has it: --set tokenizer=NAME")
 
 
 async def _cached(fetch: TokenizerFetch, info: ModelInfo, told: Say) -> Path:

@@ -1,8 +1,8 @@
 """What an endpoint notes of its requests: counts, as Prometheus sees them, and, where
-``--log-prompts`` asks for it, prompts and answers in the log.
+``endpoint.log_prompts`` asks for it, prompts and answers in the log.
 
 Nothing else writes a word of a prompt or of an answer to a log. These lines have a logger of their
-own, which speaks at any ``--log-level``: one ``prompt`` when a request's turn comes, one ``answer``
+own, which speaks at any ``log_level``: one ``prompt`` when a request's turn comes, one ``answer``
 for each text when it is over, however it ended. Both bear the id that the client was given.
 """
 

@@ -235,7 +235,7 @@ def packed_texts(reference: str) -> list[PackedFile]:
     """The files that a verifier of this model lends. Raises ``TextFileError`` for the toy, which
     has none, and for files over the bound; ``ValueError`` naming the file."""
     if reference == TOY:
-        raise TextFileError("the toy model has none; give --tokenizer toy")
+        raise TextFileError("the toy model has none; give --set tokenizer=toy")
     folder = resolve_model(reference, Role.TARGET)
     paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
     total = sum(path.stat().st_size for path in paths.values())

@@ -186,7 +186,7 @@ class SideServices(grpc.aio.ServerInterceptor):
 
 _LAST_WORDS_S: Final = 0.5
 
-_HINT: Final = "EDGESPEC_API_KEY or --api-key-file holds it on the device"
+_HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
 
 NO_KEY = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
 

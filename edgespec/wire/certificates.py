@@ -4,8 +4,8 @@ Keys are of the curve P-256, which every TLS library takes and which costs a han
 Private keys are written for their owner alone (mode 0600). What a certificate may be used for is in
 it: a CA signs and nothing else, a verifier's cannot be shown by a device, nor the other way round.
 
-An existing file is never replaced unless that is asked for; a certificate and its key are made and
-checked before either is written, and each is written as a whole.
+An existing file is never replaced; a certificate and its key are made and checked before either is
+written, and each is written as a whole.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from edgespec.config.whole_file import replace_file
 from edgespec.wire.tls import TlsFileError
 
 CA_NAME: Final = "ca"
+CA_DAYS: Final = 3650
+LEAF_DAYS: Final = 397
 _MAX_NAME_LENGTH: Final = 64  # of a common name, by X.520
 _MAX_NAMES: Final = 100
 # Clocks differ: a certificate is valid from a little before it was made.
@@ -43,21 +45,19 @@ Files = tuple[Path, Path]
 """Certificate and private key."""
 
 
-def make_ca(folder: Path, name: str, days: int, *, force: bool = False) -> Files:
+def make_ca(folder: Path) -> Files:
     """``ca.pem`` and ``ca.key``. Raises ``TlsFileError``, ``OSError``."""
-    files = _free(folder, CA_NAME, force)
+    files = _free(folder, CA_NAME)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(name)
-    builder = _builder(subject, subject, key.public_key(), days)
+    subject = _name("edgespec CA")
+    builder = _builder(subject, subject, key.public_key(), CA_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
     _write(files, builder.sign(key, hashes.SHA256()), key)
     return files
 
 
-def make_server(
-    folder: Path, names: Sequence[str], days: int, *, out: str = "server", force: bool = False
-) -> Files:
+def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> Files:
     """A verifier's certificate for these host names and addresses, signed by the folder's CA.
     Raises ``TlsFileError``, ``OSError``."""
     if not 1 <= len(names) <= _MAX_NAMES:
@@ -65,14 +65,14 @@ def make_server(
     alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
     purpose = ExtendedKeyUsageOID.SERVER_AUTH
     shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
-    return _signed(folder, out, shown, purpose, days, alternatives, force=force)
+    return _signed(folder, out, shown, purpose, alternatives)
 
 
-def make_device(folder: Path, name: str, days: int, *, force: bool = False) -> Files:
+def make_device(folder: Path, name: str) -> Files:
     """A device's certificate, signed by the folder's CA; the files are named like the device.
     Raises ``TlsFileError``, ``OSError``."""
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH
-    return _signed(folder, name, name, purpose, days, None, force=force)
+    return _signed(folder, name, name, purpose, None)
 
 
 def _signed(
@@ -80,22 +80,20 @@ def _signed(
     stem: str,
     name: str,
     purpose: x509.ObjectIdentifier,
-    days: int,
     alternatives: x509.SubjectAlternativeName | None,
-    *,
-    force: bool,
 ) -> Files:
-    files = _free(folder, stem, force)
     if stem == CA_NAME:
         raise TlsFileError(f"the name {stem!r} is the CA's own")
+    files = _free(folder, stem)
     ca, ca_key = _load_ca(folder)
-    ends = datetime.now(UTC) + timedelta(days=days)
+    ends = datetime.now(UTC) + timedelta(days=LEAF_DAYS)
     if ends > ca.not_valid_after_utc:
         raise TlsFileError(
-            f"{days} days are too long: the CA itself expires on {ca.not_valid_after_utc:%Y-%m-%d}"
+            f"a certificate is for {LEAF_DAYS} days, but the CA itself expires on"
+            f" {ca.not_valid_after_utc:%Y-%m-%d}: make a new one in another folder"
         )
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(_name(name), ca.subject, key.public_key(), days)
+    builder = _builder(_name(name), ca.subject, key.public_key(), LEAF_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
     builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
     builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -169,13 +167,13 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
     return certificate, key
 
 
-def _free(folder: Path, stem: str, force: bool) -> Files:
+def _free(folder: Path, stem: str) -> Files:
     if not _FILE.fullmatch(stem):
         raise TlsFileError(f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-")
     files = folder / f"{stem}.pem", folder / f"{stem}.key"
     for path in files:
-        if path.exists() and not force:
-            raise TlsFileError(f"{path} is there already; --force replaces it")
+        if path.exists():
+            raise TlsFileError(f"{path} is there already; remove it to make another")
     return files
 
 

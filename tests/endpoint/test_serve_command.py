@@ -165,17 +165,16 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
     assert "choose another with --port" in done.stderr
 
 
-def test_print_config_reads_back(tmp_path: Path) -> None:
+def test_what_help_all_prints_reads_back(tmp_path: Path) -> None:
     given = (
         "--port",
         "9",
         "--allow-origin",
         "https://a.example",
-        "--insecure",
-        "--max-tokens",
-        "7",
+        *("--set", "endpoint.insecure=true"),
+        *("--set", "endpoint.default_max_tokens=7"),
     )
-    first = call(*given, "--print-config").stdout
+    first = call(*given, "--help-all").stdout
     shown = yaml.safe_load(first)
     assert shown["endpoint"]["port"] == 9
     assert shown["endpoint"]["allow_origins"] == ["https://a.example"]
@@ -183,8 +182,8 @@ def test_print_config_reads_back(tmp_path: Path) -> None:
     assert shown["endpoint"]["default_max_tokens"] == 7
     path = tmp_path / "device.yaml"
     path.write_text(first)
-    assert call("--config", str(path), "--print-config").stdout == first
-    assert call("--set", "insecure=true", "--print-config").stdout.count("insecure: true") == 1
+    assert call("--config", str(path), "--help-all").stdout == first
+    assert call("--set", "insecure=true", "--help-all").stdout.count("insecure: true") == 1
 
 
 @pytest.mark.parametrize(

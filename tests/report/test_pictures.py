@@ -54,7 +54,7 @@ def bench(milliseconds: dict[Arm, list[float]], rtts_ms: tuple[float, ...]) -> d
         for repeat in range(2)
     ]
     settings = replace(BenchSettings(), rtts_ms=rtts_ms, repeats=2)
-    subject = Subject("bundled", "bundled", f"big {EVIL}", "small", "auto", "built-in", False)
+    subject = Subject("bundled", "bundled", f"big {EVIL}", "small", "built-in", False)
     workload = Workload(("story",), ((1, 2),), frozenset())
     argv = ("edgespec", "bench", "--json", f"{EVIL}.json")
     return document(argv, settings, subject, workload, rows, {20.0: 4}, {}, interrupted=False)

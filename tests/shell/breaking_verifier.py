@@ -33,7 +33,7 @@ def main(port: str, passes: str, trace: str) -> None:
         return StickyError(load_target(config), int(passes))
 
     serving.load_target = load  # type: ignore[attr-defined] # the name that the command looks up
-    app(["verifier", "--model", "toy", "--port", port, "--trace", trace])
+    app(["verifier", "--model", "toy", "--port", port, f"--set=trace={trace}"])
 
 
 if __name__ == "__main__":

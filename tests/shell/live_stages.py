@@ -50,7 +50,7 @@ def _tries_grammars(process: psutil.Process) -> bool:
 
 def generating(folder: Path, *addresses: str) -> subprocess.Popen[str]:
     where = [word for address in addresses for word in ("--verifier", address)]
-    draft = ("--draft", "lookup", "--tokenizer", str(folder))
+    draft = ("--draft", "lookup", "--set", f"tokenizer={folder}")
     much = ("-n", str(COUNT), "--set", "sampling.ignore_eos=true", "--json")
     return start("generate", PROMPT, *where, *draft, *much)
 

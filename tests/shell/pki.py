@@ -32,7 +32,9 @@ class Pki:
 
     def renew_server(self, *names: str) -> None:
         """Another certificate and key in the same files."""
-        certs("server", *(names or NAMES), "--dir", self.folder, "--force")
+        for name in ("server.pem", "server.key"):
+            (self.folder / name).unlink()
+        certs("server", *(names or NAMES), "--dir", self.folder)
 
     def server(self, *, mutual: bool = False) -> ServerTlsSection:
         return ServerTlsSection(

@@ -194,7 +194,6 @@ def test_lists_are_read_or_refused() -> None:
         ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
         ({"pass_ms": 1e9}, r"pass-ms is 1000000000.0, but must be in \[0.0, 60000.0\]"),
         ({"draft_ms": -0.5}, "draft-ms is -0.5"),
-        ({"gamma": 33}, r"gamma is 33, but must be in \[1, 32\]"),
     ],
 )
 def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
@@ -209,7 +208,7 @@ def test_paced_times_are_called_emulated() -> None:
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:
-    subject = Subject("bundled", "bundled", "t", "d", "auto", "built-in", False)
+    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
     rows = [cell().row()]
     content = document(
@@ -241,7 +240,7 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tpot_ms", "late"), [(26.5, False), (28.8, True), (None, False)])
 def test_passes_that_took_longer_than_asked_are_told(tpot_ms: float | None, late: bool) -> None:
-    subject = Subject("bundled", "bundled", "t", "d", "auto", "built-in", False)
+    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
     content = document(("edgespec",), BenchSettings(), subject, None, [], {}, {}, interrupted=False)
     if tpot_ms is not None:
         content["summary"] = [

@@ -128,7 +128,7 @@ async def test_the_bytes_of_a_link_are_those_of_its_own_requests() -> None:
 
 
 async def test_a_wrong_stream_is_noticed() -> None:
-    settings = replace(SETTINGS, repeats=1, gamma=2)
+    settings = replace(SETTINGS, repeats=1)
     rows = (await run(settings, Table(wrong_rtt_ms=5.0))).rows
     assert all(row["mismatches"] == 0 for row in rows if row["rtt_ms"] == 0.0)
     assert all(row["mismatches"] != 0 for row in rows if row["rtt_ms"] == 5.0)
@@ -144,12 +144,6 @@ async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:
         runner.vanilla_gammas[5.0]
     ]
     assert all(options.run_ahead is RunAhead.NEVER for options in measured)
-
-
-async def test_a_given_draft_length_needs_no_sweep() -> None:
-    runner = await run(replace(SETTINGS, repeats=1, arms=(Arm.VANILLA,), gamma=3), Table())
-    assert runner.gamma_costs == {}
-    assert runner.vanilla_gammas == {0.0: 3, 5.0: 3}
 
 
 async def test_what_all_arms_have_finished_survives_an_interruption() -> None:

@@ -69,7 +69,7 @@ def call(*arguments: str, stdin: str | None = None) -> Result:
 def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, cache: Path) -> None:
     where = ("--verifier", address, "-n", "12")
     with_folder = call(
-        "generate", "the quick", *where, "--draft", "none", "--tokenizer", str(model)
+        "generate", "the quick", *where, "--draft", "none", f"--set=tokenizer={model}"
     )
     assert with_folder.exit_code == 0, with_folder.output
     for draft in ("none", "lookup"):
@@ -150,7 +150,7 @@ async def test_a_verifier_that_is_lost_while_it_lends_is_asked_again(
     await transport.close()
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # where nothing can lie
     monkeypatch.setattr(TokenizerFetch, "content", lost)
-    with pytest.raises(SetupError, match=r"went while it lent\n  give --tokenizer"):
+    with pytest.raises(SetupError, match=r"went while it lent\n  name a folder"):
         await with_tokenizer(config, info, lambda text: None)
 
 
@@ -216,7 +216,7 @@ async def test_a_verifier_that_lends_none_says_so(tmp_path: Path) -> None:
         info = verifier.info.model
         assert (await with_tokenizer(config, info, said.append)).tokenizer == "toy"
         strange = dataclasses.replace(info, vocabulary="strange")
-        with pytest.raises(SetupError, match=r"toy model has none(.|\n)*give --tokenizer a folder"):
+        with pytest.raises(SetupError, match=r"toy model has none(.|\n)*name a folder"):
             await with_tokenizer(config, strange, said.append)
         assert not said
     # What is served is not what is lent.

@@ -18,13 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
+from edgespec.wire import certificates
 from edgespec.wire.tls import (
     TlsFileError,
     channel_credentials,
     handshake_failure,
     load_server_identity,
 )
-from tests.shell.pki import Pki, certs
+from tests.shell.pki import Pki
 
 
 def now() -> datetime:
@@ -100,7 +101,7 @@ def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
     for arguments in (("ca",), ("server", "localhost"), ("device", "device")):
         refused = call(*arguments, "--dir", tmp_path)
         assert refused.exit_code == 1
-        assert "is there already; --force replaces it" in refused.stderr
+        assert "is there already; remove it to make another" in refused.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     mine.renew_server("other.example")
     assert (tmp_path / "server.pem").read_bytes() != before[tmp_path / "server.pem"]
@@ -113,9 +114,8 @@ def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
         (("server", "no host"), "'no host' is no host name and no address"),
         (("server", "x" * 64 + ".example"), "is no host name"),
         (("server", "localhost", "--out", "../server"), "cannot be the name of a file"),
-        (("server", "localhost", "--out", "ca", "--force"), "is the CA's own"),
+        (("server", "localhost", "--out", "ca"), "is the CA's own"),
         (("device", "a/b"), "cannot be the name of a file"),
-        (("server", "localhost", "--days", "4000"), "the CA itself expires on"),
     ],
 )
 def test_what_cannot_be_made_is_refused(
@@ -127,6 +127,13 @@ def test_what_cannot_be_made_is_refused(
     assert refused.exit_code == 1
     assert why in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
+
+
+def test_no_certificate_outlives_its_ca(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "LEAF_DAYS", 4000)
+    refused = call("device", "late", "--dir", pki.folder)
+    assert refused.exit_code == 1
+    assert "for 4000 days, but the CA itself expires on" in refused.stderr
 
 
 def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
@@ -204,10 +211,3 @@ def test_other_failures_are_left_as_they_are() -> None:
         "",
     ):
         assert handshake_failure(details, tls=True, certificate_shown=False) is None
-
-
-def test_certs_of_days_out_of_range_are_wrong_usage(tmp_path: Path) -> None:
-    assert call("ca", "--dir", tmp_path, "--days", "0").exit_code == 2
-    certs("ca", "--dir", tmp_path, "--days", "1", "--name", "tomorrow")
-    ends = certificate(tmp_path / "ca.pem").not_valid_after_utc
-    assert timedelta(0) < ends - now() <= timedelta(days=1, minutes=5)

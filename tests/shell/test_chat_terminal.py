@@ -99,8 +99,8 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
 def test_without_color_a_reply_is_plain_and_without_history_nothing_is_kept(
     address: str, tmp_path: Path
 ) -> None:
-    command = chat(address, tmp_path, "--no-color", "--no-history")
-    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
+    command = chat(address, tmp_path, "--no-history")
+    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1") as terminal:
         terminal.until(address)
         terminal.type("hello\r")
         terminal.until(expected("hello "))

@@ -264,8 +264,7 @@ def test_nothing_stays_open_where_no_thread_can_be_had(monkeypatch: pytest.Monke
 
 
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
-    times = ("--rtt-ms", "20", "--pass-ms", "20", "-n", "3000")
-    with start("demo", "--model", "toy", "--draft", "toy", *times) as demo:
+    with start("demo", "--model", "toy", "--draft", "toy") as demo:
         assert demo.stdout is not None
         port = None
         while port is None:

@@ -13,6 +13,7 @@ from typing import IO
 import psutil
 import pytest
 
+from edgespec.cli.demo import REPETITION_PENALTY
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, own_port, start, toy_text
@@ -91,15 +92,15 @@ def test_the_demo_runs_without_a_terminal_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DEMO_OF_A_TEST", mark := uuid.uuid4().hex)
-    models = ("--model", "toy", "--draft", "toy", "--prompt", PROMPT, "-n", "24")
-    times = ("--rtt-ms", "2", "--pass-ms", "2", "--draft-ms", "0")
-    with start("demo", *models, *times, "--repetition-penalty", "1") as demo:
+    models = ("--model", "toy", "--draft", "toy", "--prompt", PROMPT)
+    with start("demo", *models, "--rtt-ms", "2") as demo:
         out, err = demo.communicate(timeout=WITHIN_S)
     assert demo.returncode == 0, err
-    assert "token for token the same: yes (24 tokens)" in out
+    assert "token for token the same: yes (64 tokens)" in out
     assert "emulated pass time" in out
     assert "\x1b[" not in out
-    assert TEXT.decode(_expected(24, ignore_eos=False)) in out
+    sampling = SamplingParams(max_tokens=64, repetition_penalty=REPETITION_PENALTY)
+    assert TEXT.decode(toy_text(TEXT.encode(PROMPT), sampling)) in out
     found = re.search(r"verifier on 127.0.0.1:(\d+)", out)
     assert found is not None
     assert not _marked(mark)
@@ -128,5 +129,5 @@ def _tokens(lines: list[str]) -> list[int]:
     return [token for line in lines for token in json.loads(line)["tokens"]]
 
 
-def _expected(count: int = LONG, ignore_eos: bool = True) -> list[int]:
-    return toy_text(TEXT.encode(PROMPT), SamplingParams(max_tokens=count, ignore_eos=ignore_eos))
+def _expected(count: int = LONG) -> list[int]:
+    return toy_text(TEXT.encode(PROMPT), SamplingParams(max_tokens=count, ignore_eos=True))

@@ -26,6 +26,8 @@ def command_lines() -> dict[str, list[str]]:
         for service, settings in file["services"].items():
             if "command" in settings and service == "verifier":
                 found[f"{name} {service}"] = settings["command"]
+            if probe := settings.get("healthcheck"):
+                found[f"{name} {service} health"] = probe["test"][2:]
     for folder in ("base", "overlays/public", "overlays/mesh"):
         for resource in render(KUBERNETES / folder):
             if resource["kind"] == "StatefulSet":

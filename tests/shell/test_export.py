@@ -588,7 +588,7 @@ def interpreter(mode: str, folder: Path) -> Path:
 
 
 def by_optimum(source: Path, out: Path, python: Path, *options: str) -> Result:
-    given = ("--exporter", "optimum", "--exporter-python", str(python), *options)
+    given = ("--optimum", str(python), *options)
     return CliRunner().invoke(app, ["export", str(source), str(out), *given])
 
 
@@ -667,10 +667,9 @@ def test_a_head_that_reads_the_embedding_transposed_shares_its_bytes(tmp_path: P
         ("fails", (), "Optimum failed (exit code 3), as its words above say. Where it is missing,"),
         ("fails", (), "\n  run: python -m venv optimum-env && optimum-env/bin/pip install optimum"),
         ("empty", (), "Optimum wrote no single decoder graph, but: config.json"),
-        ("good", ("--exporter", "nobody"), "is 'nobody', but must be edgespec or optimum"),
-        ("good", ("--kv-type", "int8"), "--trained-length are of our own exporter only"),
+        ("good", ("--kv-type", "int8"), "--optimum takes no --context-length and no --kv-type"),
         ("good", ("--bits", "5"), "bits is 5, but must be one of (4, 8, 32)"),
-        ("good", ("--exporter-python", "nowhere/python"), "nowhere/python: No such file"),
+        ("good", ("--optimum", "nowhere/python"), "nowhere/python: No such file"),
     ],
 )
 def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
@@ -710,7 +709,7 @@ def test_a_signal_ends_optimum_and_all_it_started(
     number: signal.Signals, plain_source: Path, tmp_path: Path
 ) -> None:
     python, pids = interpreter("hangs", tmp_path), tmp_path / "pids"
-    given = ("--exporter", "optimum", "--exporter-python", str(python))
+    given = ("--optimum", str(python))
     with start("export", str(plain_source), str(tmp_path / "out"), *given) as process:
         try:
             until(pids.exists)

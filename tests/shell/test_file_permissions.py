@@ -81,6 +81,6 @@ def test_all_files_that_say_who_is_who_are_looked_at(
 def test_a_configuration_that_others_can_write_is_refused(tmp_path: Path) -> None:
     (path := tmp_path / "verifier.yaml").write_text("model: toy\n")
     path.chmod(0o666)
-    result = CliRunner().invoke(app, ["verifier", "--config", str(path), "--print-config"])
+    result = CliRunner().invoke(app, ["verifier", "--config", str(path), "--help-all"])
     assert result.exit_code == 2
     assert "others can write this file" in result.output

@@ -26,8 +26,9 @@ def keys(*arguments: str | Path) -> Result:
 
 def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    limits = ("--sessions", "8", "--context", "4096", "--tokens-per-s", "12.5", "--priority", "-2")
-    made = keys("add", "workshop", *limits, "--models", "big, small", "--file", path)
+    given = ("max_sessions=8", "context_length=4096", "tokens_per_s=12.5", "priority=-2")
+    limits = [f"--set={one}" for one in (*given, "models=[big, small]")]
+    made = keys("add", "workshop", *limits, "--file", path)
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
     assert len(key) > 40
@@ -83,6 +84,9 @@ def test_a_name_is_not_given_twice(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     keys("add", "one", "--file", path)
     before = path.read_text()
+    wrong = keys("add", "two", "--set", "sesions=3", "--file", path)
+    assert (wrong.exit_code, path.read_text()) == (2, before)
+    assert "unknown key 'sesions'" in wrong.stderr
     again = keys("add", "one", "--file", path)
     assert (again.exit_code, path.read_text()) == (2, before)
     assert "'one' has a key already" in again.stderr

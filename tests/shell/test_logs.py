@@ -200,7 +200,7 @@ async def test_what_runs_for_no_stream_is_logged_for_none(log: Lines) -> None:
 
 def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
     form = ("--set", "log_format=json")
-    with daemon(*form, "--log-level", "info", "--metrics-port", "0") as (address, verifier):
+    with daemon(*form, "--set", "log_level=info", "--metrics-port", "0") as (address, verifier):
         where = ("--verifier", address, "--draft", "toy", "--stats")
         with start("generate", PROMPT, *where, "-n", "8", *form) as device:
             _, told = device.communicate(timeout=WITHIN_S)

@@ -220,16 +220,19 @@ async def test_long_texts_are_cut_in_the_middle_and_keys_hidden(
     assert found.json["id"] in people
 
 
+LOGGED = ("--set", "endpoint.log_prompts=true")
+
+
 def test_the_switch_is_off_and_in_the_file() -> None:
     call = CliRunner().invoke
-    shown = call(app, ["serve", "--print-config"]).stdout
+    shown = call(app, ["serve", "--help-all"]).stdout
     assert "log_prompts: false" in shown
-    assert "log_prompts: true" in call(app, ["serve", "--log-prompts", "--print-config"]).stdout
+    assert "log_prompts: true" in call(app, ["serve", *LOGGED, "--help-all"]).stdout
 
 
 @needs_curl
 def test_serve_warns_and_writes_them_at_any_level() -> None:
-    options = ("--log-prompts", "--log-level", "error", "--set", "log_format=json")
+    options = (*LOGGED, "--set", "log_level=error", "--set", "log_format=json")
     with daemon() as (address, _), endpoint("--verifier", address, *options) as (url, process):
         asked = {"prompt": WORD, "max_tokens": 4}
         whole = curl(f"{url}/v1/completions", "-d", json.dumps(asked))

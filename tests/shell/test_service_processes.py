@@ -271,7 +271,7 @@ def test_commands_take_ca_certificate_and_key_from_files(tmp_path: Path) -> None
         *("--set", f"tls.client_cert={pki.path('device.pem')}"),
         *("--set", f"tls.client_key={pki.path('device.key')}"),
     )
-    mine = ("--ca", pki.path("ca.pem"), *shown, "--api-key-file", str(tmp_path / "one.key"))
+    mine = ("--ca", pki.path("ca.pem"), *shown, "--set", f"api_key_file={tmp_path / 'one.key'}")
     with daemon(*options, *guards) as (address, _):
         text = call("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "20", *mine)
         ids = toy_text(ToyTokenizer().encode(PROMPT), SamplingParams(max_tokens=20))

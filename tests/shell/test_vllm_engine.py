@@ -62,7 +62,7 @@ SMALL = ("--enforce-eager", "--kv-cache-memory-bytes", "200000000")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--log-level", "error")
+    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
     with ready(start("verifier", *options, "--", *SMALL)) as (found, _):
         yield found
 
@@ -118,7 +118,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
     """A verifier with an adapter, and its model in one piece."""
     folder = tmp_path_factory.mktemp("adapter")
     _adapter(folder / "sql", folder / "merged")
-    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--log-level", "error")
+    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
     flags = ("--lora-modules", f"sql={folder / 'sql'}")
     with ready(start("verifier", *options, "--", *SMALL, *flags)) as (found, _):
         yield found, folder / "merged"

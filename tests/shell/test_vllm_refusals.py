@@ -22,7 +22,7 @@ from edgespec.verifier.engines.vllm.worker import leaving_reason
     ("flags", "why"),
     [
         (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
-        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --max-sessions"),
+        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --set limits.max_sessions="),
         (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
         (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
     ],

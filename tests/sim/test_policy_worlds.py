@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.settings import arm_options
 from edgespec.core.device.policy_names import PolicyName, named_policy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec_sim.run_summary import ArmSummary
@@ -73,9 +72,3 @@ def test_a_scenario_says_by_what_its_devices_draft() -> None:
     found = [_arms(replace(section, policy=name))[0].all for name in LEARNING]
     assert len({one.wasted_per_token for one in found}) == len(LEARNING)
     assert not any(one.mismatches for one in found)
-
-
-def test_a_bench_sets_its_own_arm_alone() -> None:
-    plain, ours = (arm_options(arm, 3, PolicyName.BANDIT) for arm in (Arm.PEARL, Arm.EDGESPEC))
-    assert plain == arm_options(Arm.PEARL)
-    assert ours.policy == named_policy(PolicyName.BANDIT)

@@ -119,5 +119,5 @@ async def _run(command: Sequence[str]) -> None:
     if code:
         raise SetupError(
             f"Optimum failed (exit code {code}), as its words above say. Where it is missing,\n"
-            f"  run: {INSTALL}\n  and give --exporter-python optimum-env/bin/python"
+            f"  run: {INSTALL}\n  and give --optimum optimum-env/bin/python"
         )

@@ -176,8 +176,8 @@ Out = Annotated[
 def report(runs: Runs, out: Out = None, force: ForceOption = False) -> None:
     """Write the report of a run: a page, tables, and a timeline for ui.perfetto.dev.
 
-    A trace is what --trace wrote, of `edgespec generate`, `chat` or `verifier`. What a run left is
-    never replaced by less: a trace in a run's folder gets a folder of its own there.
+    A trace is what --set trace=FILE wrote, of `edgespec generate`, `chat` or `verifier`. What a run
+    left is never replaced by less: a trace in a run's folder gets a folder of its own there.
 
     [dim]edgespec-sim report runs/household[/]
 

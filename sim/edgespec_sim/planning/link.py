@@ -34,9 +34,9 @@ _AS_GOOD: Final = 1.02
 _LONGEST_RTT_S: Final = 10.0
 FLAGS: Final = {
     Arm.TARGET_ONLY: "--draft none",
-    Arm.VANILLA: "--policy fixed --set policy.run_ahead=never",
-    Arm.PEARL: "--policy pearl --set policy.run_ahead=never",
-    Arm.WINDOWED: "--policy windowed --set policy.width=1 --set policy.run_ahead=never",
+    Arm.VANILLA: "--set policy.name=fixed --set policy.run_ahead=never",
+    Arm.PEARL: "--set policy.name=pearl --set policy.run_ahead=never",
+    Arm.WINDOWED: "--set policy.name=windowed --set policy.width=1 --set policy.run_ahead=never",
     Arm.EDGESPEC: "",
 }
 """Of ``edgespec generate``, ``chat`` and ``serve``, for a device that decodes like that."""

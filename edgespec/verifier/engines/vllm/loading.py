@@ -90,9 +90,9 @@ def served_adapters(model: ModelInfo, adapters: Iterable[Adapter]) -> tuple[Mode
 
 OURS: Final = {
     "--model": "--model",
-    "--dtype": "--dtype",
+    "--dtype": "--set dtype=",
     "--max-model-len": "--max-model-len",
-    "--max-num-seqs": "--max-sessions",
+    "--max-num-seqs": "--set limits.max_sessions=",
     "--scheduler-cls": "",
     "--worker-extension-cls": "",
     "--speculative-config": "",
