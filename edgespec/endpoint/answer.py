@@ -19,13 +19,11 @@ from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.tool_calls import MarkedText, ToolCall, ToolReader
 
 TOOL_CALLS: Final = "tool_calls"
-
 _REASONS: Final = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CONTEXT: "length",
 }
-
 TokenBytes = Callable[[int], bytes]
 
 
@@ -162,9 +160,7 @@ def _joined(found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
 
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
-
 DONE: Final = b"data: [DONE]\n\n"
-
 Json = dict[str, Any]
 
 

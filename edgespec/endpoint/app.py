@@ -62,20 +62,15 @@ from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
-
 _LARGE: Final = 1 << 18
-
 """Bodies beyond this are read one after the other: in memory they are many times as much."""
-
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or a proxy such as nginx collects what should flow
 )
-
 _MOST_NAMES: Final = 16
 _LONGEST_NAME: Final = 40
-
 Prepare = Callable[[Mapping[str, Any]], Awaitable[Answer]]
 
 
@@ -291,11 +286,8 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
 
 
 _ASSETS: Final = Path(__file__).parent / "status"
-
 _FIRST_ANSWER_S: Final = 0.5
-
 """How long the first fetch waits for the verifiers to answer."""
-
 _PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -348,7 +340,6 @@ def _number_of(text: str) -> int:
 
 
 _WITHOUT_EVENTS: Final = 1 << 62
-
 _log = logging.getLogger(__name__)
 
 

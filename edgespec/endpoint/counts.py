@@ -19,14 +19,9 @@ from edgespec.endpoint.answer import Choice
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, counter, gauge, histogram
 
 METRICS_PREFIX: Final = "edgespec_endpoint_"
-
 OTHER: Final = "other"
-
 """Stands for the names of models that nobody serves any more, or of too many."""
-
 MOST_NAMES: Final = 256
-
-
 _BY_MODEL: Final = (
     ("answers", "Requests that were served, to the end or not"),
     ("prompt_tokens", "Prompt tokens of the requests served"),
@@ -34,7 +29,6 @@ _BY_MODEL: Final = (
     ("drafted_tokens", "Draft nodes sent for them"),
     ("accepted_tokens", "Of the tokens, those drafted here"),
 )
-
 METRICS: Final = (
     counter("requests_total", "counts.requests", "Requests by path and outcome", "path,outcome"),
     *(counter(f"{name}_total", f"counts.{name}", text, "model") for name, text in _BY_MODEL),
@@ -75,9 +69,7 @@ class EndpointCounts:
 
 
 HIDDEN: Final = "[key]"
-
 _UNFINISHED: Final = "cut"
-
 _log = logging.getLogger("edgespec.endpoint.prompt_log")
 
 

@@ -24,11 +24,8 @@ from edgespec.device.request_checks import fits_on_wire
 from edgespec.endpoint.request_json import no_such_model
 
 _ANSWER_S: Final = 3.0
-
 _NEW_S: Final = 1.0
-
 """What was told is new for so long."""
-
 _status_log = logging.getLogger(__name__)
 
 
@@ -169,7 +166,6 @@ def context_of(info: VerifierInfo, model: ModelInfo | None = None) -> int:
 
 
 ALIAS: Final = "edgespec"
-
 """A model name that always means whatever the verifier serves."""
 
 

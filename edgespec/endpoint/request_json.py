@@ -22,7 +22,6 @@ _TYPES: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-
 # What a refusal of the verifier is for the client of a device: status and code.
 _FAULTS: Final = {
     FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
@@ -35,11 +34,8 @@ _FAULTS: Final = {
     FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
     FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
 }
-
 _MOST_NAMED: Final = 16
-
 VERIFIER_BACK_S: Final = 5
-
 """What a client is told to wait when the verifier is away."""
 
 
@@ -151,7 +147,6 @@ def from_generation(error: GenerationError) -> ApiError:
 
 
 MAX_VALUES: Final = 1 << 17
-
 """Lists, objects and texts, names among them, together. A chat of 4,096 messages has 20,482."""
 
 
@@ -197,11 +192,8 @@ def _no_number(word: str) -> None:
 
 
 _SHOWN = 80
-
 _shortened = reprlib.Repr()
-
 _shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = 6, _SHOWN, _SHOWN
-
 _shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
 
 

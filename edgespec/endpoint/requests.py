@@ -142,11 +142,8 @@ def _one_of(name: str, value: Any) -> str:
 
 
 MAX_TOOLS: Final = 128
-
 _ROLES: Final = {"developer": "system", "function": "tool"}
-
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -271,7 +268,6 @@ def chat_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 _FORMATS: Final = ("text", "json_object", "json_schema")
-
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
@@ -324,12 +320,9 @@ def held_to(name: str, kind: ConstraintKind, text: str) -> Constraint:
 
 
 Prompt = str | tuple[int, ...]
-
 MAX_TOKEN_ID: Final = (1 << 31) - 1
-
 # A drawn seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
-
 _SAMPLED: Final = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),

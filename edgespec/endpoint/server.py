@@ -36,9 +36,7 @@ from edgespec.endpoint.request_json import ApiError, too_many_connections
 from edgespec.endpoint.service import Endpoint
 
 HEALTH: Final = "/health"
-
 _OPEN: Final = (HEALTH, "/")
-
 """What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
 
 
@@ -140,7 +138,6 @@ def _digest(text: str) -> bytes:
 
 
 _LOOKS: Final = 4
-
 _LONGEST_LOOK_S: Final = 5.0
 
 
@@ -278,23 +275,15 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 MOST_CONNECTIONS: Final = 512
-
 _BACKLOG: Final = 512
-
 """Connections that the system keeps for us until they are accepted."""
-
 _ACCEPTED_AT_ONCE: Final = 8
-
 """Before the event loop goes on: it takes three turns until one that has to go is closed, so that
 at most a few times as many descriptors are open beyond the most connections."""
-
 _OTHER_DESCRIPTORS: Final = 96
-
 """Of what a process may have open, kept for files, verifiers and the event loop."""
-
 # After a stream was told that it ends: for the words to leave.
 _LAST_WORDS_S: Final = 2.0
-
 _STARTED_EVERY_S: Final = 0.005
 
 

@@ -148,13 +148,11 @@ class Admission:
 
 # Events that nobody has read yet; beyond them the generations wait.
 _MOST_UNREAD: Final = 256
-
 _PARAMS: Final = {
     ConstraintKind.JSON_SCHEMA: "response_format",
     ConstraintKind.GRAMMAR: "grammar",
     ConstraintKind.REGEX: "regex",
 }
-
 _log = logging.getLogger(__name__)
 
 
@@ -269,11 +267,8 @@ def _param(job: Job) -> str:
 
 
 _PIECE: Final = 1 << 16
-
 """Characters that are counted at once."""
-
 _SLACK: Final = 2
-
 """A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
 makes half of them by it."""
 

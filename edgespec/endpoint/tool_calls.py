@@ -26,19 +26,12 @@ from edgespec.device.reply import Piece
 from edgespec.endpoint.request_json import ApiError, invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
-
 LLAMA_MARK: Final = "<|python_tag|>"
-
 OPEN: Final = "<tool_call>"
-
 CLOSE: Final = "</tool_call>"
-
 MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, OPEN, CLOSE)
-
 """Where one of these is a special token, decoded text does not show it; it is put back."""
-
 _NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
-
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -281,7 +274,6 @@ def _may_begin(mark: str, text: str) -> int:
 
 
 MISTRAL_ARGUMENTS: Final = "[ARGS]"
-
 _MOST_CALLS: Final = 8
 
 

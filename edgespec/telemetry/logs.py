@@ -23,9 +23,7 @@ from edgespec.core.protocol.checks import printable
 # is half of what it takes to resume it. Whatever runs for the stream finds it in its context.
 
 _BYTES = 5
-
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
-
 """Of the stream that the running task serves; empty where it serves none."""
 
 

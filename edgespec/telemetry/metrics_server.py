@@ -128,7 +128,6 @@ METRICS: Final = (
     ),
     gauge("build_info", "build", "1; the label says which version runs", "version"),
 )
-
 _MAX_CALLERS: Final = 16
 _ASK_WITHIN_S: Final = 5.0
 # All of it, also of one that never stops for so long.

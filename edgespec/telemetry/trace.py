@@ -34,11 +34,8 @@ from typing import Any, Final, Protocol, Self, TextIO
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Sequences of token ids, under these names in the core's classes."""
-
 _ROUNDS: Final = 4
-
 _MOST_KEPT: Final = 1 << 18
-
 _LARGEST: Final = (1 << 31) - 1
 
 

@@ -49,16 +49,12 @@ from edgespec.telemetry.metric_table import LATENCY_S, Histogram
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-
 MAX_POSITIONS = 16
 """Places in a draft that are counted one by one; deeper ones are in the total alone."""
-
 # Commits of one stream whose acknowledgement is waited for; flow control stops a device sooner.
 _MAX_UNACKNOWLEDGED = 256
-
 LOST = "lost"
 """The link broke, or the device let go, before the generation was complete."""
-
 REASONS = (
     *(reason.value for reason in FinishReason if reason is not FinishReason.CONTEXT),
     *(code.value for code in FaultCode),

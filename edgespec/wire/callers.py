@@ -41,14 +41,10 @@ from edgespec.wire.wire_limits import ProtocolViolation
 # same time.
 
 FIRST_S: Final = 0.5
-
 PER_S: Final = 20.0
-
 LAST_S: Final = 10.0
-
 MAX_HELD: Final = 512
 """Of one payer."""
-
 MAX_HELD_IN_ALL: Final = 4_096
 
 
@@ -185,11 +181,8 @@ class SideServices(grpc.aio.ServerInterceptor):
 
 
 _LAST_WORDS_S: Final = 0.5
-
 _HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
-
 NO_KEY = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
-
 WRONG_KEY = Fault(
     FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
 )
@@ -242,13 +235,10 @@ def shown_key(context: Any) -> str:
 # peer may call is bounded as for ``Info``.
 
 _LOG = logging.getLogger(__name__)
-
 _Found = dict[str, PackedFile] | str
 """The files by name, or why there are none."""
-
 LoadTexts = Callable[[], Sequence[PackedFile]]
 """Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
-
 # A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together are sent at most
 # 8 MiB a second, one peer 4.
 TOKENIZER_LIMITS: Final = CallLimits(

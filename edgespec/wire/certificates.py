@@ -40,7 +40,6 @@ _MAX_NAMES: Final = 100
 _BACKDATED: Final = timedelta(minutes=5)
 _LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
 Files = tuple[Path, Path]
 """Certificate and private key."""
 

@@ -121,14 +121,10 @@ def _finite(field: str, value: float) -> float:
 
 
 _FINISH: Final = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.CANCELLED}
-
 # The wire has one word for both; the device tells them apart.
 _FINISH_NUMBER: Final[dict[FinishReason, Any]] = {m: n for n, m in _FINISH.items()}
-
 _FINISH_NUMBER[FinishReason.CONTEXT] = _FINISH_NUMBER[FinishReason.LENGTH]
-
 _COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "held_us")
-
 _commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
 
 
@@ -190,17 +186,13 @@ def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) ->
 
 # Enum members by wire number.
 _RUN_AHEAD: Final = {1: RunAhead.AUTO, 2: RunAhead.ALWAYS, 3: RunAhead.NEVER}
-
 _RUN_AHEAD_NAME: Final = {m: pb.RunAhead.Name(n) for n, m in _RUN_AHEAD.items()}
-
 _CONSTRAINT: Final = {
     1: ConstraintKind.JSON_SCHEMA,
     2: ConstraintKind.GRAMMAR,
     3: ConstraintKind.REGEX,
 }
-
 _CONSTRAINT_NAME: Final = {m: pb.ConstraintKind.Name(n) for n, m in _CONSTRAINT.items()}
-
 _DEFAULT: Final = SamplingParams()
 
 
@@ -334,9 +326,7 @@ def _check(bias_count: int, stop_count: int, limits: WireLimits) -> None:
 
 
 DEFAULT_LIMITS: Final = WireLimits()
-
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
-
 # Enum members by wire number; 0 is "unspecified" everywhere.
 _FAULT: Final = {
     1: FaultCode.RESYNC,
@@ -349,7 +339,6 @@ _FAULT: Final = {
     8: FaultCode.INTERNAL,
     9: FaultCode.UNAUTHENTICATED,
 }
-
 _FAULT_NAME: Final = {m: pb.FaultCode.Name(n) for n, m in _FAULT.items()}
 
 

@@ -145,13 +145,10 @@ async def abort_call(
 # relaxed.
 
 Options = list[tuple[str, int]]
-
 # Between attempts of a channel whose peer is gone; the library's default grows to two minutes. Less
 # than the waits of a session, or its attempts would be refused without a look at the peer.
 _FIRST_RECONNECT_S = 0.1
-
 _LAST_RECONNECT_S = 0.3
-
 _HANDSHAKE_S = 10.0
 
 

@@ -42,13 +42,9 @@ _FINAL: Final = frozenset(
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
-
-
 _TOO_LARGE: Final = "message larger than max"
-
 # What the library raises when the call is gone; the exact one varies with the moment.
 _GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, ConnectionError)
-
 # How long a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
 

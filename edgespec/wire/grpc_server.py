@@ -59,7 +59,6 @@ from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORDS_S = 0.5
 """For the last faults to leave before the connections are cut."""
-
 # Who may hold a stream: a bounded table of slots that one peer or one key cannot fill alone.
 #
 # Theory of operation. A stream takes a slot when it comes and gives it back when it ends. It is
@@ -74,11 +73,8 @@ LAST_WORDS_S = 0.5
 #
 # Invariants: at most ``max_streams`` streams hold a slot, and no owner more than its bound; a
 # stream whose Open has arrived never loses its slot to another.
-
 SPARE_STREAMS: Final = 8
-
 _KEY: Final = "key "
-
 _S = TypeVar("_S", bound=Hashable)
 
 
@@ -178,18 +174,13 @@ class StreamSlots(Generic[_S]):
 
 
 _LOG = logging.getLogger(__name__)
-
 # A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
 _MAX_DETAILS = 512
-
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
-
 _MOST_RETRY_S = 10.0
-
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
-
 _STATUS = {
     FaultCode.RESYNC: grpc.StatusCode.ABORTED,
     FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -201,7 +192,6 @@ _STATUS = {
     FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
     FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
-
 _SHUTTING_DOWN = Fault(
     FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
 )

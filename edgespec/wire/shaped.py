@@ -41,7 +41,6 @@ from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 # loop is 0.2 ms late, and a whole shaped gRPC direction 0.45 ms, the hops between tasks included.
 
 _T = TypeVar("_T")
-
 _MAX_WAITERS: Final = 1 << 16
 
 
@@ -177,7 +176,6 @@ class Pipe(Generic[_T]):
 
 
 _DEPTH: Final = 1024
-
 # What opening and closing send: TCP's and HTTP/2's own packets.
 _HANDSHAKE_BYTES: Final = 64
 

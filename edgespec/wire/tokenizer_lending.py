@@ -22,7 +22,6 @@ from edgespec.wire.wire_limits import MAX_UINT64, ProtocolViolation, check_count
 # announced.
 
 TOKENIZER_JSON: Final = "tokenizer.json"
-
 TEXT_FILES: Final = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
@@ -30,17 +29,12 @@ TEXT_FILES: Final = (
     "additional_chat_templates/tool_use.jinja",
 )
 """What prompts, texts and chats need of a model's folder; only the first has to be there."""
-
 MAX_TEXT_BYTES: Final = 64 << 20
 """Of all files together; the largest public tokenizers have about 35 MB."""
-
 PART_BYTES: Final = 1 << 17
-
 SHA256_BYTES: Final = 32
-
 # What zlib may add to a text that it cannot make smaller.
 _PACKING_BYTES = 1 << 16
-
 _LEVEL = 6
 
 
@@ -204,10 +198,8 @@ def _parse(wire: pb.TokenizerRequest | pb.TokenizerReply, payload: bytes) -> Non
 
 Ask = Callable[[bytes], Awaitable[bytes]]
 """One call of ``Tokenizer``; raises ``LinkError``."""
-
 # A line that is full, or a link that is lost for a moment, ends no fetch.
 _ATTEMPTS: Final = 8
-
 _AGAIN_S: Final = 0.5
 
 

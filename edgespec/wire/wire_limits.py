@@ -22,7 +22,6 @@ WINDOW_BYTES = 1 << 18
 """Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
 # Of a token id below 2^28, and of what an Open holds besides tokens: names, biases, stop ids.
 _TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
-
 _E = TypeVar("_E", bound=Enum)
 
 
