@@ -49,7 +49,7 @@ from edgespec.config.whole_file import replace_file
 
 Row = dict[str, object]
 Traffic = Mapping[str, float]
-"""Totals by name, as the link's meter reports them."""
+"""A ``TrafficMeter``'s totals."""
 KEYS = ("arm", "rtt_ms", "repeat")
 TIMES = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95")
 SPREAD = (*TIMES, "tokens_per_second")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,18 +25,13 @@ from edgespec.bench.measurement import (
     measure,
 )
 from edgespec.bench.prompts import Workload
-from edgespec.bench.report import Cell, Row, Traffic, machine, numbers, summarise, versions
+from edgespec.bench.report import Cell, Row, machine, numbers, summarise, versions
 from edgespec.bench.settings import WARM_UP_TOKENS, BenchSettings, arm_options, request_s, rotated
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, Walk, walk_along
-
-
-class Meter(Protocol):
-    """What a link carried so far."""
-
-    def report(self) -> Traffic: ...
+from edgespec.wire.shaped import TrafficMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Station:
     """An agent on a link of its own, and that link's meter."""
 
     agent: Agent
-    meter: Meter
+    meter: TrafficMeter
 
 
 class OpenStation(Protocol):
@@ -65,7 +61,7 @@ class _Finished:
     """One prompt on one arm."""
 
     measurement: Measurement
-    traffic: Traffic
+    traffic: Counter[str]
 
 
 class BenchRunner:
@@ -175,18 +171,14 @@ class BenchRunner:
                 ]
 
     async def _run_one(self, station: Station, prompt: Sequence[int]) -> _Finished:
-        before = dict(station.meter.report())
+        before = station.meter.totals.copy()
         measurement = await self._measure(station.agent, prompt)
-        after = station.meter.report()
-        # Ratios among the totals become meaningless here; nobody reads them.
-        traffic = {name: value - before.get(name, 0) for name, value in after.items()}
-        return _Finished(measurement, traffic)
+        return _Finished(measurement, station.meter.totals - before)
 
     def _cell(self, arm: Arm, rtt_ms: float, repeat: int, finished: Sequence[_Finished]) -> Cell:
-        traffic: dict[str, float] = {}
+        traffic: Counter[str] = Counter()
         for one in finished:
-            for name, value in one.traffic.items():
-                traffic[name] = traffic.get(name, 0) + value
+            traffic.update(one.traffic)
         return Cell(
             arm,
             rtt_ms,

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum
 from operator import attrgetter
-from typing import Any, Final, assert_never
+from typing import Any, Final, TypeVar, assert_never
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
@@ -61,285 +62,36 @@ from edgespec.wire.wire_limits import (
     check_tokens,
 )
 
-
-def encode_scores(
-    scores: Sequence[TokenScore], token_count: int, limits: WireLimits
-) -> list[pb.TokenScore]:
-    """One for each token of the commit. Raises ``ProtocolViolation``."""
-    _check_length(len(scores), token_count)
-    return [
-        pb.TokenScore(
-            logprob=_finite("logprob", score.logprob),
-            margin=_finite("margin", score.margin),
-            tokens=_checked([token for token, _ in score.top], limits),
-            logprobs=[_finite("logprobs", logprob) for _, logprob in score.top],
-        )
-        for score in scores
-    ]
-
-
-def decode_scores(
-    wire: Sequence[pb.TokenScore], token_count: int, limits: WireLimits
-) -> tuple[TokenScore, ...]:
-    """Raises ``ProtocolViolation`` for scores of other tokens than there are, or over a bound."""
-    _check_length(len(wire), token_count)
-    return tuple([_decode(score, limits) for score in wire])
-
-
-def _decode(wire: pb.TokenScore, limits: WireLimits) -> TokenScore:
-    tokens = _checked(wire.tokens, limits)
-    if len(wire.logprobs) != len(tokens):
-        raise ProtocolViolation(
-            f"TokenScore.logprobs has {len(wire.logprobs)} entries, but must have one per token: "
-            f"{len(tokens)}"
-        )
-    logprobs = [_finite("logprobs", logprob) for logprob in wire.logprobs]
-    return TokenScore(
-        _finite("logprob", wire.logprob),
-        _finite("margin", wire.margin),
-        tuple(zip(tokens, logprobs, strict=True)),
-    )
-
-
-def _checked(tokens: Sequence[int], limits: WireLimits) -> tuple[int, ...]:
-    check_count("TokenScore.tokens", len(tokens), MAX_LOGPROBS)
-    return check_tokens("TokenScore.tokens", tokens, limits.vocabulary_size)
-
-
-def _check_length(count: int, token_count: int) -> None:
-    if count != token_count:
-        raise ProtocolViolation(
-            f"Commit.logprobs has {count} entries, but must have none or one per token: "
-            f"{token_count}"
-        )
-
-
-def _finite(field: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise ProtocolViolation(f"TokenScore.{field} is {value}, but must be finite")
-    return value
-
-
-_FINISH: Final = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.CANCELLED}
-# The wire has one word for both; the device tells them apart.
-_FINISH_NUMBER: Final[dict[FinishReason, Any]] = {m: n for n, m in _FINISH.items()}
-_FINISH_NUMBER[FinishReason.CONTEXT] = _FINISH_NUMBER[FinishReason.LENGTH]
-_COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "held_us")
-_commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
-
-
-def encode_commit(commit: Commit, limits: WireLimits) -> bytes:
-    """Bytes of the VerifierMessage. Raises ``ProtocolViolation``.
-
-    Field by field: to name them all in the constructors takes three times as long."""
-    count = len(commit.tokens)
-    if not (count <= limits.max_commit_tokens and 0 <= commit.accepted <= count):
-        _check_commit(commit, count, limits)
-    counts = _commit_counts(commit)
-    if min(counts) < 0 or max(counts) > MAX_UINT32 - count:
-        _check_commit(commit, count, limits)
-        for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
-            check_number(f"Commit.{name}", value, 0, MAX_UINT32)
-    message = pb.VerifierMessage()
-    wire = message.commit
-    wire.SetInParent()
-    wire.position, wire.stale, wire.queue_us, wire.verify_us, wire.rows, wire.held_us = counts
-    wire.tokens.extend(check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size))
-    wire.accepted = commit.accepted
-    wire.echo = check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
-    if commit.finish is not None:
-        wire.finish = _FINISH_NUMBER[commit.finish]
-    if commit.row_price is not None:
-        wire.row_price = check_number("Commit.row_price", commit.row_price, 0, MAX_PRICE)
-    if commit.credit is not None:
-        wire.credit = check_number("Commit.credit", commit.credit, 0, MAX_UINT32)
-    if commit.logprobs:
-        wire.logprobs.extend(encode_scores(commit.logprobs, count, limits))
-    return message.SerializeToString()
-
-
-def decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
-    _check_commit(wire, len(wire.tokens), limits)
-    scores = wire.logprobs
-    return Commit(
-        position=wire.position,
-        tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
-        accepted=wire.accepted,
-        stale=wire.stale,
-        queue_us=wire.queue_us,
-        verify_us=wire.verify_us,
-        rows=wire.rows,
-        echo=wire.echo,
-        held_us=wire.held_us,
-        finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
-        row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
-        credit=wire.credit if wire.HasField("credit") else None,
-        logprobs=decode_scores(scores, len(wire.tokens), limits) if scores else (),
-    )
-
-
-def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) -> None:
-    check_count("Commit.tokens", count, limits.max_commit_tokens)
-    check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
-    check_number("Commit.accepted", commit.accepted, 0, count)
-
-
-# Enum members by wire number.
-_RUN_AHEAD: Final = {1: RunAhead.AUTO, 2: RunAhead.ALWAYS, 3: RunAhead.NEVER}
-_RUN_AHEAD_NAME: Final = {m: pb.RunAhead.Name(n) for n, m in _RUN_AHEAD.items()}
-_CONSTRAINT: Final = {
-    1: ConstraintKind.JSON_SCHEMA,
-    2: ConstraintKind.GRAMMAR,
-    3: ConstraintKind.REGEX,
-}
-_CONSTRAINT_NAME: Final = {m: pb.ConstraintKind.Name(n) for n, m in _CONSTRAINT.items()}
-_DEFAULT: Final = SamplingParams()
-
-
-def encode_open(message: Open, limits: WireLimits) -> pb.Open:
-    """Raises ``ProtocolViolation`` for a field over its bound."""
-    _check_open(message, len(message.prompt), len(message.committed), limits)
-    return pb.Open(
-        version=message.version,
-        session_id=message.session_id,
-        model=message.model,
-        vocabulary=message.vocabulary,
-        prompt=check_tokens("Open.prompt", message.prompt, limits.vocabulary_size),
-        committed=check_tokens("Open.committed", message.committed, limits.vocabulary_size),
-        sampling=encode_sampling(message.sampling, limits),
-        run_ahead=_RUN_AHEAD_NAME[message.run_ahead],
-        rule="" if message.rule == EXACT_RULE else message.rule,
-        drafting=message.drafting,
-        session_secret=message.session_secret,
-        logprobs=message.logprobs,
-    )
-
-
-def decode_open(wire: pb.Open, limits: WireLimits) -> Open:
-    """Raises ``ProtocolViolation`` for a field over its bound, unknown versions and rules."""
-    _check_open(wire, len(wire.prompt), len(wire.committed), limits)
-    return Open(
-        session_id=wire.session_id,
-        model=wire.model,
-        vocabulary=wire.vocabulary,
-        prompt=check_tokens("Open.prompt", wire.prompt, limits.vocabulary_size),
-        committed=check_tokens("Open.committed", wire.committed, limits.vocabulary_size),
-        sampling=decode_sampling(wire.sampling, limits),
-        run_ahead=check_member("Open.run_ahead", _RUN_AHEAD, wire.run_ahead or pb.RUN_AHEAD_AUTO),
-        rule=wire.rule or EXACT_RULE,
-        drafting=wire.drafting,
-        version=wire.version,
-        session_secret=wire.session_secret,
-        logprobs=wire.logprobs,
-    )
-
-
-def _check_open(
-    message: Open | pb.Open, prompt_length: int, committed_length: int, limits: WireLimits
-) -> None:
-    check_number("Open.version", message.version, PROTOCOL_VERSION, PROTOCOL_VERSION)
-    if not message.session_id:
-        raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
-    check_text("Open.session_id", message.session_id, limits.max_session_id_bytes)
-    check_text("Open.model", message.model, limits.max_name_bytes)
-    check_text("Open.vocabulary", message.vocabulary, limits.max_name_bytes)
-    check_text("Open.rule", message.rule, limits.max_rule_bytes)
-    if (message.rule or EXACT_RULE) not in limits.rules:
-        known = ", ".join(limits.rules)
-        raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {known}")
-    check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
-    check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
-    check_context(prompt_length + committed_length, limits)
-    check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
-    check_count("Open.committed", committed_length, limits.max_resumed_tokens)
-
-
-def encode_sampling(sampling: SamplingParams, limits: WireLimits) -> pb.Sampling:
-    """All but the stop strings, which end the text on the device."""
-    _check(len(sampling.logit_bias), len(sampling.stop_token_ids), limits)
-    check_tokens("Sampling.logit_bias", tuple(sampling.logit_bias), limits.vocabulary_size)
-    wire = pb.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=sampling.seed,
-        stop_token_ids=check_tokens(
-            "Sampling.stop_token_ids", sampling.stop_token_ids, limits.vocabulary_size
-        ),
-        ignore_eos=sampling.ignore_eos,
-    )
-    # These have defaults other than 0, so presence is explicit.
-    if sampling.top_p != _DEFAULT.top_p:
-        wire.top_p = sampling.top_p
-    if sampling.repetition_penalty != _DEFAULT.repetition_penalty:
-        wire.repetition_penalty = sampling.repetition_penalty
-    if sampling.max_tokens != _DEFAULT.max_tokens:
-        wire.max_tokens = sampling.max_tokens
-    if (constraint := sampling.constraint) is not None:
-        kind = _CONSTRAINT_NAME[constraint.kind]
-        wire.constraint.CopyFrom(pb.Constraint(kind=kind, text=constraint.text))
-    return wire
-
-
-def decode_sampling(wire: pb.Sampling, limits: WireLimits) -> SamplingParams:
-    """Raises ``ProtocolViolation`` with the text of ``SamplingParams`` for a value out of range."""
-    _check(len(wire.logit_bias), len(wire.stop_token_ids), limits)
-    check_tokens("Sampling.logit_bias", tuple(wire.logit_bias), limits.vocabulary_size)
-    penalty = _DEFAULT.repetition_penalty
-    try:
-        return SamplingParams(
-            temperature=wire.temperature,
-            top_k=wire.top_k,
-            top_p=wire.top_p if wire.HasField("top_p") else _DEFAULT.top_p,
-            min_p=wire.min_p,
-            repetition_penalty=(
-                wire.repetition_penalty if wire.HasField("repetition_penalty") else penalty
-            ),
-            presence_penalty=wire.presence_penalty,
-            frequency_penalty=wire.frequency_penalty,
-            logit_bias=dict(wire.logit_bias),
-            seed=wire.seed,
-            stop_token_ids=check_tokens(
-                "Sampling.stop_token_ids", wire.stop_token_ids, limits.vocabulary_size
-            ),
-            max_tokens=wire.max_tokens if wire.HasField("max_tokens") else _DEFAULT.max_tokens,
-            ignore_eos=wire.ignore_eos,
-            constraint=_decode_constraint(wire) if wire.HasField("constraint") else None,
-        )
-    except ProtocolViolation:
-        raise
-    except ValueError as error:
-        raise ProtocolViolation(f"Sampling: {error}") from None
-
-
-def _decode_constraint(wire: pb.Sampling) -> Constraint:
-    kind = check_member("Constraint.kind", _CONSTRAINT, wire.constraint.kind)
-    return Constraint(kind, wire.constraint.text)
-
-
-def _check(bias_count: int, stop_count: int, limits: WireLimits) -> None:
-    check_count("Sampling.logit_bias", bias_count, limits.max_biases)
-    check_count("Sampling.stop_token_ids", stop_count, limits.max_stop_ids)
-
+_E = TypeVar("_E", bound=Enum)
 
 DEFAULT_LIMITS: Final = WireLimits()
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
-# Enum members by wire number; 0 is "unspecified" everywhere.
-_FAULT: Final = {
-    1: FaultCode.RESYNC,
-    2: FaultCode.INVALID,
-    3: FaultCode.UNKNOWN_MODEL,
-    4: FaultCode.VOCABULARY_MISMATCH,
-    5: FaultCode.CONTEXT_TOO_LONG,
-    6: FaultCode.OVERLOADED,
-    7: FaultCode.SHUTTING_DOWN,
-    8: FaultCode.INTERNAL,
-    9: FaultCode.UNAUTHENTICATED,
+
+
+def _by_number(members: type[_E], wire: Any) -> dict[int, _E]:
+    """The members by their numbers on the wire, where a name has the enum's own before it; 0 is
+    "unspecified" everywhere."""
+    found: dict[int, str] = {number: name for name, number in wire.items() if number}
+    return {
+        number: next(one for one in members if name.endswith(f"_{one.name}"))
+        for number, name in found.items()
+    }
+
+
+_FINISH: Final = _by_number(FinishReason, pb.FinishReason)
+_RUN_AHEAD: Final = _by_number(RunAhead, pb.RunAhead)
+_CONSTRAINT: Final = _by_number(ConstraintKind, pb.ConstraintKind)
+_FAULT: Final = _by_number(FaultCode, pb.FaultCode)
+_NUMBER: Final[dict[Enum, Any]] = {
+    member: number
+    for members in (_FINISH, _RUN_AHEAD, _CONSTRAINT, _FAULT)
+    for number, member in members.items()
 }
-_FAULT_NAME: Final = {m: pb.FaultCode.Name(n) for n, m in _FAULT.items()}
+# The wire has one word for both; the device tells them apart.
+_NUMBER[FinishReason.CONTEXT] = _NUMBER[FinishReason.LENGTH]
+
+
+# --- whole messages --------------------------------------------------------------------------
 
 
 def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
@@ -354,7 +106,7 @@ def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes
         case Cancel():
             wire = pb.DeviceMessage(cancel=pb.Cancel())
         case Open():
-            wire = pb.DeviceMessage(open=encode_open(message, limits))
+            wire = pb.DeviceMessage(open=_encode_open(message, limits))
         case _:
             assert_never(message)
     return _serialised(wire, limits)
@@ -364,7 +116,7 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     _check_size(payload, limits)
     wire = pb.DeviceMessage()
-    _parse(wire, payload)
+    parse(wire, payload)
     if wire.HasField("draft"):  # as nearly always
         return _decode_draft(wire.draft, limits)
     match wire.WhichOneof("kind"):
@@ -373,7 +125,7 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink
         case "cancel":
             return Cancel()
         case "open":
-            return decode_open(wire.open, limits)
+            return _decode_open(wire.open, limits)
     raise ProtocolViolation("DeviceMessage has no kind known here: draft, received, cancel or open")
 
 
@@ -381,11 +133,11 @@ def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> b
     """Bytes of one VerifierMessage. Raises ``ProtocolViolation`` for one over a bound."""
     match message:
         case Commit():
-            payload = encode_commit(message, limits)
-            _check_size(payload, limits)
-            return payload
+            wire = _encode_commit(message, limits)
         case Opened():
-            wire = pb.VerifierMessage(opened=_encode_opened(message, limits))
+            _check_opened(message, limits)
+            bounds = _encode_limits(message.limits)
+            wire = pb.VerifierMessage(opened=pb.Opened(limits=bounds, **_same(message, _OPENED)))
         case Fault():
             wire = pb.VerifierMessage(fault=_encode_fault(message, limits))
         case _:
@@ -397,12 +149,13 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Down
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     _check_size(payload, limits)
     wire = pb.VerifierMessage()
-    _parse(wire, payload)
+    parse(wire, payload)
     match wire.WhichOneof("kind"):
         case "commit":
-            return decode_commit(wire.commit, limits)
+            return _decode_commit(wire.commit, limits)
         case "opened":
-            return _decode_opened(wire.opened, limits)
+            _check_opened(wire.opened, limits)
+            return Opened(_decode_limits(wire.opened.limits), **_same(wire.opened, _OPENED))
         case "fault":
             return _decode_fault(wire.fault, limits)
     raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
@@ -417,16 +170,16 @@ def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
 
 def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     """Bytes of the InfoReply. Raises ``ProtocolViolation`` for one over a bound."""
+    check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32)
+    check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32)
+    _check_info(info, limits)
     wire = pb.InfoReply(
-        model=_encode_model(info.model, limits),
+        model=pb.ModelInfo(**_same(info.model, _MODEL)),
         protocol_version=PROTOCOL_VERSION,
         limits=_encode_limits(info.limits),
-        max_sessions=check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32),
-        sessions=check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions),
-        pass_us=check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32),
-        adapters=[_encode_model(one, limits) for one in info.adapters],
+        adapters=[pb.ModelInfo(**_same(one, _MODEL)) for one in info.adapters],
+        **_same(info, _INFO),
     )
-    check_count("InfoReply.adapters", len(info.adapters), limits.max_adapters)
     return _serialised(wire, limits)
 
 
@@ -434,16 +187,67 @@ def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Verifier
     """Raises ``ProtocolViolation`` for malformed bytes and for a reply over a bound."""
     _check_size(payload, limits)
     wire = pb.InfoReply()
-    _parse(wire, payload)
-    check_count("InfoReply.adapters", len(wire.adapters), limits.max_adapters)
+    parse(wire, payload)
+    _check_info(wire, limits)
     return VerifierInfo(
-        model=_decode_model(wire.model, limits),
+        model=_decode_model(wire.model),
         limits=_decode_limits(wire.limits),
-        sessions=check_number("InfoReply.sessions", wire.sessions, 0, wire.max_sessions),
-        max_sessions=wire.max_sessions,
-        pass_us=wire.pass_us,
-        adapters=tuple(_decode_model(one, limits) for one in wire.adapters),
+        adapters=tuple(map(_decode_model, wire.adapters)),
+        **_same(wire, _INFO),
     )
+
+
+def parse(wire: ProtobufMessage, payload: bytes) -> None:
+    """Read ``payload`` into ``wire``. Raises ``ProtocolViolation``."""
+    try:
+        wire.ParseFromString(payload)
+    except DecodeError as error:
+        raise ProtocolViolation(
+            f"{len(payload)} bytes are not a {type(wire).__name__}: {error}"
+        ) from None
+
+
+def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
+    payload = wire.SerializeToString()
+    _check_size(payload, limits)
+    return payload
+
+
+def _check_size(payload: bytes, limits: WireLimits) -> None:
+    if len(payload) > limits.max_message_bytes:
+        check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+
+
+# Fields that have the same name and the same form here and on the wire.
+_OPENED: Final = ("model", "position", "fingerprint", "constrained")
+_INFO: Final = ("max_sessions", "sessions", "pass_us")
+_MODEL: Final = (
+    *("name", "vocabulary", "fingerprint"),
+    *("vocabulary_size", "context_length", "eos_token_ids"),
+)
+_OPEN: Final = (
+    *("version", "session_id", "model", "vocabulary"),
+    *("drafting", "session_secret", "logprobs"),
+)
+_SAMPLING: Final = (
+    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "seed", "stop_token_ids", "ignore_eos"),
+)
+_SAMPLING_OTHER_THAN_0: Final = ("top_p", "repetition_penalty", "max_tokens")
+"""Their defaults are, so presence is explicit."""
+_LIMITS: Final = (
+    *("context_length", "max_nodes_outstanding"),
+    *("max_nodes_per_pass", "max_unreceived"),
+)
+_COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "held_us")
+_commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
+
+
+def _same(source: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+# --- drafts and commits: field by field, since all but a few messages are these ---------------
 
 
 def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
@@ -498,31 +302,222 @@ def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
     check_number("Draft.first_node_id", first, 1 if count else 0, high)
 
 
-def _encode_opened(opened: Opened, limits: WireLimits) -> pb.Opened:
-    return pb.Opened(
-        limits=_encode_limits(opened.limits),
-        model=check_text("Opened.model", opened.model, limits.max_name_bytes),
-        position=check_number("Opened.position", opened.position, 0, MAX_UINT32),
-        fingerprint=check_text("Opened.fingerprint", opened.fingerprint, limits.max_name_bytes),
-        constrained=opened.constrained,
-    )
+def _encode_commit(commit: Commit, limits: WireLimits) -> pb.VerifierMessage:
+    """To name all fields in the constructors takes three times as long."""
+    count = len(commit.tokens)
+    if not (count <= limits.max_commit_tokens and 0 <= commit.accepted <= count):
+        _check_commit(commit, count, limits)
+    counts = _commit_counts(commit)
+    if min(counts) < 0 or max(counts) > MAX_UINT32 - count:
+        _check_commit(commit, count, limits)
+        for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
+            check_number(f"Commit.{name}", value, 0, MAX_UINT32)
+    message = pb.VerifierMessage()
+    wire = message.commit
+    wire.SetInParent()
+    wire.position, wire.stale, wire.queue_us, wire.verify_us, wire.rows, wire.held_us = counts
+    wire.tokens.extend(check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size))
+    wire.accepted = commit.accepted
+    wire.echo = check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
+    if commit.finish is not None:
+        wire.finish = _NUMBER[commit.finish]
+    if commit.row_price is not None:
+        wire.row_price = check_number("Commit.row_price", commit.row_price, 0, MAX_PRICE)
+    if commit.credit is not None:
+        wire.credit = check_number("Commit.credit", commit.credit, 0, MAX_UINT32)
+    if commit.logprobs:
+        wire.logprobs.extend(_encode_scores(commit.logprobs, count, limits))
+    return message
 
 
-def _decode_opened(wire: pb.Opened, limits: WireLimits) -> Opened:
-    return Opened(
-        limits=_decode_limits(wire.limits),
-        model=check_text("Opened.model", wire.model, limits.max_name_bytes),
+def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
+    _check_commit(wire, len(wire.tokens), limits)
+    scores = wire.logprobs
+    return Commit(
         position=wire.position,
-        fingerprint=check_text("Opened.fingerprint", wire.fingerprint, limits.max_name_bytes),
-        constrained=wire.constrained,
+        tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
+        accepted=wire.accepted,
+        stale=wire.stale,
+        queue_us=wire.queue_us,
+        verify_us=wire.verify_us,
+        rows=wire.rows,
+        echo=wire.echo,
+        held_us=wire.held_us,
+        finish=check_member("Commit.finish", _FINISH, wire.finish) if wire.finish else None,
+        row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
+        credit=wire.credit if wire.HasField("credit") else None,
+        logprobs=_decode_scores(scores, len(wire.tokens), limits) if scores else (),
     )
+
+
+def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) -> None:
+    check_count("Commit.tokens", count, limits.max_commit_tokens)
+    check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
+    check_number("Commit.accepted", commit.accepted, 0, count)
+
+
+def _encode_scores(
+    scores: Sequence[TokenScore], token_count: int, limits: WireLimits
+) -> list[pb.TokenScore]:
+    _check_length(len(scores), token_count)
+    return [
+        pb.TokenScore(
+            logprob=_finite("logprob", score.logprob),
+            margin=_finite("margin", score.margin),
+            tokens=_checked([token for token, _ in score.top], limits),
+            logprobs=[_finite("logprobs", logprob) for _, logprob in score.top],
+        )
+        for score in scores
+    ]
+
+
+def _decode_scores(
+    wire: Sequence[pb.TokenScore], token_count: int, limits: WireLimits
+) -> tuple[TokenScore, ...]:
+    _check_length(len(wire), token_count)
+    return tuple([_decode_score(score, limits) for score in wire])
+
+
+def _decode_score(wire: pb.TokenScore, limits: WireLimits) -> TokenScore:
+    tokens = _checked(wire.tokens, limits)
+    if len(wire.logprobs) != len(tokens):
+        raise ProtocolViolation(
+            f"TokenScore.logprobs has {len(wire.logprobs)} entries, but must have one per token: "
+            f"{len(tokens)}"
+        )
+    logprobs = [_finite("logprobs", logprob) for logprob in wire.logprobs]
+    return TokenScore(
+        _finite("logprob", wire.logprob),
+        _finite("margin", wire.margin),
+        tuple(zip(tokens, logprobs, strict=True)),
+    )
+
+
+def _checked(tokens: Sequence[int], limits: WireLimits) -> tuple[int, ...]:
+    check_count("TokenScore.tokens", len(tokens), MAX_LOGPROBS)
+    return check_tokens("TokenScore.tokens", tokens, limits.vocabulary_size)
+
+
+def _check_length(count: int, token_count: int) -> None:
+    if count != token_count:
+        raise ProtocolViolation(
+            f"Commit.logprobs has {count} entries, but must have none or one per token: "
+            f"{token_count}"
+        )
+
+
+def _finite(field: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ProtocolViolation(f"TokenScore.{field} is {value}, but must be finite")
+    return value
+
+
+# --- what begins a stream --------------------------------------------------------------------
+
+
+def _encode_open(message: Open, limits: WireLimits) -> pb.Open:
+    _check_open(message, len(message.prompt), len(message.committed), limits)
+    return pb.Open(
+        prompt=check_tokens("Open.prompt", message.prompt, limits.vocabulary_size),
+        committed=check_tokens("Open.committed", message.committed, limits.vocabulary_size),
+        sampling=_encode_sampling(message.sampling, limits),
+        run_ahead=_NUMBER[message.run_ahead],
+        rule="" if message.rule == EXACT_RULE else message.rule,
+        **_same(message, _OPEN),
+    )
+
+
+def _decode_open(wire: pb.Open, limits: WireLimits) -> Open:
+    _check_open(wire, len(wire.prompt), len(wire.committed), limits)
+    return Open(
+        prompt=check_tokens("Open.prompt", wire.prompt, limits.vocabulary_size),
+        committed=check_tokens("Open.committed", wire.committed, limits.vocabulary_size),
+        sampling=_decode_sampling(wire.sampling, limits),
+        run_ahead=check_member("Open.run_ahead", _RUN_AHEAD, wire.run_ahead or pb.RUN_AHEAD_AUTO),
+        rule=wire.rule or EXACT_RULE,
+        **_same(wire, _OPEN),
+    )
+
+
+def _check_open(
+    message: Open | pb.Open, prompt_length: int, committed_length: int, limits: WireLimits
+) -> None:
+    check_number("Open.version", message.version, PROTOCOL_VERSION, PROTOCOL_VERSION)
+    if not message.session_id:
+        raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
+    check_text("Open.session_id", message.session_id, limits.max_session_id_bytes)
+    _check_names("Open", message, ("model", "vocabulary"), limits)
+    check_text("Open.rule", message.rule, limits.max_rule_bytes)
+    if (message.rule or EXACT_RULE) not in limits.rules:
+        known = ", ".join(limits.rules)
+        raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {known}")
+    check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
+    check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
+    check_context(prompt_length + committed_length, limits)
+    check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
+    check_count("Open.committed", committed_length, limits.max_resumed_tokens)
+
+
+def _encode_sampling(sampling: SamplingParams, limits: WireLimits) -> pb.Sampling:
+    """All but the stop strings, which end the text on the device."""
+    _check_sampling(sampling, limits)
+    wire = pb.Sampling(**_same(sampling, _SAMPLING))
+    for name in _SAMPLING_OTHER_THAN_0:
+        if (value := getattr(sampling, name)) != getattr(_DEFAULT, name):
+            setattr(wire, name, value)
+    if (constraint := sampling.constraint) is not None:
+        kind = _NUMBER[constraint.kind]
+        wire.constraint.CopyFrom(pb.Constraint(kind=kind, text=constraint.text))
+    return wire
+
+
+def _decode_sampling(wire: pb.Sampling, limits: WireLimits) -> SamplingParams:
+    """Raises ``ProtocolViolation`` with the text of ``SamplingParams`` for a value out of range."""
+    _check_sampling(wire, limits)
+    given = _same(wire, _SAMPLING)
+    given |= {name: getattr(wire, name) for name in _SAMPLING_OTHER_THAN_0 if wire.HasField(name)}
+    given["logit_bias"] = dict(wire.logit_bias)
+    given["stop_token_ids"] = tuple(wire.stop_token_ids)
+    try:
+        if wire.HasField("constraint"):
+            kind = check_member("Constraint.kind", _CONSTRAINT, wire.constraint.kind)
+            given["constraint"] = Constraint(kind, wire.constraint.text)
+        return SamplingParams(**given)
+    except ProtocolViolation:
+        raise
+    except ValueError as error:
+        raise ProtocolViolation(f"Sampling: {error}") from None
+
+
+_DEFAULT: Final = SamplingParams()
+
+
+def _check_sampling(sampling: SamplingParams | pb.Sampling, limits: WireLimits) -> None:
+    stops, biases = sampling.stop_token_ids, sampling.logit_bias
+    check_count("Sampling.logit_bias", len(biases), limits.max_biases)
+    check_count("Sampling.stop_token_ids", len(stops), limits.max_stop_ids)
+    check_tokens("Sampling.logit_bias", tuple(biases), limits.vocabulary_size)
+    check_tokens("Sampling.stop_token_ids", stops, limits.vocabulary_size)
+
+
+# --- what a verifier tells -------------------------------------------------------------------
+
+
+def _check_names(where: str, message: object, names: Sequence[str], limits: WireLimits) -> None:
+    for name in names:
+        check_text(f"{where}.{name}", getattr(message, name), limits.max_name_bytes)
+
+
+def _check_opened(opened: Opened | pb.Opened, limits: WireLimits) -> None:
+    _check_names("Opened", opened, ("model", "fingerprint"), limits)
+    check_number("Opened.position", opened.position, 0, MAX_UINT32)
 
 
 def _encode_fault(fault: Fault, limits: WireLimits) -> pb.Fault:
     # Cut, not refused: a fault has to arrive.
     text = fault.message.encode(errors="replace")[: limits.max_fault_bytes]
     return pb.Fault(
-        code=_FAULT_NAME[fault.code],
+        code=_NUMBER[fault.code],
         message=text.decode(errors="ignore"),
         retry_after_s=_seconds("Fault.retry_after_s", fault.retry_after_s),
     )
@@ -538,80 +533,31 @@ def _decode_fault(wire: pb.Fault, limits: WireLimits) -> Fault:
     )
 
 
-_LIMIT_COUNTS: Final = (
-    "context_length",
-    "max_nodes_outstanding",
-    "max_nodes_per_pass",
-    "max_unreceived",
-)
-
-
 def _encode_limits(bounds: Limits) -> pb.Limits:
-    wire = pb.Limits(lease_s=_seconds("Limits.lease_s", bounds.lease_s))
-    for name in _LIMIT_COUNTS:
-        setattr(wire, name, check_number(f"Limits.{name}", getattr(bounds, name), 0, MAX_UINT32))
-    return wire
+    for name in _LIMITS:
+        check_number(f"Limits.{name}", getattr(bounds, name), 0, MAX_UINT32)
+    lease_s = _seconds("Limits.lease_s", bounds.lease_s)
+    return pb.Limits(lease_s=lease_s, **_same(bounds, _LIMITS))
 
 
 def _decode_limits(wire: pb.Limits) -> Limits:
-    return Limits(
-        **{name: getattr(wire, name) for name in _LIMIT_COUNTS},
-        lease_s=_seconds("Limits.lease_s", wire.lease_s),
-    )
+    return Limits(lease_s=_seconds("Limits.lease_s", wire.lease_s), **_same(wire, _LIMITS))
 
 
-def _encode_model(model: ModelInfo, limits: WireLimits) -> pb.ModelInfo:
-    _check_model(model, limits)
-    return pb.ModelInfo(
-        name=model.name,
-        vocabulary=model.vocabulary,
-        vocabulary_size=model.vocabulary_size,
-        context_length=model.context_length,
-        eos_token_ids=model.eos_token_ids,
-        fingerprint=model.fingerprint,
-    )
+def _decode_model(wire: pb.ModelInfo) -> ModelInfo:
+    return ModelInfo(**_same(wire, _MODEL) | {"eos_token_ids": tuple(wire.eos_token_ids)})
 
 
-def _decode_model(wire: pb.ModelInfo, limits: WireLimits) -> ModelInfo:
-    _check_model(wire, limits)
-    return ModelInfo(
-        name=wire.name,
-        vocabulary=wire.vocabulary,
-        vocabulary_size=wire.vocabulary_size,
-        context_length=wire.context_length,
-        eos_token_ids=tuple(wire.eos_token_ids),
-        fingerprint=wire.fingerprint,
-    )
-
-
-def _check_model(model: ModelInfo | pb.ModelInfo, limits: WireLimits) -> None:
-    check_text("ModelInfo.name", model.name, limits.max_name_bytes)
-    check_text("ModelInfo.vocabulary", model.vocabulary, limits.max_name_bytes)
-    check_text("ModelInfo.fingerprint", model.fingerprint, limits.max_name_bytes)
-    check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
-    check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
-    check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
-    check_tokens("ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size)
-
-
-def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
-    payload = wire.SerializeToString()
-    _check_size(payload, limits)
-    return payload
-
-
-def _check_size(payload: bytes, limits: WireLimits) -> None:
-    if len(payload) > limits.max_message_bytes:
-        check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
-
-
-def _parse(wire: ProtobufMessage, payload: bytes) -> None:
-    try:
-        wire.ParseFromString(payload)
-    except DecodeError as error:
-        raise ProtocolViolation(
-            f"{len(payload)} bytes are not a {type(wire).__name__}: {error}"
-        ) from None
+def _check_info(info: VerifierInfo | pb.InfoReply, limits: WireLimits) -> None:
+    check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions)
+    check_count("InfoReply.adapters", len(info.adapters), limits.max_adapters)
+    models: list[ModelInfo | pb.ModelInfo] = [info.model, *info.adapters]
+    for model in models:
+        _check_names("ModelInfo", model, ("name", "vocabulary", "fingerprint"), limits)
+        check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
+        check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
+        check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
+        check_tokens("ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size)
 
 
 def _seconds(field: str, value: float) -> float:

@@ -144,7 +144,7 @@ async def abort_call(
 # default ping policy ends such a client with "too many pings" within seconds, so the policy is
 # relaxed.
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 # Between attempts of a channel whose peer is gone; the library's default grows to two minutes. Less
 # than the waits of a session, or its attempts would be refused without a look at the peer.
 _FIRST_RECONNECT_S = 0.1

@@ -24,6 +24,7 @@ from edgespec.wire.grpc_calls import (
     KEY_HEADER,
     KEY_SCHEME,
     Keepalive,
+    Options,
     ShieldedCall,
     client_options,
 )
@@ -74,11 +75,7 @@ class GrpcTransport:
         connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
-        if not address:
-            raise ValueError("address is empty, but must be host:port or unix:path")
-        if not connect_timeout_s > 0.0:
-            raise ValueError(f"connect_timeout_s is {connect_timeout_s}, but must be positive")
-        self._address = address
+        self.address = address
         self._limits = limits or WireLimits()
         self._keepalive = keepalive or Keepalive()
         self._credentials, self._shows_certificate = credentials, shows_certificate
@@ -93,10 +90,6 @@ class GrpcTransport:
         self._calls = 0
         """Under way: to open a stream, or to ask."""
         self._closed = False
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     @property
     def idle(self) -> bool:
@@ -125,41 +118,32 @@ class GrpcTransport:
         except BaseException:
             call.cancel()
             raise
-        stream = GrpcDeviceStream(call, self._address, self._limits, self._meter, self._linger)
+        stream = GrpcDeviceStream(call, self.address, self._limits, self._meter, self._linger)
         self._streams.add(stream)
         return stream
 
     async def info(self) -> VerifierInfo:
         """Raises ``LinkError`` naming the address and the reason."""
-        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Info", None, None)
+        payload = await self._ask("Info", b"")
         try:
-            with self._under_way():
-                payload = await method(
-                    b"", timeout=self._connect_timeout_s, metadata=self._metadata
-                )
             return decode_info(payload, self._limits)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self._timed_out("info") from None
-            raise self._refused(error) from None
         except ProtocolViolation as violation:
-            raise LinkError(f"verifier at {self._address}: {violation}", retryable=False) from None
+            raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
     async def ask_tokenizer(self, request: bytes) -> bytes:
-        """One call of ``Tokenizer``, as ``tokenizer_codec`` writes it. Raises ``LinkError``."""
-        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/Tokenizer", None, None)
+        """One call of ``Tokenizer``, as ``tokenizer_lending`` writes it. Raises ``LinkError``."""
+        return await self._ask("Tokenizer", request)
+
+    async def _ask(self, name: str, request: bytes) -> bytes:
+        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/{name}", None, None)
         try:
             with self._under_way():
-                reply = await method(
-                    request, timeout=self._connect_timeout_s, metadata=self._metadata
+                return bytes(
+                    await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
                 )
-            return bytes(reply)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self._timed_out("tokenizer") from None
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                text = f"the verifier at {self._address} is of a version that sends no tokenizer"
-                raise LinkError(text, retryable=False) from None
+                raise self._timed_out(name.lower()) from None
             raise self._refused(error) from None
 
     async def close(self) -> None:
@@ -189,19 +173,10 @@ class GrpcTransport:
     def _open_channel(self) -> grpc.aio.Channel:
         """The channel; made on first use, because it belongs to the running event loop."""
         if self._closed:
-            raise LinkError(f"the transport to {self._address} was closed here", retryable=False)
+            raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options: list[tuple[str, Any]] = [
-                *client_options(self._limits, self._keepalive, self._connect_timeout_s)
-            ]
-            if self._server_name:
-                options.append(("grpc.ssl_target_name_override", self._server_name))
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._address, options=options)
-            else:
-                self._channel = grpc.aio.secure_channel(
-                    self._address, self._credentials, options=options
-                )
+            options = client_options(self._limits, self._keepalive, self._connect_timeout_s)
+            self._channel = _channel(self.address, self._credentials, self._server_name, [*options])
         return self._channel
 
     def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
@@ -212,12 +187,12 @@ class GrpcTransport:
             certificate_shown=self._shows_certificate,
         )
         if why is not None:
-            return UntrustedPeerError(f"verifier at {self._address}: {why}")
-        return _link_error(self._address, error.code(), error.details())
+            return UntrustedPeerError(f"verifier at {self.address}: {why}")
+        return _link_error(self.address, error.code(), error.details())
 
     def _timed_out(self, what: str) -> LinkError:
         return LinkError(
-            f"verifier at {self._address}: no answer to {what} within {self._connect_timeout_s} s"
+            f"verifier at {self.address}: no answer to {what} within {self._connect_timeout_s} s"
         )
 
 
@@ -337,11 +312,6 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
     return LinkError(text, retryable=code not in _FINAL and not too_large, alive=alive)
 
 
-# A question to gRPC's standard health service: does the daemon at an address serve?
-#
-# For probes that start as processes of their own, of a container or a service manager. A proxy of
-# the environment is left aside: gRPC would send even a question to this machine through it.
-
 SERVING = "SERVING"
 
 
@@ -353,20 +323,17 @@ async def ask_health(
     server_name: str = "",
     timeout_s: float = 5.0,
 ) -> str:
-    """``SERVING``, or what else the health service says of ``service`` (empty: the whole daemon).
-
-    ``credentials`` None asks in plaintext. ``server_name`` is the name to look for in the
-    certificate when it is not that of the address, as behind ``127.0.0.1``. Raises ``LinkError``
-    when no answer comes within ``timeout_s``.
-    """
+    """``SERVING``, or what else gRPC's standard health service says of ``service`` (empty: the
+    whole daemon), for probes that are processes of their own. A proxy of the environment is left
+    aside: gRPC would send even a question to this machine through it. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    async with _channel(address, credentials, server_name) as channel:
+    options: Options = [("grpc.enable_http_proxy", 0)]
+    async with _channel(address, credentials, server_name, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
+        question = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = await stub.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
-            )
+            answer = await stub.Check(question, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
             raise LinkError(f"no health from {address}: {why}") from None
@@ -374,11 +341,15 @@ async def ask_health(
 
 
 def _channel(
-    address: str, credentials: grpc.ChannelCredentials | None, server_name: str
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str,
+    options: Options,
 ) -> grpc.aio.Channel:
-    options: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
+    """``credentials`` None: plaintext. ``server_name`` is what the certificate has to name, if not
+    the host of the address."""
+    if server_name:
+        options = [*options, ("grpc.ssl_target_name_override", server_name)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport, is_idle
@@ -34,31 +34,22 @@ from edgespec.core.protocol.messages import (
 from edgespec.wire.codec import payload_bytes
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
-# Waiting until a moment, exactly enough to imitate a link.
-#
-# The event loop's own timers sleep in whole milliseconds (epoll): 0.7 to 0.8 ms late, the median of
-# 300 on a busy two-core machine. There a thread that sleeps on a condition and hands over to the
-# loop is 0.2 ms late, and a whole shaped gRPC direction 0.45 ms, the hops between tasks included.
-
 _T = TypeVar("_T")
-_MAX_WAITERS: Final = 1 << 16
-
-
-class Pacer(Protocol):
-    """A clock one can wait on."""
-
-    def now(self) -> float:
-        """Seconds on a monotonic clock of arbitrary origin."""
-
-    async def wait_until(self, when_s: float) -> None:
-        """Return at ``when_s`` or as soon after it as can be; at once when it is past."""
-
-    def close(self) -> None:
-        """Release what it holds; nobody may wait any more."""
+_DEPTH: Final = 1024
+"""Messages under way in each direction of a stream before a sender has to wait."""
+# What opening and closing send: TCP's and HTTP/2's own packets.
+_HANDSHAKE_BYTES: Final = 64
+# gRPC's message prefix and the header of the HTTP/2 DATA frame that carries it. What is below
+# (TLS records, TCP, IP) depends on how messages coalesce and is not estimated.
+FRAMING_BYTES: Final = 5 + 9
 
 
 class ThreadPacer:
-    """One thread, started by the first wait, ended by ``close``."""
+    """One thread, started by the first wait, ended by ``close``.
+
+    The event loop's own timers sleep in whole milliseconds (epoll): 0.7 to 0.8 ms late, the median
+    of 300 on a busy two-core machine. A thread that sleeps on a condition and hands over to the
+    loop is 0.2 ms late there."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -71,14 +62,13 @@ class ThreadPacer:
         return time.monotonic()
 
     async def wait_until(self, when_s: float) -> None:
+        """Return at ``when_s`` or as soon after it as can be; at once when it is past."""
         if when_s <= time.monotonic():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._condition:
             if self._closed:
                 raise RuntimeError("the pacer is closed")
-            if len(self._waiters) >= _MAX_WAITERS:
-                raise RuntimeError(f"{len(self._waiters)} wait, the limit is {_MAX_WAITERS}")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
                 self._thread.start()
@@ -123,8 +113,6 @@ class Pipe(Generic[_T]):
     """At most ``depth`` items wait in it. Cancelled calls leave it as if they had not been made."""
 
     def __init__(self, depth: int) -> None:
-        if depth < 1:
-            raise ValueError(f"depth is {depth}, but must be at least 1")
         self._depth = depth
         self._items: deque[_T] = deque()
         self._reason: tuple[str, bool] | None = None
@@ -175,17 +163,8 @@ class Pipe(Generic[_T]):
         return LinkError(text, retryable=retryable)
 
 
-_DEPTH: Final = 1024
-# What opening and closing send: TCP's and HTTP/2's own packets.
-_HANDSHAKE_BYTES: Final = 64
-
-
 class ShapedTransport:
-    """``inner`` behind a link. The models' time 0 is ``origin_s`` on the pacer's clock, by default
-    the moment of construction; transports that share a ``SharedQueue`` have to share it too.
-
-    ``depth`` messages are under way in each direction of a stream before a sender has to wait.
-    """
+    """``inner`` behind a link, whose models' time 0 is the moment of construction."""
 
     def __init__(
         self,
@@ -193,21 +172,18 @@ class ShapedTransport:
         up: LinkModel,
         down: LinkModel,
         *,
-        pacer: Pacer | None = None,
-        origin_s: float | None = None,
+        pacer: ThreadPacer | None = None,
         limits: WireLimits | None = None,
         meter: ByteMeter | None = None,
-        depth: int = _DEPTH,
     ) -> None:
         self._inner = inner
         self._pacer = pacer or ThreadPacer()
         self._owns_pacer = pacer is None
-        origin_s = self._pacer.now() if origin_s is None else origin_s
+        origin_s = self._pacer.now()
         self._up = _Direction(up, self._pacer, origin_s)
         self._down = _Direction(down, self._pacer, origin_s)
         self._limits = limits or WireLimits()
         self._meter = meter
-        self._depth = depth
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls = 0
         """Whose round trip is under way, before they reach ``inner``."""
@@ -220,12 +196,7 @@ class ShapedTransport:
         """Raises ``LinkError`` as ``inner`` does, a round trip later."""
         await self._round_trip()
         stream = _ShapedStream(
-            await self._inner.connect(),
-            self._up,
-            self._down,
-            limits=self._limits,
-            meter=self._meter,
-            depth=self._depth,
+            await self._inner.connect(), self._up, self._down, self._limits, self._meter
         )
         self._spawn(stream.pump_up())
         stream.reader = self._spawn(stream.pump_down())
@@ -263,7 +234,7 @@ class ShapedTransport:
 class _Direction:
     """A link model on the pacer's clock."""
 
-    def __init__(self, model: LinkModel, pacer: Pacer, origin_s: float) -> None:
+    def __init__(self, model: LinkModel, pacer: ThreadPacer, origin_s: float) -> None:
         self._model = model
         self._pacer = pacer
         self._origin_s = origin_s
@@ -285,18 +256,16 @@ class _ShapedStream:
         inner: DeviceStream,
         up: _Direction,
         down: _Direction,
-        *,
         limits: WireLimits,
         meter: ByteMeter | None,
-        depth: int,
     ) -> None:
         self._inner = inner
         self._up = up
         self._down = down
         self._limits = limits
         self._meter = meter
-        self._going_up: Pipe[tuple[float, Uplink]] = Pipe(depth)
-        self._coming_down: Pipe[tuple[float, Downlink | LinkError]] = Pipe(depth)
+        self._going_up: Pipe[tuple[float, Uplink]] = Pipe(_DEPTH)
+        self._coming_down: Pipe[tuple[float, Downlink | LinkError]] = Pipe(_DEPTH)
         self._closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.reader: asyncio.Task[None] | None = None
 
@@ -367,60 +336,18 @@ class _ShapedStream:
                 await self._coming_down.put((self._down.arrival(0), error))
 
 
-# gRPC's message prefix and the header of the HTTP/2 DATA frame that carries it. What is below
-# (TLS records, TCP, IP) depends on how messages coalesce and is not estimated.
-FRAMING_BYTES: Final = 5 + 9
-
-
 class TrafficMeter:
-    """Implements ``ByteMeter``. Payload is the encoded message; framing is an estimate apart."""
+    """A ``ByteMeter``: totals by name. Payload is the encoded message; framing is an estimate."""
 
     def __init__(self) -> None:
-        self._messages: Counter[str] = Counter()
-        self._payload_bytes: Counter[str] = Counter()
-        self._up = _Counts()
-        self._down = _Counts()
+        self.totals: Counter[str] = Counter()
 
     def count(self, message: Message, payload_bytes: int) -> None:
-        kind = type(message).__name__.lower()
-        self._messages[kind] += 1
-        self._payload_bytes[kind] += payload_bytes
-        down = isinstance(message, Opened | Commit | Fault)
-        direction = self._down if down else self._up
-        direction.messages += 1
-        direction.payload_bytes += payload_bytes
+        way = "down" if isinstance(message, Opened | Commit | Fault) else "up"
+        for name in (type(message).__name__.lower(), way):
+            self.totals[f"{name}_messages"] += 1
+            self.totals[f"{name}_payload_bytes"] += payload_bytes
+        self.totals[f"{way}_framed_bytes"] += payload_bytes + FRAMING_BYTES
         if isinstance(message, Draft | Commit):
-            direction.tokens += len(message.tokens)
-
-    def report(self) -> dict[str, float]:
-        """Totals by name; ``..._per_...`` are payload bytes of Drafts a drafted node and of Commits
-        a committed token, 0 when there was none."""
-        report: dict[str, float] = {
-            "drafted_nodes": self._up.tokens,
-            "committed_tokens": self._down.tokens,
-            "draft_bytes_per_drafted_node": _ratio(self._payload_bytes["draft"], self._up.tokens),
-            "commit_bytes_per_committed_token": _ratio(
-                self._payload_bytes["commit"], self._down.tokens
-            ),
-        }
-        for name, direction in (("up", self._up), ("down", self._down)):
-            report[f"{name}_messages"] = direction.messages
-            report[f"{name}_payload_bytes"] = direction.payload_bytes
-            report[f"{name}_framed_bytes"] = (
-                direction.payload_bytes + FRAMING_BYTES * direction.messages
-            )
-        for kind in sorted(self._messages):
-            report[f"{kind}_messages"] = self._messages[kind]
-            report[f"{kind}_payload_bytes"] = self._payload_bytes[kind]
-        return report
-
-
-class _Counts:
-    def __init__(self) -> None:
-        self.messages = 0
-        self.payload_bytes = 0
-        self.tokens = 0
-
-
-def _ratio(bytes_: int, count: int) -> float:
-    return bytes_ / count if count else 0.0
+            named = "drafted_nodes" if isinstance(message, Draft) else "committed_tokens"
+            self.totals[named] += len(message.tokens)

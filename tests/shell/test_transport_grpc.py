@@ -153,9 +153,9 @@ async def test_both_ends_count_the_same_bytes() -> None:
         await stream.send(Cancel())
         await stream.receive()
         await transport.close()
-    assert device.report() == verifier.report()
-    assert device.report()["drafted_nodes"] == 2
-    assert device.report()["committed_tokens"] == 2
+    assert device.totals == verifier.totals
+    assert device.totals["drafted_nodes"] == 2
+    assert device.totals["committed_tokens"] == 2
 
 
 # --- one stream's trouble -------------------------------------------------------------------

@@ -57,9 +57,9 @@ async def test_messages_pass_and_are_counted() -> None:
     await stream.send(draft)
     assert await stream.receive() == commit
     await transport.close()
-    report = meter.report()
-    assert report["draft_bytes_per_drafted_node"] == payload_bytes(draft) / 2
-    assert report["commit_bytes_per_committed_token"] == payload_bytes(commit) / 2
+    report = meter.totals
+    assert report["draft_payload_bytes"] == payload_bytes(draft)
+    assert report["drafted_nodes"] == report["committed_tokens"] == 2
     up_bytes = payload_bytes(OPEN) + payload_bytes(draft)
     assert report["up_payload_bytes"] == up_bytes
     assert report["up_framed_bytes"] == up_bytes + 2 * FRAMING_BYTES

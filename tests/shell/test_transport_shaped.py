@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import threading
 import time
 
@@ -30,13 +29,10 @@ INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
 UP_S, DOWN_S = 0.030, 0.070
 
 
-class HandPacer:
+class HandPacer(ThreadPacer):
     """Time moves when the test says so, from one waiter to the next."""
 
-    def __init__(self) -> None:
-        self.time_s = 100.0
-        self._waiters: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._numbers = itertools.count()
+    time_s = 100.0
 
     def now(self) -> float:
         return self.time_s
@@ -185,7 +181,7 @@ async def test_bytes_and_tokens_are_counted() -> None:
     await stream.send(draft(1))
     await world.run_until(1.0)
     await stream.receive()
-    report = world.meter.report()
+    report = world.meter.totals
     assert report["up_payload_bytes"] == payload_bytes(draft(1))
     assert report["down_payload_bytes"] == payload_bytes(Commit(3, (1,), 1))
     assert report["drafted_nodes"] == report["committed_tokens"] == 1
