@@ -32,7 +32,6 @@ from edgespec.bench.runner import record_tape, tape_about
 from edgespec.bench.settings import arm_options
 from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
-from edgespec.core.association.policies import association_policy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.ports import Drafter, TargetModel
@@ -49,6 +48,7 @@ from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport
+from edgespec_sim.association import association_policy
 from edgespec_sim.links.path import TraceLinks
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (

@@ -56,6 +56,7 @@ from load_processes import START_WITHIN_S, line_of, ready_verifier, start
 from edgespec.bench.report import machine, versions
 from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
 from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent
@@ -271,7 +272,7 @@ class Streamer:
         return build_agent(
             AgentConfig(
                 verifier=self.knows,
-                association="listed",
+                association=Association.LISTED,
                 tokenizer="toy",
                 draft=DraftSection(model="toy" if self.drafting else "none"),
                 tls=DeviceTlsSection(ca=str(folder / "ca.pem")),

@@ -49,8 +49,8 @@ from edgespec.device.build import (
     build_agent,
     load_tokenizer,
     tokenizer_reference,
+    with_port,
 )
-from edgespec.device.many_verifiers import with_port
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.trace import Tracer
 

@@ -11,11 +11,11 @@ import os
 import platform
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig
-from edgespec.core.ports import LinkError, UntrustedPeerError
+from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.folders import BUNDLED_FOLDER, Role, check_folder, model_info
 
@@ -176,23 +176,19 @@ def free_port(port: int) -> Check:
 
 
 async def verifier(address: str, config: AgentConfig) -> Check:
-    from edgespec.device.build import connect
-    from edgespec.device.many_verifiers import with_port
-    from edgespec.wire.access import device_access
+    from edgespec.device.build import ask_verifiers, with_port
 
-    transport = connect(address, access=device_access(config))
     name = f"verifier at {with_port(address)}"
-    try:
-        served = await transport.info()
-    except LinkError as error:
+    (answer,) = (await ask_verifiers(replace(config, verifier=address))).values()
+    if (served := answer.info) is None:
+        error = answer.error
         port = with_port(address).rpartition(":")[2]
-        refused = isinstance(error, UntrustedPeerError) or not error.retryable
+        refused = error is not None and not error.retryable
+        refused = refused or isinstance(error, UntrustedPeerError)
         advice = "" if refused else f"edgespec verifier --port {port}"
         # Nobody asked for the one that would be at the usual place.
         state = State.NOTE if not refused and address == DEFAULT_ADDRESS else State.BAD
-        return Check(name, state, str(error).removeprefix(f"{name}: "), advice)
-    finally:
-        await transport.close()
+        return Check(name, state, answer.why.removeprefix(f"{name}: "), advice)
     model, limits = served.model, served.limits
     finding = f"serves {model.name}, context {model.context_length}, vocabulary {model.vocabulary}"
     if served.max_sessions:

@@ -27,8 +27,7 @@ from edgespec.config.setup_error import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
-from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference
-from edgespec.device.many_verifiers import with_port
+from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference, with_port
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon says the same thing again and again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import Sequence
@@ -14,23 +13,22 @@ from edgespec.cli.running import say, stoppable
 from edgespec.cli.streaming import Progress, View
 from edgespec.config import DEFAULT_PORT, AgentConfig
 from edgespec.config.setup_error import SetupError
-from edgespec.core.association.policies import ListedOrder
-from edgespec.core.association.rendezvous import RendezvousHash
+from edgespec.core.association.candidates import views_of
+from edgespec.core.association.policies import Association, ranked
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.device.build import (
-    connect,
+    ask_verifiers,
     tokenizer_reference,
     vocabulary_of,
     with_model_sampling,
+    with_port,
 )
-from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
-from edgespec.device.many_verifiers import association, device_view, with_port
+from edgespec.device.prober import Answer
 from edgespec.models.folders import BUNDLED
-from edgespec.wire.access import device_access
 
 _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (failed|error)", re.I)
 """What gRPC says of a host name for which there is no address."""
@@ -46,46 +44,53 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 
 
 async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    (address,) = config.verifiers
-    transport = connect(address, access=device_access(config))
-    try:
-        info = await transport.info()
-    except LinkError as error:
-        raise SetupError(no_verifier(address, error)) from error
-    finally:
-        await transport.close()
-    if why := _misfit(config, info, f"the verifier at {with_port(address)}"):
+    ((address, answer),) = (await ask_verifiers(config)).items()
+    if answer.info is None:
+        raise SetupError(no_verifier(address, answer.error or LinkError("")))
+    if why := _misfit(config, answer.info, f"the verifier at {address}"):
         raise SetupError(why)
-    return config, info.of(config.model) or info.model
+    return config, answer.info.of(config.model) or answer.info.model
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    policy, device = association(config.association), device_view(config)
-    access = device_access(config)
-    links = {with_port(one): connect(one, access=access) for one in config.verifiers}
-    try:
-        found = await choose_verifier(
-            links, policy, device, lambda info: _misfit(config, info, "it")
-        )
-    except NoneFitsError as error:
-        raise SetupError(f"{error}\n  start one:   edgespec verifier") from error
-    finally:
-        await asyncio.gather(*(link.close() for link in links.values()))
-    if found.left_out:
-        say("left out: " + "; ".join(f"{address} ({why})" for address, why in found.left_out))
-    chosen = found.chosen
-    info = chosen.info
+    """Those that fit come first, as the association ranks them, then those that did not answer and
+    may come back."""
+    answers = await ask_verifiers(config, timed=True)
+    fits: dict[str, Answer] = {}
+    left_out: dict[str, str] = {}
+    for address, answer in answers.items():
+        why = answer.why if answer.info is None else _misfit(config, answer.info, "it")
+        if why is None:
+            fits[address] = answer
+        else:
+            left_out[address] = why
+    if not fits:
+        lines = [f"none of {len(left_out)} verifiers can be used"]
+        lines += [f"  {address}: {why}" for address, why in left_out.items()]
+        raise SetupError("\n".join([*lines, "  start one:   edgespec verifier"]))
+    if left_out:
+        say("left out: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
+    policy = config.association
+    known = [
+        (address, one.info, None if one.info is None else one.info.sessions, one.rtt_s)
+        for address, one in fits.items()
+    ]
+    order = ranked(policy, "", views_of(known))
+    info, rtt_s = fits[order[0]].info, fits[order[0]].rtt_s or 0.0
+    assert info is not None
     model = info.of(config.model) or info.model
+    silent = [address for address in left_out if answers[address].info is None]
+    config = replace(config, verifier=(*order, *silent))
+    if policy is Association.RENDEZVOUS:
+        count = len(config.verifiers)
+        say(f"using {count} replicas ({policy.value}): each conversation has one of its own")
+        return config, model
     passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
-    ranked = (chosen.address, *found.others)
-    if policy.name == RendezvousHash.name:
-        say(f"using {len(ranked)} replicas ({policy.name}): each conversation has one of its own")
-        return replace(config, verifier=ranked), model
     say(
-        f"using {chosen.address} ({policy.name}): round trip {chosen.rtt_s * 1e3:.1f} ms{passes},"
+        f"using {order[0]} ({policy.value}): round trip {rtt_s * 1e3:.1f} ms{passes},"
         f" {info.sessions} of {info.max_sessions} sessions"
     )
-    return replace(config, verifier=ranked, association=ListedOrder.name), model
+    return replace(config, association=Association.LISTED), model
 
 
 def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:

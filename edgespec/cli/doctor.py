@@ -15,7 +15,7 @@ from edgespec.cli.options import VERIFIER_FLAGS, from_config
 from edgespec.cli.running import FAILED, fail, run
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError
 from edgespec.config.setup_error import needs
-from edgespec.device.many_verifiers import with_port
+from edgespec.device.build import with_port
 from edgespec.wire.access import device_credentials
 
 _MAX_PROBE_S = 600.0

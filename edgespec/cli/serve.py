@@ -38,8 +38,8 @@ from edgespec.device.build import (
     load_tokenizer,
     tokenizer_reference,
     with_model_sampling,
+    with_port,
 )
-from edgespec.device.many_verifiers import with_port
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
@@ -47,7 +47,7 @@ from edgespec.wire.access import device_access, endpoint_key
 
 if TYPE_CHECKING:
     from edgespec.endpoint.counts import PromptLog
-    from edgespec.endpoint.models import VerifierStatus, VerifierWatch
+    from edgespec.endpoint.models import VerifierPresence, VerifierWatch
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
 
@@ -303,7 +303,7 @@ def _waiting(config: AgentConfig) -> str:
     return f"a request waits {config.reconnect.give_up_first_s:g} s for one, then fails with 503"
 
 
-def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
+def _verifier(config: AgentConfig, status: VerifierPresence) -> str:
     from edgespec.endpoint.models import Presence, context_of
 
     if status.presence is Presence.READY and status.info is not None:

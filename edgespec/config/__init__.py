@@ -5,7 +5,6 @@ Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the
 
 from edgespec.config.common import DEFAULT_ADDRESS, DEFAULT_PORT
 from edgespec.config.device import (
-    LEARNED,
     AgentConfig,
     DraftSection,
     LinkSection,
@@ -20,7 +19,6 @@ from edgespec.core.device.policy_names import PolicyName
 __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_PORT",
-    "LEARNED",
     "AgentConfig",
     "ConfigError",
     "DeviceTlsSection",

@@ -17,8 +17,8 @@ from edgespec.config.common import (
 )
 from edgespec.config.endpoint import EndpointSection
 from edgespec.config.security import DeviceTlsSection
-from edgespec.core.association.policies import POLICIES, LowestDelay
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
@@ -29,8 +29,6 @@ from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 
 MAX_VERIFIERS, MAX_PORT = 64, 65_535
-LEARNED = "learned:"
-"""What comes before the file of a learned association."""
 PROVIDERS = ("cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 
 
@@ -171,9 +169,9 @@ class AgentConfig:
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     """How to get from one of several verifiers to another."""
-    association: str = LowestDelay.name
-    """By what to choose among several verifiers (``core/association/policies.py``), or
-    ``learned:FILE``."""
+    association: Association = Association.LOWEST_DELAY
+    """By what to choose among several verifiers: ``lowest-delay``, ``listed`` (the first that
+    answers), or ``rendezvous`` (each conversation has one of its own)."""
     tls: DeviceTlsSection = field(default_factory=DeviceTlsSection)
     api_key_file: str = ""
     """File of the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over it."""
@@ -197,8 +195,6 @@ class AgentConfig:
             )
         for address in self.verifiers:
             check_address(address)
-        if not self.association.startswith(LEARNED):
-            one_of("association", self.association, (*POLICIES, f"{LEARNED}FILE"))
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
         one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
-from edgespec.core.association.conversation import conversation_named, conversation_of
+from edgespec.core.association.policies import conversation_named, conversation_of
+from edgespec.core.device.commit_bounds import largest_id
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import (
     Deliver,
@@ -28,25 +30,25 @@ from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.policy_names import default_policy
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import DEFAULT_CACHES, Drafter, LinkError, ModelInfo, Transport
+from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.core.protocol.messages import FaultCode, FinishReason, Open, RunAhead
+from edgespec.core.protocol.messages import MAX_NAME_BYTES, FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.activity import Activity
 from edgespec.device.draft_worth import why_resting
 from edgespec.device.drafter_pool import DrafterPool
+from edgespec.device.prober import ask_all
 from edgespec.device.reply import Chunk as Chunk
 from edgespec.device.reply import Piece as Piece
 from edgespec.device.reply import ReplyReader, TextDecoder
-from edgespec.device.request_checks import MAX_TOKEN_ID as MAX_TOKEN_ID
-from edgespec.device.request_checks import checked_model, checked_prompt, checked_sampling
-from edgespec.device.served_models import served_models
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import RoutedTransport, VerifierPool, link_for
 from edgespec.telemetry.trace import NoTrace, Tracer
 
+# Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
+MAX_TOKEN_ID: Final = (1 << 31) - 1
 # How long closing waits for what generations that ended early still have to say.
 _CLOSING_S: Final = 5.0
 _MOST_TOLD: Final = 16
@@ -209,10 +211,20 @@ class Agent:
     async def models(self) -> tuple[ModelInfo, ...]:
         """What ``generate`` can be asked for: the models and adapters of the verifiers that answer
         now, the usual one first. Raises ``GenerationError`` where none answers."""
-        try:
-            return await served_models(self._transport)
-        except LinkError as error:
-            raise GenerationError(f"no verifier answers: {error}", None) from error
+        transport = self._transport
+        links: Mapping[str, Transport] = (
+            await transport.known() if isinstance(transport, VerifierPool) else {"": transport}
+        )
+        answers = (await ask_all(links)).values()
+        infos = [one.info for one in answers if one.info is not None]
+        if not infos:
+            why = "; ".join(one.why for one in answers) or "no verifier is known"
+            raise GenerationError(f"no verifier answers: {why}", None)
+        found: dict[str, ModelInfo] = {}
+        for info in infos:
+            for model in info.served:
+                found.setdefault(model.name, model)
+        return tuple(found.values())
 
     async def _read(self, sampling: SamplingParams) -> SamplingParams:
         """With a constraint that this device has read, if it can; in a thread, for it may take a
@@ -318,3 +330,52 @@ class Agent:
                     raise GenerationError(why, code)
                 case _:
                     assert_never(outcome)
+
+
+# --- what a caller asks for is checked before anything of it leaves the device -----------------
+
+
+def checked_sampling(sampling: SamplingParams | None) -> SamplingParams:
+    """``sampling``, or the defaults. Raises ``TypeError``."""
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
+    return sampling or SamplingParams()
+
+
+def checked_model(name: str) -> str:
+    """A name that fits on the wire. Raises ``TypeError``, ``ValueError``."""
+    if not isinstance(name, str):
+        raise TypeError(f"model is {type(name).__name__}, but must be text")
+    if not fits_on_wire(name):
+        shown = repr(name[:40])
+        raise ValueError(f"model is {shown}, but must be at most {MAX_NAME_BYTES} bytes of UTF-8")
+    return name
+
+
+def fits_on_wire(name: str) -> bool:
+    """Whether a model can have this name."""
+    try:
+        return len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    """The ids of ``prompt``; ``vocabulary_size`` 0: not known. Raises ``TypeError`` or
+    ``ValueError`` naming the first that is none."""
+    if isinstance(prompt, bytes | bytearray):
+        raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
+    tokens: list[int] = []
+    for index, token in enumerate(prompt):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
+        tokens.append(operator.index(token))
+    if not tokens:
+        raise ValueError("the prompt is empty, but must hold at least one token")
+    largest = largest_id(vocabulary_size) if vocabulary_size else MAX_TOKEN_ID
+    for index, token in enumerate(tokens):
+        if not 0 <= token <= largest:
+            raise ValueError(
+                f"prompt[{index}] is the token id {token}, but must be in [0, {largest}]"
+            )
+    return tuple(tokens)

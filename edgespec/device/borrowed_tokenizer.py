@@ -18,8 +18,7 @@ from pathlib import Path
 from edgespec.config import AgentConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
-from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of
-from edgespec.device.many_verifiers import with_port
+from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of, with_port
 from edgespec.models.folders import cache_folder, vocabulary_fingerprint
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NoReturn
@@ -16,27 +16,24 @@ from typing import NoReturn
 from edgespec.config import AgentConfig
 from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
-from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
 from edgespec.device.borrowed_tokenizer import with_lent_tokenizer
 from edgespec.device.build import (
     agent_options,
-    connect,
+    ask_verifiers,
     load_drafter,
     load_tokenizer,
     tokenizer_reference,
     verifier_transport,
     vocabulary_of,
 )
-from edgespec.device.many_verifiers import with_port
+from edgespec.device.prober import Answer
 from edgespec.device.reply import Chunk
 from edgespec.models.grammar import device_reader
 from edgespec.telemetry.trace import Tracer
-from edgespec.wire.access import DeviceAccess, device_access
 
 Say = Callable[[str], None]
-_ANSWER_S = 3.0
 
 
 class BorrowingAgent(Agent):
@@ -117,39 +114,22 @@ class BorrowingAgent(Agent):
                 pause_s = min(2 * pause_s, policy.longest_s)
 
     async def _first_answer(self) -> tuple[str, ModelInfo]:
-        access = device_access(self._config)
-        addresses = [with_port(one) for one in self._config.verifiers]
-        answers = await asyncio.gather(*(_asked(one, access) for one in addresses))
-        wanted = self._config.model
-        for address, answer in zip(addresses, answers, strict=True):
-            if isinstance(answer, VerifierInfo) and (model := answer.of(wanted)) is not None:
+        answers, wanted = await ask_verifiers(self._config), self._config.model
+        for address, answer in answers.items():
+            if answer.info is not None and (model := answer.info.of(wanted)) is not None:
                 return address, model
-        _refuse(addresses, answers, wanted)
+        _refuse(answers, wanted)
 
 
-async def _asked(address: str, access: DeviceAccess) -> VerifierInfo | LinkError:
-    transport = connect(address, access=access)
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            return await transport.info()
-    except TimeoutError:
-        return LinkError(f"{address}: no answer within {_ANSWER_S:g} s")
-    except LinkError as error:
-        return error
-    finally:
-        await transport.close()
-
-
-def _refuse(
-    addresses: Sequence[str], answers: Sequence[VerifierInfo | LinkError], wanted: str
-) -> NoReturn:
+def _refuse(answers: Mapping[str, Answer], wanted: str) -> NoReturn:
     why = [
-        f"{address} serves {', '.join(repr(one.name) for one in answer.served)}, not {wanted!r}"
-        if isinstance(answer, VerifierInfo)
-        else str(answer)
-        for address, answer in zip(addresses, answers, strict=True)
+        answer.why
+        if answer.info is None
+        else f"{address} serves {', '.join(repr(one.name) for one in answer.info.served)},"
+        f" not {wanted!r}"
+        for address, answer in answers.items()
     ]
-    if any(isinstance(answer, LinkError) and answer.retryable for answer in answers):
+    if any(answer.error is not None and answer.error.retryable for answer in answers.values()):
         raise LinkError("; ".join(why))
     raise SetupError("\n".join(why))
 

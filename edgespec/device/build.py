@@ -7,7 +7,9 @@ installs it.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,18 +17,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from edgespec.config import AgentConfig, LinkSection, PolicyName, PolicySection
+from edgespec.config import DEFAULT_PORT, AgentConfig, LinkSection, PolicyName, PolicySection
 from edgespec.config.setup_error import needs
+from edgespec.core.association.failover import Failover
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.device.conversation import current_conversation
-from edgespec.device.many_verifiers import verifiers_of, with_port
+from edgespec.device.prober import Answer, ask_all
 from edgespec.device.reply import TextDecoder
-from edgespec.device.verifier_pool import VerifierPool
+from edgespec.device.verifier_pool import VerifierPool, current_conversation
 from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import (
@@ -42,6 +44,7 @@ from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
+from edgespec.wire.directory import VerifierDirectory, is_name
 
 if TYPE_CHECKING:
     from edgespec.wire.grpc_client import GrpcTransport
@@ -216,9 +219,35 @@ def build_agent(
 
 
 def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
-    """To the verifiers of ``config``, behind its emulated link. Raises ``ConfigError``."""
+    """To the only verifier of ``config``, or to a pool of several, behind its emulated link. A name
+    counts as several: it may stand for them. Raises ``ConfigError`` where others could read the
+    key."""
     access = device_access(config)
-    return verifiers_of(config, access, partial(connect, link=config.link, access=access))
+    addresses = tuple(map(with_port, config.verifiers))
+    for address in addresses:
+        access.key_for(address)
+    dial = partial(connect, link=config.link, access=access)
+    if len(addresses) == 1 and not is_name(addresses[0]):
+        return dial(addresses[0])
+    failover = Failover(config.failover, config.association, secrets.randbits(32))
+    return VerifierPool(VerifierDirectory(addresses, dial), failover)
+
+
+async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, Answer]:
+    """What the verifiers of ``config`` say, by address. Raises ``ConfigError``."""
+    access = device_access(config)
+    links = {with_port(one): connect(one, access=access) for one in config.verifiers}
+    try:
+        return await ask_all(links, timed=timed)
+    finally:
+        await asyncio.gather(*(link.close() for link in links.values()))
+
+
+def with_port(address: str) -> str:
+    """``address`` with the default port where it names none."""
+    address = address.strip()
+    last = address.rpartition("]")[2]
+    return address if ":" in last or "/" in address else f"{address}:{DEFAULT_PORT}"
 
 
 def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:

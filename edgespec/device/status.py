@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from edgespec.core.association.circuit_breaker import CLOSED
+from edgespec.core.association.candidates import CLOSED
 from edgespec.core.device.events import STREAMING
 from edgespec.core.ports import Transport
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device.activity import GenerationNotes
 from edgespec.device.draft_worth import draft_worth
+from edgespec.device.prober import ANSWER_S, Answer, ask_all
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry.agent_status import (
     MAX_GENERATIONS,
@@ -36,20 +37,9 @@ if TYPE_CHECKING:
     from edgespec.device.agent import Agent
 
 ASK_EVERY_S: Final = 5.0
-ASK_WITHIN_S: Final = 3.0
 _MAX_VERIFIERS: Final = 64
 _THERE: Final = (VerifierState.READY, VerifierState.SERVING)
 _MAX_WRAPPERS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a verifier said when it was asked; ``info`` None: it did not."""
-
-    info: VerifierInfo | None
-    rtt_s: float | None
-    at: float
-    why: str = ""
 
 
 class StatusSource:
@@ -65,7 +55,8 @@ class StatusSource:
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
         self._resident = resident
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
+        self._answered_at = 0.0
         self._asked_at: float | None = None
         self._asking: asyncio.Task[None] | None = None
         self._since: dict[str, tuple[VerifierState, float]] = {}
@@ -115,9 +106,9 @@ class StatusSource:
         return bool(self._answers)
 
     async def ask(self) -> None:
-        """Ask now, if it is time to, and wait for the answers for ``ASK_WITHIN_S`` at most."""
+        """Ask now, if it is time to, and wait for the answers for ``ANSWER_S`` at most."""
         if (task := self.ask_soon()) is not None:
-            await asyncio.wait([task], timeout=ASK_WITHIN_S)
+            await asyncio.wait([task], timeout=ANSWER_S)
 
     async def close(self) -> None:
         """Stop asking."""
@@ -128,32 +119,19 @@ class StatusSource:
 
     async def _ask(self) -> None:
         try:
-            async with asyncio.timeout(ASK_WITHIN_S):
+            async with asyncio.timeout(ANSWER_S):
                 found = await self._transports()
         except Exception:  # a name that cannot be resolved: what is known stays
             return
         asked = list(found.items())[:_MAX_VERIFIERS]
-        answers = await asyncio.gather(*(self._ask_one(one) for _, one in asked))
-        names = [address for address, _ in asked]
-        self._answers = dict(zip(names, answers, strict=True))
+        self._answers = await ask_all(dict(asked), ANSWER_S)
+        self._answered_at = self._agent.activity.clock()
 
     async def _transports(self) -> Mapping[str, Transport]:
         transport = self._agent.transport
         if isinstance(transport, VerifierPool):
             return await transport.known()
         return {self._addresses[0]: transport} if self._addresses else {}
-
-    async def _ask_one(self, transport: Transport) -> _Answer:
-        clock = self._agent.activity.clock
-        asked_at = clock()
-        try:
-            async with asyncio.timeout(ASK_WITHIN_S):
-                info = await transport.info()
-        except TimeoutError:
-            return _Answer(None, None, clock(), f"no answer within {ASK_WITHIN_S:g} s")
-        except Exception as error:
-            return _Answer(None, None, clock(), one_line(str(error)))
-        return _Answer(info, clock() - asked_at, clock())
 
     # --- the parts -----------------------------------------------------------------------------
 
@@ -175,7 +153,7 @@ class StatusSource:
         if answer is not None:
             status = _told(status, answer.info)
             status = replace(status, rtt_s=answer.rtt_s)
-            if not running and answer.at > reach.since:
+            if not running and self._answered_at > reach.since:
                 here = answer.info is not None
                 state = VerifierState.READY if here else VerifierState.AWAY
                 status = replace(status, state=state, why=answer.why)

@@ -14,17 +14,31 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Final, Protocol, assert_never
 
 from edgespec.core.association import failover_events as ev
+from edgespec.core.association.candidates import Route
 from edgespec.core.association.failover import Failover
-from edgespec.core.association.route import Route
 from edgespec.core.ports import DeviceStream, LinkError, Transport
-from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
-from edgespec.device.conversation import ConversationTransport, dial_for
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Downlink,
+    Fault,
+    ModelIdentity,
+    Opened,
+    Uplink,
+    VerifierInfo,
+)
 from edgespec.device.link import link_down
-from edgespec.device.pooled_stream import PooledStream
+from edgespec.device.prober import ask
 
+# A verifier that answers though its stream is quiet is asked less and less often.
+_LONGEST_QUIET_S: Final = 12.0
+# For a verifier of another model to take back the session that it has opened.
+_TAKE_BACK_S: Final = 0.5
 # Names of models whose last text is remembered; the one asked for longest ago is forgotten.
 _MOST_NAMES: Final = 256
 _log = logging.getLogger(__name__)
@@ -211,7 +225,7 @@ class VerifierPool:
     async def _dial(self, number: int, address: str) -> None:
         key, me = (number, address), asyncio.current_task()
         if (route := self.failover.routes.get(number)) is not None:
-            dial_for(route.conversation)
+            _dialing_for.set(route.conversation)
         try:
             transport = self._transports.get(address)
             if transport is None:
@@ -231,37 +245,18 @@ class VerifierPool:
         self.handle(ev.Dialed(number, address))
 
     async def _probe(self, address: str) -> None:
-        """Always answered: a question that is forgotten would keep its verifier out for ever."""
-        why, alive = "the question was given up", False
-        found: tuple[VerifierInfo, float] | None = None
-        limit_s = self.failover.policy.probe_s
-        try:
-            async with asyncio.timeout(limit_s):
-                found = await self._ask(address)
-        except TimeoutError:
-            why = f"no answer within {limit_s:g} s"
-        except LinkError as error:
-            why, alive = str(error), error.alive
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        finally:
-            if found is None:
-                self.handle(ev.ProbeFailed(address, why, alive))
-            else:
-                self.handle(ev.ProbeAnswered(address, *found))
-
-    async def _ask(self, address: str) -> tuple[VerifierInfo, float]:
-        """What it told, and its round trip. That is timed on an open channel: the first question
-        opens it, the second is timed."""
         transport = self._transports.get(address)
         candidate = self.failover.candidates.listed.get(address)
         if transport is None or candidate is None:
-            raise LinkError(f"{address} is not known any more")
-        info = await transport.info()
-        if candidate.rtt_s is not None:
-            return info, candidate.rtt_s
-        asked_s = self._clock()
-        return await transport.info(), self._clock() - asked_s
+            self.handle(ev.ProbeFailed(address, f"{address} is not known any more"))
+            return
+        first, limit_s = candidate.rtt_s is None, self.failover.policy.probe_s
+        answer = await ask(transport, limit_s, timed=first, clock=self._clock)
+        if answer.info is not None:
+            rtt_s = answer.rtt_s if candidate.rtt_s is None else candidate.rtt_s
+            self.handle(ev.ProbeAnswered(address, answer.info, rtt_s or 0.0))
+        elif (error := answer.error) is not None:
+            self.handle(ev.ProbeFailed(address, str(error), error.alive))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -332,3 +327,125 @@ class RoutedTransport:
     async def close(self) -> None:
         with contextlib.suppress(LinkError):
             self._pool.over(self._wanted.route)
+
+
+class PooledStream:
+    """``ports.DeviceStream``, watched. Nothing of a verifier that may not continue the text gets
+    through: its greeting is held against the model that began the text. When it ends,
+    ``LinkError.again_s`` says whether another verifier can be tried at once; a fault gets through
+    when none can."""
+
+    def __init__(self, pool: VerifierPool, route: int, address: str, inner: DeviceStream) -> None:
+        self.route, self.address = route, address
+        self._pool, self._inner = pool, inner
+        self._left: LinkError | None = None
+        self._closed = self._progressed = False
+        self._quiet_s = pool.quiet_s
+        self._heard_s = pool.clock()
+        self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._listen)
+
+    async def send(self, message: Uplink) -> None:
+        if self._left is not None:
+            raise self._left
+        await self._inner.send(message)
+
+    async def receive(self) -> Downlink:
+        if self._left is not None:
+            raise self._left
+        try:
+            message = await self._inner.receive()
+        except LinkError as error:
+            if self._left is None:
+                self._pool.tell(self, ev.Broke(self.route, str(error), error.retryable))
+            if self._left is None:
+                raise
+            raise self._left from error
+        self._heard_s, self._quiet_s = self._pool.clock(), self._pool.quiet_s
+        match message:
+            case Commit():
+                if message.tokens and not self._progressed:
+                    self._progressed = True
+                    self._pool.tell(self, ev.Progressed(self.route))
+            case Opened():
+                await self._greeted(message)
+            case Fault():
+                return self._refused(message)
+        return message
+
+    async def close(self) -> None:
+        self._closed = True
+        self._timer.cancel()
+        self._pool.let_go(self)
+        await self._inner.close()
+
+    def leave(self, error: LinkError) -> None:
+        """From now on the stream says ``error``, and nothing else."""
+        self._left = self._left or error
+        self._timer.cancel()
+
+    async def hang_up(self) -> None:
+        """End the wait of whoever reads, after ``leave``."""
+        await self._inner.close()
+
+    async def _greeted(self, opened: Opened) -> None:
+        model = ModelIdentity.of(opened)
+        self._pool.begins_with(self.route, model, self.address)
+        self._pool.tell(self, ev.Greeted(self.route, model))
+        if self._left is None:
+            return
+        with contextlib.suppress(LinkError, TimeoutError):  # it would keep the place for its lease
+            async with asyncio.timeout(_TAKE_BACK_S):
+                await self._inner.send(Cancel())
+        raise self._left
+
+    def _refused(self, fault: Fault) -> Fault:
+        event = ev.Refused(self.route, fault.code, fault.message, fault.retry_after_s)
+        self._pool.tell(self, event)
+        left = self._left
+        if left is None:
+            return fault
+        if left.again_s == 0.0 or left.retryable != fault.code.retryable:
+            raise left
+        return replace(fault, message=str(left), retry_after_s=left.again_s or 0.0)
+
+    def _listen(self) -> None:
+        """Nothing may have been heard for long enough to ask whether anybody is there."""
+        if self._closed or self._left is not None:
+            return
+        silent_s = self._pool.clock() - self._heard_s
+        wait_s = self._quiet_s - silent_s
+        if wait_s <= 0.0:
+            self._quiet_s = min(2 * self._quiet_s, _LONGEST_QUIET_S)
+            wait_s = self._quiet_s
+            self._pool.tell(self, ev.Quiet(self.route))
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._listen)
+
+
+# --- for which conversation a stream is dialed ----------------------------------------------------
+#
+# A client that sees only a proxy in front of its verifiers sends the hash of the conversation along
+# (``wire/grpc_calls.py``), for the proxy to choose by.
+
+_dialing_for: ContextVar[str] = ContextVar("edgespec_conversation", default="")
+
+
+def current_conversation() -> str:
+    """What the running task dials for; empty: for no conversation, such as for a question."""
+    return _dialing_for.get()
+
+
+class ConversationTransport:
+    """``inner`` for the streams of one conversation; ``connect`` is called in a task of its own."""
+
+    def __init__(self, inner: Transport, conversation: str) -> None:
+        self._inner, self._conversation = inner, conversation
+
+    async def connect(self) -> DeviceStream:
+        _dialing_for.set(self._conversation)
+        return await self._inner.connect()
+
+    async def info(self) -> VerifierInfo:
+        return await self._inner.info()
+
+    async def close(self) -> None:
+        await self._inner.close()

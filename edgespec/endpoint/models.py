@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
-from edgespec.core.ports import LinkError, ModelInfo, Transport
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.ports import ModelInfo, Transport
 from edgespec.core.protocol.messages import VerifierInfo
-from edgespec.device.request_checks import fits_on_wire
+from edgespec.device.agent import fits_on_wire
+from edgespec.device.prober import ask
 from edgespec.endpoint.request_json import no_such_model
 
-_ANSWER_S: Final = 3.0
 _NEW_S: Final = 1.0
 """What was told is new for so long."""
 _status_log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Presence(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierStatus:
+class VerifierPresence:
     """What is known of one verifier. ``info`` is what it said last."""
 
     address: str
@@ -79,7 +78,7 @@ class VerifierWatch:
     ) -> None:
         self._transports, self._misfit = dict(transports), misfit
         self._every_s, self._away_every_s = every_s, away_every_s
-        self.statuses = tuple(VerifierStatus(address) for address in transports)
+        self.statuses = tuple(VerifierPresence(address) for address in transports)
         """One each, in the order given."""
         self._task: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -141,23 +140,15 @@ class VerifierWatch:
             except Exception:  # a look that fails must not be the last one
                 _status_log.exception("asking the verifiers failed")
 
-    async def _ask(self, status: VerifierStatus) -> VerifierStatus:
-        asked_s = time.monotonic()
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                info = await self._transports[status.address].info()
-        except TimeoutError:
-            return replace(status, presence=Presence.AWAY, why=f"no answer within {_ANSWER_S:g} s")
-        except LinkError as error:
-            presence = Presence.AWAY if error.retryable else Presence.REFUSES
-            why = str(error).removeprefix(f"verifier at {status.address}: ")
-            return replace(status, presence=presence, why=one_line(why))
-        except Exception as error:
-            why = one_line(f"{type(error).__name__}: {error}")
-            return replace(status, presence=Presence.AWAY, why=why)
-        rtt_s, why = time.monotonic() - asked_s, self._misfit(info) or ""
+    async def _ask(self, status: VerifierPresence) -> VerifierPresence:
+        answer = await ask(self._transports[status.address])
+        if (error := answer.error) is not None or answer.info is None:
+            presence = Presence.AWAY if error is None or error.retryable else Presence.REFUSES
+            why = answer.why.removeprefix(f"verifier at {status.address}: ")
+            return replace(status, presence=presence, why=why)
+        why = self._misfit(answer.info) or ""
         presence = Presence.MISFIT if why else Presence.READY
-        return VerifierStatus(status.address, presence, info, why, rtt_s)
+        return VerifierPresence(status.address, presence, answer.info, why, answer.rtt_s)
 
 
 def context_of(info: VerifierInfo, model: ModelInfo | None = None) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from edgespec.core.association.conversation import conversation_named
+from edgespec.core.association.policies import conversation_named
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,

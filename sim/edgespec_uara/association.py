@@ -2,7 +2,7 @@
 
 The association of greedy search with optimal shares needs to know every device at once. What is
 written here (``policies/association.json``) is a small network that comes near it from what a
-single agent knows; ``edgespec.core.association.network`` runs it.
+single agent knows; ``network.py`` runs it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from edgespec.core.association.network import LearnedAssociation
 from edgespec_uara.cost import CorrectedCost
+from edgespec_uara.network import LearnedAssociation
 
 FILE = "association.json"
 BYTES_MAX = 50_000

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.core.association.policies import (
+from edgespec_sim.association import (
     AssociationPolicy,
     DeviceView,
     LinkView,
@@ -563,7 +563,7 @@ def without_speculation(snapshot: Snapshot, cost: CostModel) -> tuple[Terms, Dec
 # --- what the full simulator needs from a decision ---------------------------------------------
 # rates, round trips, shares, association.
 # ``plan`` decides one snapshot and puts it into the units of the rest of the product: links are
-# ``LinkView``, devices and verifiers are views of ``edgespec.core.association.policies``, so the
+# ``LinkView``, devices and verifiers are views of ``edgespec_sim.association``, so the
 # same object answers here, in the simulator and in an agent.
 
 

@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import AssociationPolicy, association_policy
+from edgespec_sim.association import AssociationPolicy, association_policy
 from edgespec_sim.scenario.network import LinkSection, RadioSection
 from edgespec_sim.scenario.sections import (
     CostSection,

@@ -15,15 +15,13 @@ from enum import Enum
 from functools import partial
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import DeviceView, association_policy
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo
 from edgespec.core.protocol.work import ModelInfo
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
 OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
-DEVICE = DeviceView("laptop", 0.01)
 DIAL_S, PROBE_S, STEP_S = 5.0, 1.5, 0.05
 CALM_AFTER_S = 60.0
 RETRY_AFTER_S = 3.0
@@ -83,9 +81,8 @@ class World:
         self.dice = random.Random(seed)
         names = [f"v{number}" for number in range(count)]
         self.verifiers = {name: self._verifier(name, index) for index, name in enumerate(names)}
-        names_of = ("lowest-delay", "random", "listed", "most-compute", "rendezvous")
-        association = association_policy(self.dice.choice(names_of), seed)
-        self.machine = Failover(FailoverPolicy(), association, DEVICE, seed)
+        association = self.dice.choice(tuple(Association))
+        self.machine = Failover(FailoverPolicy(), association, seed)
         self.now, self._ids = 0.0, itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tick_at: float | None = None

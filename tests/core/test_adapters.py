@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.association.candidates import Candidate
-from edgespec.core.association.circuit_breaker import BreakerPolicy, CircuitBreaker
+from edgespec.core.association.candidates import BreakerPolicy, Candidate, CircuitBreaker
 from edgespec.core.protocol.messages import (
     Fault,
     FaultCode,

@@ -7,25 +7,25 @@ import re
 import pytest
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.circuit_breaker import (
+from edgespec.core.association.candidates import (
     CLOSED,
     HALF_OPEN,
     OPEN,
     BreakerPolicy,
     CircuitBreaker,
 )
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import LowestDelay
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
-from tests.core.failover_world import CALM_AFTER_S, DEVICE, DIAL_S, MODEL, Mood, World
+from tests.core.failover_world import CALM_AFTER_S, DIAL_S, MODEL, Mood, World
 
 SERVED = ModelIdentity("big", "fp-1", 4096)
 MOVED = FaultCode.SHUTTING_DOWN
 
 
 def machine(*addresses: str, ask_first: bool = False) -> Failover:
-    found = Failover(FailoverPolicy(), LowestDelay(), DEVICE, 1, ask_first=ask_first)
+    association = Association.LOWEST_DELAY if ask_first else Association.LISTED
+    found = Failover(FailoverPolicy(), association, 1)
     found.handle(ev.Known(addresses or ("a", "b")), 0.0)
     return found
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.circuit_breaker import CLOSED
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import LowestDelay
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.candidates import CLOSED
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.device.events import Connect, Connected, Disconnect, Fail, Tick, Transmit
 from edgespec.core.device.learned import MOST_MODELS, Learned, LearnedByModel
 from edgespec.core.device.session import DraftSession
@@ -25,7 +24,7 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from tests.core.draft_scripts import GREETING, streaming
-from tests.core.failover_world import DEVICE, MODEL
+from tests.core.failover_world import MODEL
 
 SQL = replace(MODEL, name="sql", fingerprint="sql-1")
 IN_SQL = ModelIdentity("sql", "sql-1", 4096)
@@ -38,7 +37,7 @@ def answer(address: str, rtt_s: float, *adapters: object) -> ev.ProbeAnswered:
 
 def asked(near: tuple[object, ...] = (), far: tuple[object, ...] = (SQL,)) -> Failover:
     """Both have answered; ``a`` is nearer."""
-    found = Failover(FailoverPolicy(), LowestDelay(), DEVICE, 1)
+    found = Failover(FailoverPolicy(), Association.LOWEST_DELAY, 1)
     found.handle(ev.Known(("a", "b")), 0.0)
     found.handle(answer("a", 0.01, *near), 0.0)
     found.handle(answer("b", 0.2, *far), 0.0)

@@ -1,211 +1,92 @@
-"""Replicas behind one name. Oracles: what the hashing promises (who moves, and where to), the
-binomial law of the spread, and the bound on loads; each is shown a policy that breaks it."""
+"""Replicas behind one name. Oracles: what the hashing promises (who moves, and where to) and the
+binomial law of the spread; each is shown a policy that breaks it."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from collections.abc import Callable, Sequence
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.conversation import (
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import (
     BEGINNING_TOKENS,
+    Association,
+    VerifierView,
     conversation_named,
     conversation_of,
+    ranked,
+    weight,
 )
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import (
-    AssociationPolicy,
-    DeviceView,
-    Links,
-    LinkView,
-    RandomAssociation,
-    VerifierView,
-)
-from edgespec.core.association.rendezvous import CALM_SESSIONS, RendezvousHash, weight
-from edgespec.core.association.route import FailoverPolicy
 from edgespec.core.protocol.messages import FaultCode, Limits, VerifierInfo
 from edgespec.core.protocol.work import ModelInfo
 
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
 CONVERSATIONS = [conversation_named(f"chat {number}") for number in range(600)]
-BALANCE = 1.25
+Choose = Callable[[str, Sequence[str]], str]
 
 
-def replicas(names: Sequence[str], sessions: int = 0, most: int = 64) -> list[VerifierView]:
-    return [VerifierView(name, 0.02, sessions, most) for name in names]
+def rendezvous(conversation: str, names: Sequence[str]) -> str:
+    views = [VerifierView(name, 0.03, 0) for name in names]
+    return ranked(Association.RENDEZVOUS, conversation, views)[0]
 
 
-def chosen(
-    policy: AssociationPolicy, conversation: str, views: Sequence[VerifierView], device: str = "d"
-) -> str:
-    """The name that one device gets for this conversation."""
-    view = DeviceView(device, 0.01, conversation=conversation)
-    (index,) = policy.assign([view], views, [[LinkView(0.01)] * len(views)])
-    return views[index].name
-
-
-def homes(policy: AssociationPolicy, names: Sequence[str]) -> dict[str, str]:
-    return {one: chosen(policy, one, replicas(names)) for one in CONVERSATIONS}
-
-
-class Modulo:
+def modulo(conversation: str, names: Sequence[str]) -> str:
     """A mutant: the hash of the conversation modulo the number of replicas."""
-
-    name = "modulo"
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        return tuple(zlib.crc32(one.conversation.encode()) % len(verifiers) for one in devices)
+    return names[zlib.crc32(conversation.encode()) % len(names)]
 
 
-class NextInList(RendezvousHash):
+def next_in_list(conversation: str, names: Sequence[str]) -> str:
     """A mutant: who loses its replica goes to the one that follows it in the list, as on a ring
     with one point each."""
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        (index,) = super().assign(devices, replicas(NAMES), links)
-        left = [view.name for view in verifiers]
-        places = range(index, index + len(NAMES))
-        name = next(one for p in places if (one := NAMES[p % len(NAMES)]) in left)
-        return (left.index(name),)
+    place = NAMES.index(rendezvous(conversation, NAMES))
+    places = range(place, place + len(NAMES))
+    return next(one for p in places if (one := NAMES[p % len(NAMES)]) in names)
 
 
-# --- who moves ---------------------------------------------------------------------------------
+def homes(choose: Choose, names: Sequence[str]) -> dict[str, str]:
+    return {one: choose(one, names) for one in CONVERSATIONS}
 
 
-def moves_only_its_share(policy: AssociationPolicy) -> bool:
+def moves_only_its_share(choose: Choose) -> bool:
     """One replica goes: its conversations move, and no other. It is back: they are back."""
-    before = homes(policy, NAMES)
+    before = homes(choose, NAMES)
     for gone in NAMES:
-        after = homes(policy, [name for name in NAMES if name != gone])
+        after = homes(choose, [name for name in NAMES if name != gone])
         if any(after[one] != home for one, home in before.items() if home != gone):
-            return False
-        newly = [one for one in CONVERSATIONS if after[one] != before[one]]
-        if not all(before[one] == gone for one in newly):
             return False
     return True
 
 
-def spreads_the_share_of_one_that_goes(policy: AssociationPolicy) -> bool:
-    before = homes(policy, NAMES)
-    after = homes(policy, NAMES[1:])
-    heirs = Counter(after[one] for one, home in before.items() if home == NAMES[0])
+def spreads_the_share_of_one_that_goes(choose: Choose) -> bool:
+    before, after = homes(choose, NAMES), homes(choose, NAMES[1:])
+    heirs = {after[one] for one, home in before.items() if home == NAMES[0]}
     return len(heirs) == len(NAMES) - 1
 
 
-def is_the_same_everywhere(policy: AssociationPolicy) -> bool:
-    """Whoever asks, and in whatever order the names come."""
-    return all(
-        chosen(policy, one, replicas(names), device) == chosen(policy, one, replicas(NAMES))
-        for one in CONVERSATIONS[:50]
-        for names in (NAMES, NAMES[::-1])
-        for device in ("laptop", "phone")
-    )
+def is_the_same_in_any_order(choose: Choose) -> bool:
+    return homes(choose, NAMES) == homes(choose, NAMES[::-1])
 
 
-def test_only_the_share_of_a_replica_moves_with_it() -> None:
-    assert moves_only_its_share(RendezvousHash())
-    assert not moves_only_its_share(Modulo())
-
-
-def test_the_share_of_one_that_goes_is_spread_over_all_others() -> None:
-    assert spreads_the_share_of_one_that_goes(RendezvousHash())
-    assert moves_only_its_share(NextInList())
-    assert not spreads_the_share_of_one_that_goes(NextInList())
-
-
-def test_all_who_know_the_names_find_the_same_one() -> None:
-    assert is_the_same_everywhere(RendezvousHash())
-    assert not is_the_same_everywhere(RandomAssociation(1))
+def test_what_the_hashing_promises() -> None:
+    assert moves_only_its_share(rendezvous)
+    assert not moves_only_its_share(modulo)
+    assert spreads_the_share_of_one_that_goes(rendezvous)
+    assert moves_only_its_share(next_in_list)
+    assert not spreads_the_share_of_one_that_goes(next_in_list)
+    assert is_the_same_in_any_order(rendezvous)
+    assert not is_the_same_in_any_order(modulo)
+    assert weight("ab", "c") != weight("a", "bc")
 
 
 def test_conversations_spread_evenly() -> None:
     """Each replica's share of n conversations is within five standard deviations of n/r."""
     count, share = len(CONVERSATIONS), 1 / len(NAMES)
     off = 5 * math.sqrt(count * share * (1 - share))
-    counts = Counter(homes(RendezvousHash(), NAMES).values())
+    counts = Counter(homes(rendezvous, NAMES).values())
     assert len(counts) == len(NAMES)
     assert all(abs(number - count * share) < off for number in counts.values())
-
-
-def test_lengths_of_conversation_and_name_are_kept_apart() -> None:
-    assert weight("ab", "c") != weight("a", "bc")
-
-
-# --- loads --------------------------------------------------------------------------------------
-
-
-Loads = list[tuple[int, int]]
-
-
-def keeps_the_bound(policy: RendezvousHash, count: int) -> bool:
-    """So many new sessions at once: no replica with more than the bound says."""
-    views = replicas(NAMES[:3], most=10_000)
-    devices = [DeviceView(f"d{number}", 0.01) for number in range(count)]
-    placed = policy.assign(devices, views, [[LinkView(0.01)] * 3] * count)
-    return max(Counter(placed).values()) <= max(math.ceil(BALANCE * count / 3), CALM_SESSIONS)
-
-
-def test_no_replica_gets_more_than_its_bound() -> None:
-    assert all(keeps_the_bound(RendezvousHash(BALANCE), count) for count in range(1, 90))
-    assert not all(keeps_the_bound(RendezvousHash(), count) for count in range(1, 90))
-
-
-def test_a_crowded_replica_is_passed_over_for_the_next_in_order_alone() -> None:
-    policy, calm = RendezvousHash(BALANCE), replicas(NAMES, sessions=20)
-    for one in CONVERSATIONS[:40]:
-        home = chosen(policy, one, calm)
-        crowded = [replace(view, sessions=60) if view.name == home else view for view in calm]
-        rest = [view for view in calm if view.name != home]
-        assert chosen(policy, one, crowded) == chosen(policy, one, rest)
-        busier = [replace(view, sessions=24) if view.name == home else view for view in calm]
-        assert chosen(policy, one, busier) == home
-
-
-def test_a_handful_of_sessions_is_no_crowd() -> None:
-    """Where hardly anybody is, the order alone decides, however uneven the load."""
-    policy = RendezvousHash(BALANCE)
-    for one in CONVERSATIONS[:40]:
-        home = chosen(policy, one, replicas(NAMES))
-        views = [
-            replace(view, sessions=CALM_SESSIONS - 1) if view.name == home else view
-            for view in replicas(NAMES)
-        ]
-        assert chosen(policy, one, views) == home
-
-
-@given(
-    loads=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), min_size=1, max_size=6),
-    conversation=st.text(max_size=8),
-    balance=st.sampled_from((BALANCE, math.inf)),
-)
-@settings(max_examples=100)
-def test_a_full_replica_is_named_only_when_all_are(
-    loads: Loads, conversation: str, balance: float
-) -> None:
-    views = [
-        VerifierView(f"v{number}", 0.02, sessions, most)
-        for number, (sessions, most) in enumerate(loads)
-    ]
-    name = chosen(RendezvousHash(balance), conversation, views)
-    roomy = [view.name for view in views if view.sessions < view.max_sessions]
-    assert name in (roomy or [view.name for view in views])
-
-
-@pytest.mark.parametrize("balance", [1.0, 0.0, math.nan])
-def test_a_balance_that_nobody_can_keep_is_refused(balance: float) -> None:
-    with pytest.raises(ValueError, match=f"balance is {balance}, but must be above 1"):
-        RendezvousHash(balance)
 
 
 # --- what a conversation is ---------------------------------------------------------------------
@@ -224,12 +105,7 @@ def test_texts_that_begin_alike_are_one_conversation() -> None:
 
 
 def machine(names: Sequence[str]) -> Failover:
-    found = Failover(
-        FailoverPolicy(),
-        RendezvousHash(),
-        DeviceView("laptop", 0.01),
-        ask_first=False,
-    )
+    found = Failover(FailoverPolicy(), Association.RENDEZVOUS)
     found.handle(ev.Known(tuple(names)), 0.0)
     return found
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from openai import APIError, APIStatusError, NotFoundError
 
-from edgespec.core.association.circuit_breaker import CLOSED
+from edgespec.core.association.candidates import CLOSED
+from edgespec.core.association.policies import Association
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.device.verifier_pool import VerifierPool
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
@@ -152,8 +153,8 @@ async def test_a_verifier_that_names_no_adapters_has_its_model() -> None:
 # --- several verifiers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("association", ["listed", "rendezvous", "lowest-delay"])
-async def test_a_request_goes_to_a_verifier_that_has_its_adapter(association: str) -> None:
+@pytest.mark.parametrize("association", Association)
+async def test_a_request_goes_to_a_verifier_that_has_its_adapter(association: Association) -> None:
     async with contextlib.AsyncExitStack() as stack:
         targets = AdaptedToy({}), AdaptedToy({"sql": SQL}), AdaptedToy({"poetry": POETRY})
         found = [await stack.enter_async_context(serving(one)) for one in targets]
@@ -168,7 +169,7 @@ async def test_a_request_goes_to_a_verifier_that_has_its_adapter(association: st
                 for _ in range(3):
                     answer = await completed(client, name)
                     assert answer.choices[0].text == wanted
-                    if association == "lowest-delay":  # which has asked them all before
+                    if association is Association.LOWEST_DELAY:  # which has asked them all before
                         assert answer.usage.model_extra["edgespec"]["reconnects"] == 0
             with pytest.raises(NotFoundError):
                 await completed(client, "sequel")
@@ -192,7 +193,9 @@ async def test_a_text_goes_on_where_the_same_adapter_is() -> None:
             gates.append(await stack.enter_async_context(gate))
         addresses = [gate.address for gate in gates]
         live = await stack.enter_async_context(
-            over_verifiers(*addresses, association="listed", failover=STEADY, reconnect=PATIENT)
+            over_verifiers(
+                *addresses, association=Association.LISTED, failover=STEADY, reconnect=PATIENT
+            )
         )
         task = asyncio.create_task(ask(live, PATH, {**ASKED, "model": "sql"}))
         await held_up(live, held)
@@ -214,7 +217,11 @@ async def test_where_the_only_one_with_the_adapter_is_away_the_others_serve_on()
         gate = await stack.enter_async_context(Gate(port))
         live = await stack.enter_async_context(
             over_verifiers(
-                plain, gate.address, association="listed", failover=STEADY, reconnect=HASTY
+                plain,
+                gate.address,
+                association=Association.LISTED,
+                failover=STEADY,
+                reconnect=HASTY,
             )
         )
         gate.kill()

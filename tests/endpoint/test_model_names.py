@@ -10,7 +10,7 @@ import pytest
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.work import ModelInfo
-from edgespec.endpoint.models import Chosen, Presence, ServedModels, VerifierStatus, VerifierWatch
+from edgespec.endpoint.models import Chosen, Presence, ServedModels, VerifierPresence, VerifierWatch
 from edgespec.endpoint.request_json import ApiError
 
 BASE = ModelInfo("base", "words", 100, 4096, (), "fp-base")
@@ -20,7 +20,7 @@ ADAPTER = replace(BASE, name="sql", fingerprint="fp-sql")
 def models(*infos: VerifierInfo | None, only: str = "") -> ServedModels:
     watch = VerifierWatch({})
     watch.statuses = tuple(
-        VerifierStatus(str(place), Presence.READY if info else Presence.AWAY, info)
+        VerifierPresence(str(place), Presence.READY if info else Presence.AWAY, info)
         for place, info in enumerate(infos)
     )
     return ServedModels(watch, only)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
@@ -55,7 +56,7 @@ def agent(
     draft: str = "toy",
     reconnect: ReconnectPolicy = PATIENT,
     failover: FailoverPolicy = STEADY,
-    association: str = "listed",
+    association: Association = Association.LISTED,
 ) -> Agent:
     return build_agent(
         AgentConfig(

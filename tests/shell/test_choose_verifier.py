@@ -4,9 +4,7 @@ loopbacks whose answers take their time on a clock of the test."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,39 +18,35 @@ from edgespec.config import (
     ConfigError,
     DraftSection,
     LimitsSection,
-    LinkSection,
     VerifierConfig,
     load_config,
 )
-from edgespec.core.association.network import FEATURES
-from edgespec.core.association.policies import DeviceView, LowestDelay, MostCompute
-from edgespec.core.ports import DeviceStream, ModelInfo, Transport
+from edgespec.core.association.candidates import views_of
+from edgespec.core.association.policies import Association, ranked
+from edgespec.core.ports import DeviceStream, LinkError, ModelInfo
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent, connect
-from edgespec.device.choose_verifier import NoneFitsError, choose_verifier
+from edgespec.device.prober import ask, ask_all
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.build import load_target
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, daemon, nobody, serving, toy_text
 from tests.shell.loopback import LoopbackTransport
 
-DEVICE = DeviceView("laptop", 0.008)
 MODEL = ModelInfo("toy", "v1", 64, 4096)
 SLOW_S = 0.150
-SET_UP_S = 3.0
 PROMPT = "once upon a time"
 
 
-def told(sessions: int = 0, pass_us: int = 0, model: ModelInfo = MODEL) -> VerifierInfo:
-    return VerifierInfo(model, Limits(), sessions, 8, pass_us)
+def told(sessions: int = 0, pass_us: int = 0) -> VerifierInfo:
+    return VerifierInfo(MODEL, Limits(), sessions, 8, pass_us)
 
 
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there may take its time to say so, also where a command asks."""
-    defaults = {**(choose_verifier.__kwdefaults__ or {}), "timeout_s": 60.0}
-    monkeypatch.setattr(choose_verifier, "__kwdefaults__", defaults)
+    monkeypatch.setattr(ask_all, "__defaults__", (60.0,))
 
 
 class Clock:
@@ -65,144 +59,101 @@ class Clock:
 
 
 class Distant(LoopbackTransport):
-    """Answers at once, and ``rtt_s`` later by the clock; the first time, which opens the channel,
+    """Answers at once, and ``SLOW_S`` later by the clock; the first time, which opens the channel,
     later still."""
 
-    def __init__(self, info: VerifierInfo, clock: Clock, rtt_s: float) -> None:
-        super().__init__(echo, lambda: info)
-        self._clock, self._rtt_s, self._set_up_s = clock, rtt_s, SET_UP_S
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(echo, told)
+        self._clock, self._set_up_s = clock, 3.0
 
     async def info(self) -> VerifierInfo:
-        self._clock.now += self._rtt_s + self._set_up_s
+        self._clock.now += SLOW_S + self._set_up_s
         self._set_up_s = 0.0
         return await super().info()
 
 
-def transport(info: VerifierInfo) -> Transport:
-    return LoopbackTransport(echo, lambda: info)
+class Failing:
+    """A transport that does what it is told instead of an answer."""
 
-
-class Buggy:
-    """A transport that fails in a way that it should not."""
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
 
     async def connect(self) -> DeviceStream:
         raise NotImplementedError
 
     async def info(self) -> VerifierInfo:
-        raise ZeroDivisionError("a bug\x1b[2J")
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
 
     async def close(self) -> None: ...
 
 
-async def test_a_bug_in_one_transport_leaves_out_one_verifier() -> None:
-    links: dict[str, Transport] = {"one:1": Buggy(), "two:2": transport(told())}
-    choice = await choose_verifier(links, LowestDelay(), DEVICE)
-    assert choice.chosen.address == "two:2"
-    why = "ZeroDivisionError: a bug\N{REPLACEMENT CHARACTER}[2J"
-    assert choice.left_out == (("one:1", why),)
-
-
-class Silent:
-    """A verifier that takes the question and never answers."""
-
-    async def connect(self) -> DeviceStream:
-        raise AssertionError("only asked")
-
-    async def info(self) -> VerifierInfo:
-        await asyncio.Event().wait()
-        raise AssertionError("never set")
-
-    async def close(self) -> None:
-        return
-
-
-@contextlib.asynccontextmanager
-async def closing(links: dict[str, Transport]) -> AsyncIterator[dict[str, Transport]]:
-    """Closes all of them, those too that a test has taken out meanwhile."""
-    opened = tuple(links.values())
-    yield links
-    for link in opened:
-        await link.close()
-
-
-async def test_the_nearest_of_equal_verifiers_is_chosen() -> None:
-    clock = Clock()
-    links: dict[str, Transport] = {
-        "far": Distant(told(), clock, SLOW_S),
-        "near": Distant(told(), clock, SLOW_S / 4),
-    }
-    async with closing(links):
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
-    assert (choice.chosen.address, choice.left_out) == ("near", ())
-
-
 async def test_the_round_trip_is_timed_and_not_the_set_up() -> None:
     clock = Clock()
-    async with closing({"far": Distant(told(), clock, SLOW_S)}) as links:
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
-    assert choice.chosen.rtt_s == pytest.approx(SLOW_S)
+    link = Distant(clock)
+    answer = await ask(link, timed=True, clock=clock)
+    await link.close()
+    assert (answer.info, answer.error) == (told(), None)
+    assert answer.rtt_s == pytest.approx(SLOW_S)
 
 
-async def test_a_faster_target_outweighs_a_longer_link() -> None:
-    clock = Clock()
-    links: dict[str, Transport] = {
-        "near": Distant(told(pass_us=400_000), clock, 0.0),
-        "far": Distant(told(pass_us=20_000), clock, SLOW_S),
-    }
-    async with closing(links):
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
-    assert choice.chosen.address == "far"
+@pytest.mark.parametrize(
+    ("error", "why", "retryable"),
+    [
+        (None, "no answer within 0.05 s", True),
+        (LinkError("nobody home"), "nobody home", True),
+        (LinkError("no key", retryable=False), "no key", False),
+        (
+            ZeroDivisionError("a bug\x1b[2J"),
+            "ZeroDivisionError: a bug\N{REPLACEMENT CHARACTER}[2J",
+            True,
+        ),
+    ],
+)
+async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
+    error: Exception | None, why: str, retryable: bool
+) -> None:
+    good = LoopbackTransport(echo, told)
+    answers = await ask_all({"bad": Failing(error), "good": good}, 0.05)
+    await good.close()
+    assert list(answers) == ["bad", "good"]
+    assert answers["good"].info == told()
+    assert answers["bad"].info is None
+    assert answers["bad"].why == why
+    assert answers["bad"].error is not None
+    assert answers["bad"].error.retryable is retryable
 
 
-async def test_one_that_timed_no_pass_yet_counts_as_an_average_one() -> None:
-    infos = {"a": told(pass_us=10_000), "new": told(), "c": told(pass_us=40_000)}
-    async with closing({name: transport(info) for name, info in infos.items()}) as links:
-        assert (await choose_verifier(links, MostCompute(), DEVICE)).chosen.address == "a"
-        del links["a"]
-        assert (await choose_verifier(links, MostCompute(), DEVICE)).chosen.address in ("new", "c")
-
-
-async def test_a_full_verifier_is_passed_over_unless_all_are() -> None:
-    clock = Clock()
-    links: dict[str, Transport] = {
-        "full": Distant(told(8), clock, 0.0),
-        "free": Distant(told(7), clock, SLOW_S),
-    }
-    async with closing(links):
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
-        assert choice.chosen.address == "free"
-        del links["free"]
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, clock=clock)
-        assert choice.chosen.address == "full"
-
-
-async def test_the_silent_the_refusing_and_the_unfit_are_left_out_with_their_reasons() -> None:
-    refusing = LoopbackTransport(echo, told)
-    refusing.refuse("nobody home")
-    other = told(model=ModelInfo("other", "v2", 64, 4096))
-    links: dict[str, Transport] = {
-        "silent": Silent(),
-        "refusing": refusing,
-        "unfit": transport(other),
-        "good": transport(told()),
-    }
-
-    def misfit(info: VerifierInfo) -> str | None:
-        spoken = info.model.vocabulary
-        return None if spoken == "v1" else f"speaks {spoken}"
-
-    async with closing(links):
-        choice = await choose_verifier(links, LowestDelay(), DEVICE, misfit, timeout_s=0.05)
-        reasons = (
-            ("silent", "no answer within 0.05 s"),
-            ("refusing", "nobody home"),
-            ("unfit", "speaks v2"),
-        )
-        assert (choice.chosen.address, choice.left_out) == ("good", reasons)
-        del links["good"]
-        with pytest.raises(NoneFitsError, match="none of 3 verifiers can be used") as caught:
-            await choose_verifier(links, LowestDelay(), DEVICE, misfit, timeout_s=0.05)
-    assert caught.value.reasons == reasons
+@pytest.mark.parametrize(
+    ("known", "order"),
+    [
+        ([("far", told(), 0, 0.1), ("near", told(), 0, 0.02)], "near far"),
+        ([("near", told(0, 400_000), 0, 0.0), ("far", told(0, 20_000), 0, 0.15)], "far near"),
+        # One that has timed no pass yet counts as an average one.
+        (
+            [
+                ("new", told(), 0, 0.0),
+                ("quick", told(0, 10_000), 0, 0.0),
+                ("slow", told(0, 40_000), 0, 0.0),
+            ],
+            "quick new slow",
+        ),
+        ([("full", told(8), 8, 0.0), ("free", told(7), 7, 0.1)], "free full"),
+        ([("full", told(8), 8, 0.0), ("too", told(8), 8, 0.1)], "full too"),
+        ([("busy", told(5), 5, 0.0), ("idle", told(2), 2, 0.0)], "idle busy"),
+        ([("first", told(), 0, 0.0), ("second", told(), 0, 0.0)], "first second"),
+        # Nothing is known of one: it counts as the others do.
+        ([("there", told(0, 20_000), 0, 0.02), ("new", None, None, None)], "there new"),
+    ],
+)
+def test_the_shortest_round_comes_first(
+    known: list[tuple[str, VerifierInfo | None, int | None, float | None]], order: str
+) -> None:
+    assert ranked(Association.LOWEST_DELAY, "", views_of(known)) == order.split()
+    listed = [address for address, info, _, _ in known if info is None or info.sessions < 8]
+    assert ranked(Association.LISTED, "", views_of(known))[: len(listed)] == listed
 
 
 async def test_a_live_verifier_tells_its_pass_time_once_it_has_one() -> None:
@@ -216,32 +167,18 @@ async def test_a_live_verifier_tells_its_pass_time_once_it_has_one() -> None:
         await link.close()
 
 
-async def test_of_two_over_grpc_the_one_behind_no_slow_link_is_chosen() -> None:
-    # These times are real: the link is slower than what a busy machine adds to the other one.
-    slow = LinkSection(rtt_ms=800.0)
-    async with serving() as (far, _), serving() as (near, _):
-        links = {far: connect(far, slow), near: connect(near)}
-        async with closing(links):
-            choice = await choose_verifier(links, LowestDelay(), DEVICE)
-    assert choice.chosen.address == near
-
-
-async def test_a_full_verifier_over_grpc_is_passed_over() -> None:
+async def test_a_full_verifier_is_passed_over() -> None:
     small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
     gated = GatedTarget(load_target(small), free_passes=1)
     async with serving(gated, config=small) as (full, _), serving() as (free, _):
         async with build_agent(AgentConfig(full, draft=DraftSection("toy"))) as agent:
             chunks = agent.generate(PROMPT, SamplingParams(max_tokens=400))
             await anext(chunks)
-            links = {
-                full: connect(full),
-                free: connect(free, LinkSection(rtt_ms=SLOW_S * 1e3)),
-            }
-            async with closing(links):
-                choice = await choose_verifier(links, LowestDelay(), DEVICE)
+            given = AgentConfig((full, free), draft=DraftSection("toy"), tokenizer="toy")
+            config, _ = await greet(given)
             gated.gate.set()
             await chunks.aclose()
-    assert choice.chosen.address == free
+    assert config.verifiers == (free, full)
 
 
 # --- the command line -----------------------------------------------------------------------
@@ -290,26 +227,10 @@ def test_several_come_from_the_environment_and_from_a_file(
     result = generate(environment={"EDGESPEC_VERIFIER": f"{dead} {address}"})
     assert (result.exit_code, result.stdout) == (0, text())
     path = tmp_path / "agent.yaml"
-    path.write_text(f"verifier: [{dead}, {address}]\nassociation: random\n")
+    path.write_text(f"verifier: [{dead}, {address}]\nassociation: listed\n")
     result = generate("--config", str(path))
     assert (result.exit_code, result.stdout) == (0, text())
-    assert f"using {address} (random)" in result.stderr
-
-
-def test_a_learned_association_is_read_from_its_file(
-    address: str, dead: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "learned.json"
-    layer = {"weights": [[0.0] * len(FEATURES)], "bias": [0.0]}
-    path.write_text(json.dumps({"version": 1, "features": FEATURES, "layers": [layer]}))
-    both = ("--verifier", dead, "--verifier", address)
-    result = generate(*both, "--set", f"association=learned:{path}")
-    assert (result.exit_code, result.stdout) == (0, text())
-    assert f"using {address} (learned)" in result.stderr
-    path.write_text("{}")
-    result = generate(*both, "--set", f"association=learned:{path}")
-    assert result.exit_code == 1
-    assert f"error: {path}: association weights of version None" in result.stderr
+    assert f"using {address} (listed)" in result.stderr
 
 
 def test_none_there_says_so_for_each_and_how_to_start_one(dead: str) -> None:
@@ -335,23 +256,12 @@ def test_doctor_asks_each(address: str, dead: str) -> None:
         ({"verifier": ("a:1", "http://b:2")}, r"verifier is 'http://b:2', but must be host:port"),
         ({"verifier": ("a:1", "")}, r"verifier is empty"),
         ({"verifier": [1]}, r"verifier is 1, but must be text"),
-        ({"association": "nearest"}, r"association is 'nearest', but must be one of random, "),
+        ({"association": "nearest"}, r"association is 'nearest', but must be one of listed, "),
     ],
 )
 def test_addresses_are_checked(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(AgentConfig, None, given)
-
-
-async def test_the_others_are_ranked_and_those_that_did_not_answer_come_last() -> None:
-    refusing = LoopbackTransport(echo, told)
-    refusing.refuse("nobody home")
-    pass_us = {"slow": 90_000, "fast": 10_000, "mid": 50_000}
-    links: dict[str, Transport] = {"refusing": refusing}
-    links |= {name: transport(told(pass_us=one)) for name, one in pass_us.items()}
-    async with closing(links):
-        choice = await choose_verifier(links, MostCompute(), DEVICE)
-    assert (choice.chosen.address, choice.others) == ("fast", ("mid", "slow", "refusing"))
 
 
 async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> None:
@@ -360,7 +270,7 @@ async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> Non
         dead = "127.0.0.1:1"
         given = AgentConfig((dead, wrong, one, two), model="toy", draft=DraftSection("toy"))
         config, info = await greet(given)
-    assert (info.name, config.association) == ("toy", "listed")
+    assert (info.name, config.association) == ("toy", Association.LISTED)
     assert set(config.verifiers[:2]) == {one, two}
     assert config.verifiers[2:] == (dead,)
 

@@ -21,8 +21,7 @@ from edgespec.config.setup_error import SetupError
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes
-from edgespec.device.build import build_agent, load_drafter
-from edgespec.device.many_verifiers import with_port
+from edgespec.device.build import build_agent, load_drafter, with_port
 from edgespec.verifier.build import build_verifier, load_target
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import pytest
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.circuit_breaker import BreakerPolicy
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import DeviceView, ListedOrder
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.candidates import BreakerPolicy
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.core.protocol.messages import Commit, Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
@@ -177,7 +176,7 @@ def pooled(*links: LoopbackTransport) -> VerifierPool:
     async def nowhere(host: str, port: int) -> Sequence[str]:
         raise OSError
 
-    failover = Failover(FailoverPolicy(), ListedOrder(), DeviceView("d", 0.01), ask_first=False)
+    failover = Failover(FailoverPolicy(), Association.LISTED)
     return VerifierPool(VerifierDirectory(tuple(transports), make, look_up=nowhere), failover)
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import DeviceView, ListedOrder
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
@@ -206,8 +205,7 @@ async def test_each_address_of_a_name_shows_the_certificate_of_the_name(tmp_path
             return ["127.0.0.2", "127.0.0.1"]
 
         directory = VerifierDirectory((f"gpu-box:{port}",), dial, look_up=look_up)
-        device = DeviceView("d", 0.01)
-        failover = Failover(FailoverPolicy(), ListedOrder(), device, ask_first=False)
+        failover = Failover(FailoverPolicy(), Association.LISTED)
         options = AgentOptions(reconnect=PATIENT)
         pool = VerifierPool(directory, failover)
         async with Agent(pool, None, TEXT.encode, TEXT.stream, options) as one:

@@ -12,11 +12,13 @@ from typing import Any
 import grpc.aio
 
 from edgespec.config import LimitsSection, VerifierConfig
-from edgespec.core.association.conversation import conversation_named, conversation_of
-from edgespec.core.association.failover import Failover
-from edgespec.core.association.policies import DeviceView
-from edgespec.core.association.rendezvous import RendezvousHash, weight
-from edgespec.core.association.route import FailoverPolicy
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import (
+    Association,
+    conversation_named,
+    conversation_of,
+    weight,
+)
 from edgespec.core.ports import LinkError, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
@@ -54,7 +56,7 @@ async def replicas(
 
 
 def device(addresses: Sequence[str]) -> Agent:
-    return agent(*addresses, draft="none", association="rendezvous", failover=CALM)
+    return agent(*addresses, draft="none", association=Association.RENDEZVOUS, failover=CALM)
 
 
 def order(chat: str, names: Sequence[str]) -> list[str]:
@@ -188,7 +190,7 @@ async def test_addresses_of_one_name_are_replicas() -> None:
             lambda address, *, server_name="": connect(ports[address]),
             look_up=look_up,
         )
-        failover = Failover(CALM, RendezvousHash(), DeviceView("d", 0.01), ask_first=False)
+        failover = Failover(CALM, Association.RENDEZVOUS)
         one = Agent(VerifierPool(directory, failover), None, TEXT.encode, TEXT.stream)
         await stack.enter_async_context(one)
         labels = [f"pool:7420 ({address})" for address in addresses]

@@ -78,7 +78,7 @@ async def test_the_numbers_come_with_events_once_and_without_a_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The target waits with its first pass for a draft."""
-    monkeypatch.setattr("edgespec.device.status.ASK_WITHIN_S", WITHIN_S)
+    monkeypatch.setattr("edgespec.device.status.ANSWER_S", WITHIN_S)
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
     async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
         stack.callback(target.gate.set)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import association_policy
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import TimeLaw
+from edgespec_sim.association import association_policy
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.radio import Attachment, Change
 from edgespec_sim.scenario.network import (

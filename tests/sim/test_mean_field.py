@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import association_policy
+from edgespec_sim.association import association_policy
 from edgespec_sim.planning.mean_field import (
     GroupCurve,
     MeanField,

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import (
+from edgespec.core.link_model import SharedQueue
+from edgespec_sim.association import (
     DeviceView,
     LinkView,
     VerifierView,
     association_policy,
 )
-from edgespec.core.link_model import SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.network import FRAMING_BYTES, LinkSection, RadioSection
 from edgespec_sim.scenario.power import TRANSMIT_FACTOR

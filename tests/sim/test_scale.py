@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import association_policy
+from edgespec_sim.association import association_policy
 from edgespec_sim.commands.simulate import Ask, simulate
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import Scenario, load_scenario

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import association_policy
+from edgespec_sim.association import association_policy
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import token_source
 from edgespec_sim.world.surrounding import Surrounding

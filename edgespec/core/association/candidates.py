@@ -5,26 +5,126 @@ the generation at hand (``avoid``). Of the others those count that have the best
 breaker before an open one, and before both of them no verifier whose last answer told of another
 model, or of none by the name that is asked for; an answer may be old, so such a one is tried last
 and not left out. Among equals the one that was used last is preferred, since its cache may hold the
-text; else the association policy chooses, the very object that a planner or the simulator uses. Of
-a verifier that was not asked yet, or whose load was told long ago, it is told the average of the
-others.
+text; else the association chooses. Of a verifier that was not asked yet, or whose load was told
+long ago, it is told the average of the others.
+
+Each has a circuit breaker: one that fails is left alone for a while, then asked cheaply.
+
+    closed     streams go there
+    open       it failed ``failures`` times in a row, or said that it is going away: no stream goes
+               there while there is another verifier
+    half-open  the time is over and one cheap question (``Info``) is under way: an answer closes the
+               breaker, silence opens it again for twice as long
+
+Apart from that a verifier may ask not to be bothered for a time (``retry_after``); ``held`` says
+so, whatever the state, and nobody asks it anything before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from statistics import fmean
+from typing import Final
 
-from edgespec.core.association.circuit_breaker import CLOSED, BreakerPolicy, CircuitBreaker
-from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
-from edgespec.core.association.route import Route
+from edgespec.core.association.policies import Association, VerifierView, ranked
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
+from edgespec.core.protocol.sampling import noise_bits
+
+_LEAST_S: Final = 1e-3
+_LONGEST_S: Final = 86_400.0
+_MAX_DOUBLINGS: Final = 30
+
+
+class Circuit(Enum):
+    """Where a breaker is."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+CLOSED, OPEN, HALF_OPEN = Circuit
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerPolicy:
+    """When a breaker opens and for how long; seconds. Raises ``ValueError``."""
+
+    failures: int = 2
+    """So many in a row open it."""
+    open_s: float = 0.5
+    """For so long the first time, then for twice as long each time, less up to a half by chance."""
+    longest_open_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        bounded("failures", self.failures, 1, 1000)
+        bounded("open_s", self.open_s, _LEAST_S, _LONGEST_S)
+        bounded("longest_open_s", self.longest_open_s, self.open_s, _LONGEST_S)
+
+
+class CircuitBreaker:
+    """Of one verifier; ``seed`` makes its jitter its own."""
+
+    def __init__(self, policy: BreakerPolicy, seed: int) -> None:
+        self.state = CLOSED
+        self.probe_at: float | None = None
+        """When to ask again; only while open."""
+        self.held_until = 0.0
+        """Not before, says the verifier."""
+        self._policy, self._seed = policy, seed
+        self._failures = 0
+        self._openings = 0
+        """In a row, each longer than the one before."""
+
+    def held(self, now: float) -> bool:
+        return now < self.held_until
+
+    def hold(self, now: float, seconds: float) -> None:
+        """The verifier asks not to be bothered for so long; NaN asks nothing."""
+        if now + seconds > self.held_until:
+            self.held_until = now + min(seconds, _LONGEST_S)
+            if self.probe_at is not None:
+                self.probe_at = max(self.probe_at, self.held_until)
+
+    def succeeded(self) -> None:
+        """A token came, or a probe was answered: whatever was held against it is forgotten."""
+        self.state, self.probe_at = CLOSED, None
+        self._failures = self._openings = 0
+
+    def answered(self) -> None:
+        """A probe was answered: streams may go there. How long it stays away the next time is
+        forgotten only when it has brought a token."""
+        if self.state is not CLOSED:
+            self.state, self.probe_at = CLOSED, None
+            self._failures = max(0, self._policy.failures - 1)
+
+    def failed(self, now: float) -> None:
+        """A stream or a probe failed."""
+        self._failures += 1
+        if self.state is not CLOSED or self._failures >= self._policy.failures:
+            self.open(now)
+
+    def open(self, now: float) -> None:
+        """Keep streams away, from now on."""
+        if self.state is OPEN:
+            return
+        doublings = min(self._openings, _MAX_DOUBLINGS)
+        self._openings += 1
+        wait_s = min(self._policy.open_s * 2**doublings, self._policy.longest_open_s)
+        wait_s *= 1 - noise_bits(self._seed, self._openings, 1) / 2**33
+        self.state, self.probe_at = OPEN, max(now + wait_s, self.held_until)
+
+    def probing(self) -> None:
+        """The cheap question is under way."""
+        assert self.state is OPEN
+        self.state, self.probe_at = HALF_OPEN, None
+
 
 _GUESSED_RTT_S = 0.05
-# Of a verifier that does not tell how many sessions it takes.
-_NOT_TOLD = 1 << 31
 # Sessions come and go; nothing is known of the load of one that told it longer ago.
 _LOAD_KEPT_S = 30.0
 
@@ -63,15 +163,60 @@ class Candidate:
         )
 
 
+@dataclass(slots=True)
+class Route:
+    """What one generation has tried, uses and has been given."""
+
+    needed_length: int = 0
+    conversation: str = ""
+    model: str = ""
+    """The name that it asks for; empty: the model that is served."""
+    wanted: bool = False
+    """A stream is asked for."""
+    asking_until: float | None = None
+    dialing: list[str] = field(default_factory=list)
+    hedge_at: float | None = None
+    tried: set[str] = field(default_factory=set)
+    """In vain, since the last token or the last pause."""
+    unfit: dict[str, str] = field(default_factory=dict)
+    """Of no use to this generation, and why."""
+    using: str | None = None
+    progressed: bool = False
+    """The stream in use has brought a token."""
+    suspects: bool = False
+    """The stream in use is quiet, and its verifier is being asked."""
+    last: str | None = None
+    """Whose cache may hold the text."""
+    moved_at: float | None = None
+    """When it was last told to try another stream at once."""
+    greeted: ModelIdentity | None = None
+    began: ModelIdentity | None = None
+    """The model that the text was begun with."""
+    served: list[str] = field(default_factory=list)
+    """The addresses that brought tokens, each once."""
+    failovers: int = 0
+    """How often a token came from another address than the one before."""
+
+    def brought_token(self) -> None:
+        """The first token of the stream in use is there."""
+        address = self.using
+        if address is None or self.progressed:
+            return
+        self.progressed = True
+        self.tried.clear()
+        self.began = self.began or self.greeted
+        self.failovers += self.last is not None and self.last != address
+        if address not in self.served:
+            self.served.append(address)
+        self.last = address
+
+
 class Candidates:
     """``seed`` makes the jitter of their breakers this device's own."""
 
-    def __init__(
-        self, association: AssociationPolicy, device: DeviceView, policy: BreakerPolicy, seed: int
-    ) -> None:
+    def __init__(self, association: Association, policy: BreakerPolicy, seed: int) -> None:
         self.listed: dict[str, Candidate] = {}
-        self._association, self._device = association, device
-        self._policy, self._seed = policy, seed
+        self._association, self._policy, self._seed = association, policy, seed
         self._made = 0
 
     def know(self, addresses: Iterable[str]) -> None:
@@ -87,22 +232,21 @@ class Candidates:
         closed_only: bool = False,
     ) -> str | None:
         """The address that ``route`` should try next, or None."""
-        ranked: dict[tuple[bool, bool], list[Candidate]] = {}
+        by_rank: dict[tuple[bool, bool], list[Candidate]] = {}
         for one in self.listed.values():
             if one.address in avoid or one.breaker.held(now):
                 continue
             if closed_only and one.breaker.state is not CLOSED:
                 continue
             rank = (not self.fits(one.address, route), one.breaker.state is not CLOSED)
-            ranked.setdefault(rank, []).append(one)
-        if not ranked:
+            by_rank.setdefault(rank, []).append(one)
+        if not by_rank:
             return None
-        best = ranked[min(ranked)]
+        best = by_rank[min(by_rank)]
         if len(best) == 1 or any(one.address == route.last for one in best):
             return route.last if len(best) > 1 else best[0].address
-        device = replace(self._device, conversation=route.conversation)
-        (index,) = self._association.assign([device], *self._views(best, now))
-        return best[index].address
+        views = views_of([(one.address, one.info, one.load(now), one.rtt_s) for one in best])
+        return ranked(self._association, route.conversation, views)[0]
 
     def fits(self, address: str, route: Route) -> bool:
         """Whether nothing that this one told speaks against the model of ``route``."""
@@ -136,25 +280,26 @@ class Candidates:
         self._made += 1
         return Candidate(address, CircuitBreaker(self._policy, self._seed + self._made))
 
-    def _views(
-        self, candidates: list[Candidate], now: float
-    ) -> tuple[list[VerifierView], list[list[LinkView]]]:
-        """What they told, as policies see it. The pass told is one under the load of late, so
-        nothing is added for the sessions there."""
-        loads = [one.load(now) for one in candidates]
-        told = [load for load in loads if load is not None]
-        usual_load = round(fmean(told)) if told else 0
-        infos = [one.info for one in candidates if one.info is not None]
-        timed_s = [info.pass_us / 1e6 for info in infos if info.pass_us]
-        usual_s = fmean(timed_s) if timed_s else GUESSED_PASS_S
-        rtts_s = [one.rtt_s for one in candidates if one.rtt_s is not None]
-        usual_rtt_s = fmean(rtts_s) if rtts_s else _GUESSED_RTT_S
-        views, links = [], []
-        for one, load in zip(candidates, loads, strict=True):
-            info = one.info
-            pass_s = usual_s if info is None else info.pass_us / 1e6 or usual_s
-            sessions = usual_load if load is None else load
-            most = _NOT_TOLD if info is None or load is None else info.max_sessions or _NOT_TOLD
-            views.append(VerifierView(one.address, pass_s, sessions, most))
-            links.append(LinkView(usual_rtt_s if one.rtt_s is None else one.rtt_s))
-        return views, [links]
+
+def views_of(
+    known: Sequence[tuple[str, VerifierInfo | None, int | None, float | None]],
+) -> list[VerifierView]:
+    """What they told, as an association sees it, by (address, info, sessions, round trip); None:
+    not known. The pass told is one under the load of late, so nothing is added for the sessions
+    there."""
+    told = [sessions for _, _, sessions, _ in known if sessions is not None]
+    usual_load = round(fmean(told)) if told else 0
+    timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]
+    usual_s = fmean(timed_s) if timed_s else GUESSED_PASS_S
+    rtts_s = [rtt_s for *_, rtt_s in known if rtt_s is not None]
+    usual_rtt_s = fmean(rtts_s) if rtts_s else _GUESSED_RTT_S
+    views = []
+    for address, info, sessions, rtt_s in known:
+        pass_s = usual_s if info is None else info.pass_us / 1e6 or usual_s
+        most = 0 if info is None else info.max_sessions
+        is_full = bool(most) and sessions is not None and sessions >= most
+        round_s = pass_s + (usual_rtt_s if rtt_s is None else rtt_s)
+        views.append(
+            VerifierView(address, round_s, usual_load if sessions is None else sessions, is_full)
+        )
+    return views

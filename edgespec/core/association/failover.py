@@ -19,37 +19,162 @@ measures, the simulator can do both in virtual time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.candidates import Candidate, Candidates
-from edgespec.core.association.circuit_breaker import CLOSED
-from edgespec.core.association.dialing import Actions, Dialing, probe
-from edgespec.core.association.policies import AssociationPolicy, DeviceView
-from edgespec.core.association.route import FailoverPolicy, Route
-from edgespec.core.protocol.checks import one_line
+from edgespec.core.association.candidates import CLOSED, BreakerPolicy, Candidate, Candidates, Route
+from edgespec.core.association.policies import Association
+from edgespec.core.protocol.checks import bounded, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, why_not
+
+_LEAST_S = 1e-3
+_LONGEST_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverPolicy:
+    """How a device that knows several verifiers gets from one to another; seconds. Raises
+    ``ValueError`` naming field, value and range."""
+
+    hedge_s: float = 0.25
+    """When the verifier that was dialed has not answered for so long (or four of its round trips,
+    where that is more), the next one is dialed too."""
+    ask_s: float = 2.0
+    """Before the first stream all are asked who they are, and waited for so long at most."""
+    settle_s: float = 0.1
+    """Once one of them has answered, the others have so long."""
+    quiet_s: float = 1.5
+    """A stream on which nothing came for so long has its verifier probed."""
+    probe_s: float = 1.5
+    """A probe that is not answered for so long has failed."""
+    full_s: float = 1.0
+    """A verifier that is full and does not say for how long is left alone for so long."""
+    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
+
+    def __post_init__(self) -> None:
+        for name in ("hedge_s", "ask_s", "settle_s", "quiet_s", "probe_s", "full_s"):
+            bounded(name, getattr(self, name), _LEAST_S, _LONGEST_S)
+
+
+Actions = list[ev.FailoverAction]
+_ROUND_TRIPS = 4.0
+_HEDGE_LONGEST_S = 2.0
+
+
+class Dialing:
+    """For all generations of one device."""
+
+    def __init__(self, policy: FailoverPolicy, candidates: Candidates, ask_first: bool) -> None:
+        self._policy, self._candidates, self._ask_first = policy, candidates, ask_first
+
+    def wanted(self, number: int, route: Route, now: float) -> Actions:
+        route.wanted, route.using = True, None
+        listed = self._candidates.listed.values()
+        first = route.last is None and all(one.info is None for one in listed)
+        if self._ask_first and first:
+            asked = [one for one in listed if not one.breaker.held(now) and not one.error]
+            if len(asked) > 1:
+                route.asking_until = now + self._policy.ask_s
+                return [probe(one) for one in asked if not one.probing]
+        return self.next(number, route, now)
+
+    def next(self, number: int, route: Route, now: float) -> Actions:
+        route.hedge_at = route.asking_until = None
+        avoid = {*route.tried, *route.unfit, *route.dialing}
+        address = self._candidates.choose(now, avoid, route)
+        if address is None:
+            return [] if route.dialing else [self.none_left(number, route, now)]
+        if route.dialing and not self._candidates.fits(address, route):
+            return []  # it would win a race only to say no
+        route.dialing.append(address)
+        rtt_s = self._candidates.listed[address].rtt_s or 0.0
+        patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)
+        route.hedge_at = now + max(self._policy.hedge_s, patience_s)
+        return [ev.Dial(number, address)]
+
+    def dialed(self, number: int, route: Route, address: str, now: float) -> Actions:
+        if not route.wanted or address not in route.dialing:
+            return [ev.Drop(number, address)]
+        losers = [other for other in route.dialing if other != address]
+        for other in losers[: route.dialing.index(address)]:  # it had a start, and did not use it
+            if (slow := self._candidates.listed.get(other)) is not None:
+                slow.error = f"did not answer before {address} did"
+                slow.breaker.failed(now)
+        route.wanted, route.using, route.dialing, route.hedge_at = False, address, [], None
+        route.progressed = route.suspects = False
+        route.greeted = None
+        return [ev.Use(number, address), *(ev.Drop(number, other) for other in losers)]
+
+    def failed(
+        self, number: int, route: Route, address: str, why: str, retryable: bool, now: float
+    ) -> Actions:
+        if address not in route.dialing:
+            return []
+        route.dialing.remove(address)
+        self.blame(route, address, why, retryable, now)
+        route.tried.add(address)
+        return self.next(number, route, now) if route.wanted else []
+
+    def none_left(self, number: int, route: Route, now: float) -> ev.Leave:
+        """Nobody can be dialed now."""
+        route.wanted, route.using = False, None
+        route.tried.clear()
+        fit = [one for one in self._candidates.listed if one not in route.unfit]
+        again_s = self._candidates.free_in_s(now, route.unfit)
+        retryable = bool(fit) or not self._candidates.listed
+        return ev.Leave(number, self.reasons(route), again_s, retryable)
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def reasons(self, route: Route) -> str:
+        """Each address with what it failed with last."""
+        if not self._candidates.listed:
+            return "no verifier is known"
+        told = [
+            (address, route.unfit.get(address) or one.error or "not tried")
+            for address, one in self._candidates.listed.items()
+        ]
+        if len(told) == 1:
+            return told[0][1]
+        return "; ".join(why if address in why else f"{address}: {why}" for address, why in told)
+
+    def blame(self, route: Route, address: str, why: str, retryable: bool, now: float) -> None:
+        candidate = self._candidates.listed.get(address)
+        if not retryable:
+            route.unfit[address] = one_line(why)
+        if candidate is None:
+            return
+        candidate.error = one_line(why)
+        if retryable:
+            candidate.breaker.failed(now)
+        elif candidate.breaker.state is CLOSED:
+            candidate.breaker.open(now)
+
+
+def probe(candidate: Candidate) -> ev.Probe:
+    """The question to this verifier; it is under way from now on."""
+    candidate.probing = True
+    return ev.Probe(candidate.address)
+
 
 # A verifier that breaks so soon after it was tried at once is not tried at once again.
 _SOON_S = 0.5
 
 
 class Failover:
-    """All generations of one device. ``seed`` makes its jitter its own. ``ask_first``: before the
-    first stream all are asked, because the association wants to know of them."""
+    """All generations of one device. ``seed`` makes its jitter its own. Before the first stream all
+    are asked, where the association wants to know of them."""
 
     def __init__(
         self,
         policy: FailoverPolicy,
-        association: AssociationPolicy,
-        device: DeviceView,
+        association: Association,
         seed: int = 0,
-        *,
-        ask_first: bool = True,
     ) -> None:
         self.policy = policy
-        self.candidates = Candidates(association, device, policy.breaker, seed)
-        self._dialing = Dialing(policy, self.candidates, ask_first)
+        self.candidates = Candidates(association, policy.breaker, seed)
+        self._dialing = Dialing(policy, self.candidates, association.looks_at_answers)
         self.routes: dict[int, Route] = {}
 
     @property

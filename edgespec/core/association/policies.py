@@ -1,186 +1,101 @@
-"""Association: which verifier does each device use?
+"""Association: which of several verifiers does a device use?
 
-Theory of operation. A policy is a pure function of what is known before a session opens: each
-device, each verifier, and the link between each pair. The agent asks it about one device (itself)
-and the verifiers it was given; a planner or the simulator asks it about all of them at once, and
-then a policy may trade one device's place for another's. So a policy that was learned or tuned in
-the simulator is the very object that an agent runs.
+    listed         the first one of the list: the others are for when it is gone
+    lowest-delay   the shortest round: round trip and pass together
+    rendezvous     the one that a hash of (conversation, verifier) ranks first
 
-    random             any verifier, by a seed
-    strongest-signal   the best radio link (max-SINR in the literature)
-    most-compute       the shortest pass, counting who is there already (max-compute)
-    lowest-delay       the shortest expected time per round: link, queue and pass
-    listed             the first one of the list
-    rendezvous         the one that a hash of the conversation ranks first (``rendezvous.py``)
+Rendezvous, or highest-random-weight, hashing (Thaler and Ravishankar, IEEE/ACM Trans. Networking
+6(1), 1998) is for replicas behind one name. Nobody has to remember or agree on anything: all who
+know the replicas' names find the same one, so the next turn of a chat meets the rows of the turns
+before. When a replica goes, its conversations are spread over all others and no other conversation
+moves; one that is added takes its share. No load is bounded: a replica that has no room says so.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+import hashlib
+from collections.abc import Sequence
+from enum import Enum
+from typing import assert_never
 
-from edgespec.core.association.rendezvous import RendezvousHash
-from edgespec.core.association.views import DeviceView as DeviceView
-from edgespec.core.association.views import Links as Links
-from edgespec.core.association.views import LinkView as LinkView
-from edgespec.core.association.views import VerifierView as VerifierView
-from edgespec.core.association.views import has_room, one_by_one
-from edgespec.core.protocol.sampling import noise_bits
-
-# A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
-_MESSAGE_BITS = 8 * 120.0
-# Rounding must not make two devices change places for ever.
-_LEAST_GAIN_S = 1e-9
+from edgespec.core.statically_frozen import statically_frozen
 
 
-class AssociationPolicy(Protocol):
+class Association(Enum):
+    """By what a verifier is chosen."""
+
+    LISTED = "listed"
+    LOWEST_DELAY = "lowest-delay"
+    RENDEZVOUS = "rendezvous"
+
     @property
-    def name(self) -> str: ...
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        """The index of a verifier for each device, in order. All sequences are non-empty. A full
-        verifier may be named only when all are full."""
+    def looks_at_answers(self) -> bool:
+        """Whether it wants to know what the verifiers say of themselves."""
+        return self is Association.LOWEST_DELAY
 
 
-class RandomAssociation:
-    """Any verifier with room, by a hash of (``seed``, the device's name and its place)."""
+@statically_frozen
+class VerifierView:
+    """What is known of one verifier."""
 
-    name = "random"
-
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        def score(device: int, verifier: int, placed: int) -> float:
-            key = zlib.crc32(devices[device].name.encode()) + (device << 32)
-            return noise_bits(self._seed ^ key, verifier, 0)
-
-        return one_by_one(devices, verifiers, score)
+    address: str
+    round_s: float
+    """Its round trip and a pass under the load of late."""
+    sessions: int
+    is_full: bool = False
 
 
-class StrongestSignal:
-    """The best signal-to-noise ratio, whatever the load. A cable counts as stronger than any radio
-    link; equal ones are told apart by their round trip."""
+def ranked(
+    association: Association, conversation: str, verifiers: Sequence[VerifierView]
+) -> list[str]:
+    """Their addresses, the one to use first; full ones come last. Ties go to the one with fewest
+    sessions, and then to the first."""
 
-    name = "strongest-signal"
+    def cost(place: int) -> tuple[bool, float, int]:
+        view = verifiers[place]
+        match association:
+            case Association.LISTED:
+                preference: float = place
+            case Association.LOWEST_DELAY:
+                preference = view.round_s
+            case Association.RENDEZVOUS:
+                preference = -weight(conversation, view.address)
+            case _:
+                assert_never(association)
+        return view.is_full, preference, view.sessions
 
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        def score(device: int, verifier: int, placed: int) -> tuple[float, float]:
-            link = links[device][verifier]
-            return (-math.inf if link.snr_db is None else -link.snr_db, link.rtt_s)
-
-        return one_by_one(devices, verifiers, score)
-
-
-class MostCompute:
-    """The shortest pass with everyone counted who is there, whatever the link. Of equal passes the
-    one with fewest sessions: where a further session costs nothing, nearness alone would fill the
-    nearest."""
-
-    name = "most-compute"
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        def score(device: int, verifier: int, placed: int) -> tuple[float, float, float]:
-            view = verifiers[verifier]
-            rtt_s = links[device][verifier].rtt_s
-            return (_pass_s(view, placed), view.sessions + placed, rtt_s)
-
-        return one_by_one(devices, verifiers, score)
+    return [verifiers[place].address for place in sorted(range(len(verifiers)), key=cost)]
 
 
-class LowestDelay:
-    """The shortest round (``round_s``). Among many devices each takes its best place in turn;
-    then single devices move for as long as that shortens the sum of all rounds."""
-
-    name = "lowest-delay"
-
-    def __init__(self, sweeps: int = 4) -> None:
-        self._sweeps = sweeps
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        def score(device: int, verifier: int, placed: int) -> float:
-            return round_s(verifiers[verifier], links[device][verifier], placed)
-
-        chosen = list(one_by_one(devices, verifiers, score))
-        if len(devices) > 1:
-            placed = [chosen.count(verifier) for verifier in range(len(verifiers))]
-            for _ in range(self._sweeps):
-                if not _move_each_once(chosen, placed, verifiers, links):
-                    break
-        return tuple(chosen)
+def weight(conversation: str, verifier: str) -> int:
+    """64 bits that rank ``verifier`` for ``conversation``; the highest comes first."""
+    key = conversation.encode("utf-8", "surrogatepass")
+    text = len(key).to_bytes(8, "big") + key + verifier.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-class ListedOrder:
-    """The first one of the list with room: the others are for when it is gone."""
+# --- what a conversation is known by -----------------------------------------------------------
+#
+# 64 bits of a hash, the same at each of its turns. Whoever knows its conversations apart names
+# them; of a bare prompt the beginning has to do. No text can be read from the hash; but who knows a
+# beginning can tell that it is this one.
 
-    name = "listed"
-
-    def assign(
-        self, devices: Sequence[DeviceView], verifiers: Sequence[VerifierView], links: Links
-    ) -> tuple[int, ...]:
-        return one_by_one(devices, verifiers, lambda device, verifier, placed: verifier)
-
-
-POLICIES: Mapping[str, Callable[[int], AssociationPolicy]] = {
-    RandomAssociation.name: RandomAssociation,
-    StrongestSignal.name: lambda seed: StrongestSignal(),
-    MostCompute.name: lambda seed: MostCompute(),
-    LowestDelay.name: lambda seed: LowestDelay(),
-    ListedOrder.name: lambda seed: ListedOrder(),
-    RendezvousHash.name: lambda seed: RendezvousHash(),
-}
-"""By name; each takes a seed, which only ``random`` looks at."""
+BEGINNING_TOKENS = 64
+"""Prompts that agree in so many tokens count as one conversation. Few enough that most second turns
+begin like the first; more than the opening of a chat template takes."""
+_BYTES = 8
 
 
-def association_policy(name: str, seed: int = 0) -> AssociationPolicy:
-    """The policy of that name. Raises ``ValueError`` naming the known ones."""
-    if name not in POLICIES:
-        raise ValueError(f"association is {name!r}, but must be one of {', '.join(POLICIES)}")
-    return POLICIES[name](seed)
+def conversation_of(prompt: Sequence[int]) -> str:
+    """The conversation of a prompt (token ids) that nobody has named, as 16
+    hexadecimal digits."""
+    return _digest(b"tokens", ",".join(map(str, prompt[:BEGINNING_TOKENS])).encode())
 
 
-def round_s(verifier: VerifierView, link: LinkView, placed: int = 0) -> float:
-    """Expected seconds from sending a draft to holding its commit, for one more session beside
-    those there and ``placed`` others: round trip, pass, and both messages on the link."""
-    serialisation_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
-    return link.rtt_s + serialisation_s + _pass_s(verifier, placed)
+def conversation_named(name: str) -> str:
+    """The conversation of that name (or of that first message), as 16 hexadecimal digits."""
+    return _digest(b"name", name.encode("utf-8", "surrogatepass"))
 
 
-def _pass_s(verifier: VerifierView, placed: int) -> float:
-    return verifier.pass_s + verifier.session_s * (verifier.sessions + placed)
-
-
-def _move_each_once(
-    chosen: list[int], placed: list[int], verifiers: Sequence[VerifierView], links: Links
-) -> bool:
-    """Move each device whose move shortens the sum of all rounds; whether any moved."""
-    moved = False
-    for device, old in enumerate(chosen):
-        own_s = round_s(verifiers[old], links[device][old], placed[old] - 1)
-        # Those who stay behind have one session less in their passes, those met one more.
-        relief_s = verifiers[old].session_s * (placed[old] - 1)
-        best, least_s = old, own_s + relief_s - _LEAST_GAIN_S
-        for new, view in enumerate(verifiers):
-            if new == old or not has_room(view, placed[new]):
-                continue
-            cost_s = round_s(view, links[device][new], placed[new]) + view.session_s * placed[new]
-            if cost_s < least_s:
-                best, least_s = new, cost_s
-        if best != old:
-            chosen[device] = best
-            placed[old] -= 1
-            placed[best] += 1
-            moved = True
-    return moved
+def _digest(kind: bytes, data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=_BYTES, person=kind).hexdigest()

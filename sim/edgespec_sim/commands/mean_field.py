@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.running import reported, say
-from edgespec.core.association.policies import association_policy
+from edgespec_sim.association import association_policy
 from edgespec_sim.commands.simulate import parse_settings
 from edgespec_sim.planning.mean_field import MeanField, MeanFieldModel
 from edgespec_sim.scenario.sections import load_scenario, scenario_path

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import LowestDelay, MostCompute, RandomAssociation
+from edgespec_sim.association import LowestDelay, MostCompute, RandomAssociation
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import QUANTILES, Spread
 from edgespec_sim.scenario.sections import DeviceSection, Scenario, TokensFrom

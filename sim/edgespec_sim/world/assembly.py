@@ -17,11 +17,11 @@ from functools import partial
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.association import DeviceView
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.radio import Change
 from edgespec_sim.run_summary import (

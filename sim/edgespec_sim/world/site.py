@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from edgespec.core.association.policies import VerifierView
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import PassRequest
@@ -25,6 +24,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.association import VerifierView
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgespec.core.association.policies import AssociationPolicy, DeviceView, Links, VerifierView
+from edgespec_sim.association import AssociationPolicy, DeviceView, Links, VerifierView
 from edgespec_sim.token_sources.source import TokenSource
 
 # --- joint decisions, played -------------------------------------------------------------------

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgespec.core.association.network import FEATURES as VIEW_FEATURES
-from edgespec.core.association.network import Layer, LearnedAssociation
-from edgespec.core.association.network import pair_features as view_features
 from edgespec_uara.cost import CostModel, Terms, Weights, device_costs, uniform, weighted
 from edgespec_uara.methods import (
     FEATURES,
@@ -34,6 +31,9 @@ from edgespec_uara.methods import (
     two_phase_matching,
     views,
 )
+from edgespec_uara.network import FEATURES as VIEW_FEATURES
+from edgespec_uara.network import Layer, LearnedAssociation
+from edgespec_uara.network import pair_features as view_features
 from edgespec_uara.world import Floats, Ints, UaraSettings, UaraWorld
 
 # --- actor and critic over lists of devices of any length --------------------------------------

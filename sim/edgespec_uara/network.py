@@ -1,14 +1,8 @@
 """A learned association: a small network that scores (device, verifier) pairs.
 
-Theory of operation. For each device, in order, the score of every verifier is computed from what
-an agent knows before it opens a session: link, draft step, acceptance, battery, pass time, and how
-many are there already. The best score wins, its verifier counts one more, and the next device
-follows; so one device is decided in one sweep, and many do not all crowd into the same place. A
-full verifier is passed over unless all are full.
-
-The weights are data: ``LearnedAssociation.from_json`` reads the format below, and refuses one of
-another version or with arrays of other shapes than it says. Nothing but plain Python runs here,
-because an agent asks once a session about a handful of verifiers.
+For each device, in order, the score of every verifier is computed from what an agent knows before
+it opens a session; the best score wins, its verifier counts one more, and the next device follows.
+A full verifier is passed over unless all are full. The weights are data:
 
     {"version": 1, "features": [names], "layers": [{"weights": rows, "bias": row}, ...]}
 
@@ -22,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.core.association.policies import DeviceView, Links, LinkView, VerifierView
+from edgespec_sim.association import DeviceView, Links, LinkView, VerifierView
 
 VERSION = 1
 TEXT_MAX = 1 << 20

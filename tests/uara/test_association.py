@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.core.association.network import FEATURES, Layer, LearnedAssociation, pair_features
-from edgespec.core.association.policies import AssociationPolicy, DeviceView, LinkView, VerifierView
+from edgespec_sim.association import AssociationPolicy, DeviceView, LinkView, VerifierView
+from edgespec_uara.network import FEATURES, Layer, LearnedAssociation, pair_features
 
 DEVICE = DeviceView("phone", step_s=0.01)
 

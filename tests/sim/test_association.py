@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.core.association.policies import (
+from edgespec_sim.association import (
     POLICIES,
     AssociationPolicy,
     DeviceView,
