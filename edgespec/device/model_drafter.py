@@ -16,7 +16,7 @@ from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_
 from edgespec.models.folders import DRAFT_MANIFEST, model_info
 
 if TYPE_CHECKING:
-    from edgespec.device.drafters.foreign_drafter import ForeignDrafter
+    from edgespec.device.drafters.onnx_drafter import ForeignDrafter
     from edgespec.device.drafters.runtime_session import Placement
 
 Say = Callable[[str], None]
@@ -47,12 +47,13 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+        from edgespec.device.drafters.runtime_session import EXECUTION
     own = OnnxDrafter(
         folder,
         threads=draft.threads,
         context_length=draft.context_length,
         window=draft.window,
-        providers=_providers(draft.provider),
+        providers=EXECUTION[draft.provider],
     )
     return _checked(own, own.placement, draft.provider, say)
 
@@ -63,8 +64,9 @@ def foreign_drafter(
     """A drafter on the first graph of ``source`` that can be used; ``say`` hears why others cannot.
     ``tokenizer`` is a folder whose tokenizer goes with a graph that has none. Raises ``ValueError``
     naming the first file where none can."""
-    from edgespec.device.drafters.foreign_drafter import ForeignDrafter
-    from edgespec.device.drafters.foreign_graph import HeadHint
+    from edgespec.device.drafters.decoder_graph import HeadHint
+    from edgespec.device.drafters.onnx_drafter import ForeignDrafter
+    from edgespec.device.drafters.runtime_session import EXECUTION
 
     found = read_foreign_info(source.folder, source.name, tokenizer)
     first_error: ValueError | None = None
@@ -77,7 +79,7 @@ def foreign_drafter(
                 threads=draft.threads,
                 context_length=draft.context_length,
                 token_count=found.token_count,
-                providers=_providers(draft.provider),
+                providers=EXECUTION[draft.provider],
             )
         except ValueError as error:
             if len(source.graphs) > 1:
@@ -93,7 +95,7 @@ def inspected(source: DraftSource, variant: str) -> str:
     drafter = foreign_drafter(replace(source, graphs={variant: path}), lambda text: None)
     try:
         graph, behaviour, info = drafter.graph, drafter.behaviour, drafter.info
-        size_mb, all_rows = drafter.weights_bytes / 1e6, drafter.gives_all_rows
+        size_mb = drafter.weights_bytes / 1e6
     finally:
         drafter.close()
     cache = graph.caches[0]
@@ -101,36 +103,24 @@ def inspected(source: DraftSource, variant: str) -> str:
     rollback = (
         "sets a length, copies nothing"
         if behaviour.in_place
-        else f"copies what is kept, {graph.cache_bytes_per_token} bytes a token"
-        f" ({behaviour.reason})"
+        else f"copies what is kept, {sum(one.row_bytes for one in graph.caches)} bytes a token"
     )
     feeds = "several tokens" if behaviour.chunks else "one token at a time behind the first feed"
     inputs = ", ".join(f"{port.name} {port.dtype}" for port in graph.roles.values())
-    rows = "every token fed" if all_rows else "the last token"
+    rows = "every token fed" if behaviour.all_rows else "the last token"
     return "\n".join(
         (
             f"{variant}: {path} ({size_mb:.1f} MB)",
             f"  vocabulary   {info.vocabulary} ({info.vocabulary_size} ids)",
             f"  context      {info.context_length} tokens, end {list(info.eos_token_ids)}",
             f"  inputs       {inputs}",
-            f"  cache        {graph.layers} layers of {cache.heads} heads of {cache.head_size},"
-            f" {cache.dtype}, [1, {layout}, head size], {cache.past} ...",
+            f"  cache        {len(graph.caches) // 2} layers of {cache.heads} heads of"
+            f" {cache.head_size}, {cache.dtype}, [1, {layout}, head size], {cache.past} ...",
             f"  logits       {graph.logits.dtype}, of {rows}",
             f"  rollback     {rollback}",
             f"  feeds        {feeds}",
         )
     )
-
-
-def _providers(name: str) -> tuple[str, ...]:
-    """Raises ``SetupError`` saying why ``name`` does not load, and what does."""
-    from edgespec.device.drafters.manifest import DraftModelError
-    from edgespec.device.drafters.runtime_session import execution_providers
-
-    try:
-        return execution_providers(name)
-    except DraftModelError as error:
-        raise SetupError(str(error)) from error
 
 
 def _checked(drafter: Drafter, placement: Placement | None, provider: str, say: Say) -> Drafter:

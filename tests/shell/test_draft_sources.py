@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.device.build import load_drafter
-from edgespec.device.drafters.foreign_drafter import ForeignDrafter
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts, variants_of
 from edgespec.models.folders import BUNDLED_FOLDER, ModelFolderError, model_info
 from tests.shell.foreign_graphs import (

@@ -19,8 +19,7 @@ import pytest
 from edgespec.core.ports import Drafter, ModelInfo, StepCancelledError, Twinned
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.foreign_drafter import ForeignDrafter
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.routed import RoutedDrafter
 from edgespec.device.drafters.text_drafter import TextDrafter

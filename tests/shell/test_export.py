@@ -26,9 +26,8 @@ from typer.testing import CliRunner, Result
 from edgespec.cli.main import app
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.foreign_drafter import ForeignDrafter
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.export.checkpoint import MODEL_TYPES, CheckpointError, read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
 from edgespec.device.export.optimum import _readable_by_transformers_4
@@ -484,10 +483,10 @@ def test_a_missing_or_corrupt_file_is_named(draft: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("layers", 3, "of 3 layers: inputs missing"),
-        ("layers", 1, "of 1 layers: inputs missing"),
+        ("layers", 3, "has 2 layers, but the manifest says 3"),
+        ("layers", 1, "has 2 layers, but the manifest says 1"),
         ("layers", 0, "layers is 0"),
-        ("kv_heads", 1, "keys have 2 heads of 16, but the manifest says 1"),
+        ("kv_heads", 1, "has 2 kv_heads, but the manifest says 1"),
         ("head_dim", "x", "head_dim is 'x'"),
         ("format", 2, "format must be 1"),
         ("surprise", 2, "surprise"),
@@ -506,7 +505,7 @@ def test_another_vocabulary_size_is_refused(draft: Path) -> None:
     data = json.loads((draft / "edgespec.json").read_text())
     data["model"]["vocabulary_size"] = 300
     (draft / "edgespec.json").write_text(json.dumps(data))
-    with pytest.raises(DraftModelError, match="300 ids"):
+    with pytest.raises(DraftModelError, match="has 320 ids, but the manifest says 300"):
         OnnxDrafter(draft)
 
 

@@ -11,7 +11,7 @@ import mmap
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import onnx_drafter
+from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
 from edgespec.device.drafters.onnx_drafter import KvBuffers, OnnxDrafter, block_tokens
 from edgespec.device.drafters.token_cache import DraftWindow
@@ -40,12 +41,21 @@ gives_back = pytest.mark.skipif(
 class PlainBuffers(KvBuffers):
     """As the cache was before."""
 
-    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        for name, array in super().arrays():
-            yield name, np.zeros(array.shape, dtype=array.dtype)
+    def arrays(self) -> Iterator[tuple[CacheTensor, NDArray[np.generic]]]:
+        for index, (tensor, array) in enumerate(super().arrays()):
+            yield tensor, self.plain.setdefault(index, np.zeros_like(array))
+
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self.plain: dict[int, NDArray[np.generic]] = {}
+        super().__init__(tensors, capacity)
 
     def shrink(self, length: int) -> None:
         pass
+
+
+def buffers_of(count: int, heads: int, capacity: int, head_size: int) -> KvBuffers:
+    tensor = CacheTensor("past", "present", "key", "float32", heads, head_size, False)
+    return KvBuffers([tensor] * count, capacity)
 
 
 @pytest.fixture(scope="module")
@@ -225,11 +235,9 @@ def test_blocks_fill_whole_pages() -> None:
     assert block_tokens(page // 8) == 8
     for row in (24, 96, 160, 1024):
         assert block_tokens(row) * row % page == 0
-    buffers = KvBuffers(3, 4, 100, 128, KvType.FLOAT32)
+    buffers = buffers_of(6, 4, 100, 128)
     assert buffers.capacity % block_tokens(512) == 0
-    buffers.touch(100)
     assert buffers.bytes_per_token == 6 * 4 * 512
-    assert buffers.resident_bytes == 24 * buffers.capacity * 512
     buffers.close()
 
 
@@ -248,21 +256,21 @@ def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
 @gives_back
 def test_only_written_rows_are_resident_and_the_rest_is_given_back() -> None:
     """1 GiB of address space; of each head 8 MiB, which large pages would fill at the first row."""
-    buffers = KvBuffers(8, 8, 16_384, 128, KvType.FLOAT32)
+    buffers = buffers_of(16, 8, 16_384, 128)
     arrays = [array for _, array in buffers.arrays()]
     assert resident(arrays) == 0
 
     def write(length: int) -> None:
-        buffers.touch(length)
+        buffers.touched_length = length
         for array in arrays:
             array[:, :, :length] = 1
 
     write(8)
-    assert resident(arrays) == buffers.resident_bytes < 4 * MIB
+    assert resident(arrays) < 4 * MIB
     write(1024)
-    assert resident(arrays) == buffers.resident_bytes == 64 * MIB
+    assert resident(arrays) == 64 * MIB
     buffers.shrink(128)
-    assert resident(arrays) == buffers.resident_bytes == 8 * MIB
+    assert resident(arrays) == 8 * MIB
     assert buffers.touched_length == 128
     assert all((array[:, :, :128] == 1).all() for array in arrays)
     assert all((array[:, :, 128:1024] == 0).all() for array in arrays)
@@ -282,7 +290,7 @@ def _mapped(place: int) -> bool:
 
 def test_no_address_space_is_a_memory_error_with_the_size() -> None:
     with pytest.raises((MemoryError, OverflowError), match=r"2 key and value buffers|too large"):
-        KvBuffers(1, 1 << 20, 1 << 26, 1 << 12, KvType.FLOAT32)
+        buffers_of(2, 1 << 20, 1 << 26, 1 << 12)
 
 
 def test_a_closed_drafter_gives_its_rows_back(drafts: dict[KvType, Path]) -> None:

@@ -1,14 +1,19 @@
-"""A draft model on onnxruntime: one sequence, key/value buffers that grow, rollback by one integer.
+"""Draft models on onnxruntime: one sequence, whose rollback is a smaller number.
 
-Past and present keys/values of every layer are bound once to the same memory (``KvBuffers``),
-so a step copies no cache. What is cached is said by two small integers the graph reads; writing
-smaller ones is the whole rollback. Inputs and logits are numpy arrays that onnxruntime reads and
-writes in place. Of a text longer than the window only the last tokens are held (``DraftWindow``).
+A graph says what it wants (``decoder_graph``); ``GraphDrafter`` binds it. Ids, positions and masks
+are slices of arrays made once. Past and present keys and values of a graph that appends in place,
+as grouped-query attention does, are one buffer each (``KvBuffers``), bound once: nothing is copied,
+and what is cached is said by lengths that the graph reads. A graph that concatenates gets a cache
+that is sliced anew at each step (``ReslicedCache``).
 
-Lifetime of a step: check the contract, write the ids and the two lengths, run, pick candidates
-from the last row. Long feeds run in chunks of ``CHUNK`` tokens, which bounds scratch memory
-and lets a step end early that nobody waits for any more.
-Chunking changes logits by rounding only, so a guess may differ; a guess is only a hint.
+``OnnxDrafter`` is for folders that ``edgespec export`` wrote, ``ForeignDrafter`` for graphs of
+others, which are used as they behave and not only as they look: a few tokens are decoded in several
+ways when one is loaded.
+
+Lifetime of a step: check the contract, write ids and lengths, run, pick candidates from the last
+row. Long feeds run in chunks, which bounds scratch memory and lets a step end early that nobody
+waits for any more. Chunking changes logits by rounding only; a guess is only a hint. Of a text
+longer than the window only the last tokens are held (``DraftWindow``).
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +31,6 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec.core.device.memory import KvType
 from edgespec.core.ports import (
     PREFILL_CHUNK,
     Cancelled,
@@ -37,6 +41,13 @@ from edgespec.core.ports import (
 )
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters.decoder_graph import (
+    CacheTensor,
+    DecoderGraph,
+    HeadHint,
+    Role,
+    read_graph,
+)
 from edgespec.device.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
     MODEL_FILE,
@@ -47,15 +58,18 @@ from edgespec.device.drafters.manifest import (
 from edgespec.device.drafters.runtime_session import (
     CPU,
     Placement,
-    guesses,
     load_session,
     placement,
+    ports,
     usual_threads,
+    weights_bytes,
 )
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
-from edgespec.sampling.arrays import MAX_WIDTH, Workspace
+from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 
 CHUNK = PREFILL_CHUNK
+# Past this, positions and masks are longer than most models' contexts; as of our own drafts.
+DEFAULT_CONTEXT_LIMIT = 16_384
 
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
@@ -65,13 +79,10 @@ _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
 _SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
-PARTS: Final = ("key", "value")
-KV_TYPES: Final = {
-    "tensor(float)": KvType.FLOAT32,
-    "tensor(float16)": KvType.FLOAT16,
-    "tensor(int8)": KvType.INT8,
-}
-"""By onnxruntime's name of the type of an input."""
+_FIRST_CAPACITY: Final = 256
+
+Row = NDArray[np.float32]
+Buffer = NDArray[np.generic]
 
 
 def block_tokens(row_bytes: int) -> int:
@@ -81,7 +92,7 @@ def block_tokens(row_bytes: int) -> int:
 
 
 class KvBuffers:
-    """``2 * layers`` buffers [1, heads, capacity, head_dim] of ``kv_type``, all zero.
+    """Buffers for ``capacity`` tokens of each of ``tensors``, all zero, past and present in one.
 
     Each is one private anonymous mapping, whose capacity is address space alone: the system adds a
     page when a row in it is first written, and takes it back on ``shrink``. They are mappings of
@@ -93,75 +104,68 @@ class KvBuffers:
     Raises ``MemoryError`` naming the size when the system has no address space for them.
     """
 
-    def __init__(
-        self, layers: int, heads: int, capacity: int, head_dim: int, kv_type: KvType
-    ) -> None:
-        self._type = kv_type
-        self._row_bytes = head_dim * kv_type.bytes
-        self._block = block_tokens(self._row_bytes)
-        capacity = -(-capacity // self._block) * self._block
-        self._shape = (1, heads, capacity, head_dim)
-        self._touched = 0
-        size = heads * capacity * self._row_bytes
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self._tensors = tuple(tensors)
+        self._block = math.lcm(*(block_tokens(one.row_bytes // one.heads) for one in tensors))
+        self.capacity = -(-capacity // self._block) * self._block
+        self.bytes_per_token = sum(one.row_bytes for one in tensors)
+        self.touched_length = 0
+        """Rows below it may be resident."""
+        self._bound = False
         try:
-            self._maps = [_mapping(size) for _ in range(2 * layers)]
+            self._maps = [_mapping(one.row_bytes * self.capacity) for one in tensors]
         except OSError as error:
             raise MemoryError(
-                f"no address space for {2 * layers} key and value buffers of {size} bytes,"
-                f" {capacity} tokens: {error.strerror}"
+                f"no address space for {len(tensors)} key and value buffers of"
+                f" {tensors[0].row_bytes * self.capacity} bytes, {self.capacity} tokens:"
+                f" {error.strerror}"
             ) from error
 
-    @property
-    def capacity(self) -> int:
-        """In tokens."""
-        return self._shape[2]
+    def arrays(self) -> Iterator[tuple[CacheTensor, Buffer]]:
+        """Each tensor with its buffer, [1, heads, capacity, head size]."""
+        for tensor, memory in zip(self._tensors, self._maps, strict=True):
+            yield tensor, np.frombuffer(memory, tensor.dtype).reshape(tensor.shape(self.capacity))
 
-    @property
-    def bytes_per_token(self) -> int:
-        return len(self._maps) * self._shape[1] * self._row_bytes
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        """Bind past (``cached`` tokens) and present (``count`` more) of every tensor."""
+        self.touched_length = max(self.touched_length, cached + count)
+        if self._bound:
+            return
+        for tensor, array in self.arrays():
+            place = "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+            binding.bind_input(tensor.past, *place)
+            binding.bind_output(tensor.present, *place)
+        self._bound = True
 
-    @property
-    def touched_length(self) -> int:
-        """Rows below it may be resident."""
-        return self._touched
+    def advance(self) -> None:
+        """The run that was bound has ended well: present becomes past."""
 
-    @property
-    def resident_bytes(self) -> int:
-        """What the rows that were written keep resident: whole blocks. 100 rows of 512 bytes, in
-        blocks of 8, in 4 heads of 6 buffers take 24 * 104 * 512 = 1277952 bytes."""
-        return -(-self._touched // self._block) * self._block * self.bytes_per_token
+    def truncate(self, length: int) -> None:
+        """Keep so many tokens."""
 
-    def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        """(``"0.key"``, the buffer) and so on, layer by layer, as the graph names them."""
-        for index, memory in enumerate(self._maps):
-            name = f"{index // 2}.{PARTS[index % 2]}"
-            yield name, np.frombuffer(memory, dtype=self._type.value).reshape(self._shape)
-
-    def touch(self, length: int) -> None:
-        """Rows below ``length`` are about to be written."""
-        self._touched = max(self._touched, length)
+    def memory_bytes(self, length: int) -> int:
+        """What ``length`` cached tokens keep resident."""
+        return self.bytes_per_token * length
 
     def shrink(self, length: int) -> None:
         """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
         call a head and buffer, and nothing where no such row was written."""
-        if length >= self._touched:
+        if length >= self.touched_length or _DROP is None:
             return
-        if _DROP is None:
-            return
-        kept = -(-length // self._block) * self._block * self._row_bytes
-        end = -(-self._touched // self._block) * self._block * self._row_bytes
-        head_bytes = self.capacity * self._row_bytes
+        kept = -(-length // self._block) * self._block
+        end = -(-self.touched_length // self._block) * self._block
         if end > kept:
-            for memory in self._maps:
-                for start in range(0, len(memory), head_bytes):
-                    memory.madvise(_DROP, start + kept, end - kept)
-        self._touched = length
+            for tensor, memory in zip(self._tensors, self._maps, strict=True):
+                row = tensor.row_bytes // tensor.heads
+                for start in range(0, len(memory), self.capacity * row):
+                    memory.madvise(_DROP, start + kept * row, (end - kept) * row)
+        self.touched_length = length
 
     def close(self) -> None:
         """Give everything back. An array of ``arrays`` that somebody still holds keeps its own
         buffer until it is dropped."""
-        self._maps.clear()
-        self._touched = 0
+        self._maps, self._tensors = [], ()
+        self.touched_length = 0
 
 
 def _mapping(size: int) -> mmap.mmap:
@@ -174,79 +178,121 @@ def _mapping(size: int) -> mmap.mmap:
     return memory
 
 
-def give_back() -> None:
-    """Ask the C library to return what it keeps of freed memory; a model that was closed leaves
-    half of its weights there. Does nothing where the library cannot (only glibc can)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        pass
+class ReslicedCache:
+    """For graphs that concatenate past and present: they want a past of exactly the cached length,
+    and write a present of exactly the new one. Two flat buffers a tensor, which grow by doubling,
+    take turns; a rollback copies the rows that are kept into the other one. Methods as those of
+    ``KvBuffers``."""
+
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self._tensors = tuple(tensors)
+        self._context_length = capacity
+        self._length = self._next_length = self.touched_length = 0
+        self.bytes_per_token = 2 * sum(one.row_bytes for one in tensors)
+        self._past: list[Buffer] = [np.zeros(0, dtype=one.dtype) for one in tensors]
+        self._present = list(self._past)
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        assert cached == self._length, (cached, self._length)
+        self._next_length = cached + count
+        for index, tensor in enumerate(self._tensors):
+            past = self._past[index] = self._with_room(tensor, self._past[index], max(1, cached))
+            shape = tensor.shape(cached)
+            binding.bind_input(tensor.past, "cpu", 0, past.dtype.type, shape, past.ctypes.data)
+            present = self._with_room(tensor, self._present[index], self._next_length)
+            self._present[index], shape = present, tensor.shape(self._next_length)
+            place = present.dtype.type, shape, present.ctypes.data
+            binding.bind_output(tensor.present, "cpu", 0, *place)
+
+    def advance(self) -> None:
+        self._past, self._present = self._present, self._past
+        self._length = self._next_length
+        self.touched_length = max(self.touched_length, self._length)
+
+    def truncate(self, length: int) -> None:
+        if length >= self._length:
+            return
+        past, present = list(self._past), list(self._present)
+        for index, tensor in enumerate(self._tensors):
+            if tensor.tokens_first or not length:
+                continue  # the beginning of the buffer is what is kept
+            other = self._with_room(tensor, present[index], length)
+            source = past[index][: tensor.row_elements * self._length]
+            kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
+            kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
+            past[index], present[index] = other, past[index]
+        self._past, self._present, self._length = past, present, length
+
+    def memory_bytes(self, length: int) -> int:
+        return self.bytes_per_token * length
+
+    def shrink(self, length: int) -> None:
+        """Nothing is given back before ``close``."""
+
+    def close(self) -> None:
+        self._past = self._present = []
+        self._tensors = ()
+
+    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+        if buffer.size >= tensor.row_elements * needed:
+            return buffer
+        room = max(_FIRST_CAPACITY, 1 << (needed - 1).bit_length())
+        room = max(needed, min(room, self._context_length))
+        grown: Buffer = np.zeros(tensor.row_elements * room, dtype=tensor.dtype)
+        grown[: buffer.size] = buffer
+        return grown
 
 
-class OnnxDrafter:
-    """``Drafter`` over a folder written by ``export.export_draft``.
-
-    ``threads`` 0 chooses by size. ``context_length`` 0 is the model's own; a
-    smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
-    ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
-    (``DraftWindow``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
-    how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
-    a folder that cannot be used; ``step`` raises ``ValueError`` for a broken contract.
-    """
+class GraphDrafter:
+    """``Drafter`` over one session of onnxruntime. ``step`` raises ``ValueError`` for a broken
+    contract."""
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
+        session: ort.InferenceSession,
+        graph: DecoderGraph,
+        info: ModelInfo,
         *,
-        threads: int = 0,
-        context_length: int = 0,
-        window: int = 0,
+        capacity: int,
+        proposable: int,
+        resident_per_stored: float,
         chunk: int = CHUNK,
-        providers: Sequence[str] = CPU,
     ) -> None:
-        self._manifest = read_manifest(folder)
-        self._info = _limited(self._manifest.model, context_length)
-        bounded("window", window, 0, self._info.context_length)
-        bounded("chunk", chunk, 1, CHUNK)
-        self._chunk = chunk
-        trained = min(self._manifest.window, self._info.context_length)
-        self._window = DraftWindow(window or trained or self._info.context_length)
-        self._capacity, self._most_guesses = self._window.size, MAX_WIDTH
-        if window or (trained and not context_length):
-            self._info = replace(self._info, context_length=MAX_CONTEXT_LENGTH)
-        self._weights_bytes = _weights_bytes(folder)
-        two_from = _TWO_THREADS_FROM_BYTES.get(self._manifest.bits, 0)
-        self._session: ort.InferenceSession | None = load_session(
-            folder / MODEL_FILE,
-            threads or usual_threads(self._weights_bytes, two_from),
-            providers,
-        )
-        _check_signature(folder / MODEL_FILE, self._session, self._manifest)
-        self._cache, self._work = TokenCache(self._info), Workspace()
+        self._path, self._info, self._graph, self._chunk = path, info, graph, chunk
+        self._session: ort.InferenceSession | None = session
+        self._proposable, self._capacity = proposable, capacity
         self._binding: Any = None  # onnxruntime has no types
-        self._bind(self._session)
+        self._chunks = True
+        """May several tokens be fed behind a cache, or one at a time only?"""
+        self._store_kind: type[KvBuffers] | type[ReslicedCache] = KvBuffers
+        self.weights_bytes = weights_bytes(path)
+        """Of the file and its external data."""
+        self._resident_bytes = int(self.weights_bytes * resident_per_stored)
+        self._run_options: ort.RunOptions | None = None
+        self._most_guesses, self._window = MAX_WIDTH, DraftWindow(capacity)
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     @property
-    def manifest(self) -> DraftManifest:
-        return self._manifest
-
-    @property
     def placement(self) -> Placement | None:
         """What of the graph runs where, if that is known and not the CPU alone."""
         return None if self._session is None else placement(self._session)
 
-    def twin(self) -> OnnxDrafter:
+    @property
+    def logits(self) -> Row:
+        """The row behind the last step's candidates, [V]; overwritten by the next step."""
+        return self._row
+
+    def twin(self) -> GraphDrafter:
         """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
         if self._session is None:
             raise ValueError("the drafter is closed")
         twin = copy(self)
-        twin._cache, twin._work = TokenCache(self._info), Workspace()
         twin._window = DraftWindow(self._window.size)
-        twin._bind(self._session)
+        twin._lay_out()
         return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
@@ -261,17 +307,17 @@ class OnnxDrafter:
         if window > self._window.size:
             self._window.clear()  # the next step reaches further back
         self._window.size, self._most_guesses = window, width if window else 0
-        self._rows.shrink(window)
+        self._store.shrink(window)
 
     @property
     def held_tokens(self) -> int:
         """Rows of keys and values that are resident."""
-        return self._rows.touched_length
+        return self._store.touched_length
 
     def growth_bytes(self, length: int) -> int:
         """What a step that makes the text ``length`` long may add to what is resident."""
-        rows = min(length, self._window.size) - self._rows.touched_length
-        return max(0, rows) * self._rows.bytes_per_token
+        rows = min(length, self._window.size) - self._store.touched_length
+        return max(0, rows) * self._store.bytes_per_token
 
     def step(
         self,
@@ -286,101 +332,135 @@ class OnnxDrafter:
         if not self._most_guesses:
             self._window.clear()
             return ()
-        first = self._window.place(keep_length, position)
+        first = start = self._window.place(keep_length, position)
         try:
-            for start in range(first, position, self._chunk):
+            while start < position:
                 if cancelled():
                     fed, of = start - first, position - first
                     raise StepCancelledError(f"cancelled with {fed} of {of} tokens fed")
-                end = min(start + self._chunk, position)
-                self._forward(start - self._window.first, self._cache.tokens[start:end])
+                cached = start - self._window.first
+                count = self._chunk if self._chunks or not cached else 1
+                self._forward(cached, self._cache.tokens[start : min(start + count, position)])
+                start = self._window.first + self._window.held
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
-        self._logits[0, self._manifest.proposable :] = -np.inf
-        width = min(width, self._most_guesses)
-        return guesses(self._logits[0], self._cache, position, width, self._work)
+        self._row[self._proposable :] = -np.inf
+        return self._guesses(position, min(width, self._most_guesses))
 
     def close(self) -> None:
         """Free weights and buffers; further steps are refused."""
         self._cache.forget(0)
         self._session = self._binding = None
-        self._ids_values.clear()
-        self._buffers.clear()
-        self._rows.close()
+        self._store.close()
         give_back()
 
     def memory_bytes(self, cached_length: int | None = None) -> int:
-        """An estimate of what this drafter keeps resident: weights, cache rows, logits.
-
-        With ``cached_length``, what it would be with so many tokens cached; without, with the
-        most there have been (``KvBuffers``). Not counted: the runtime itself (about 50 MB with
-        its imports) and scratch.
+        """An estimate of what this drafter keeps resident: weights, cache rows, logits. With
+        ``cached_length``, what it would be with so many tokens cached; else with the most so far.
+        Not counted: the runtime itself (about 50 MB with its imports) and scratch.
         """
-        rows = self._rows.touched_length if cached_length is None else cached_length
-        factor = _RESIDENT_PER_STORED.get(self._manifest.bits, 1.5)
-        cache = rows * self._rows.bytes_per_token
-        return int(self._weights_bytes * factor) + cache + self._logits.nbytes
+        rows = self._store.touched_length if cached_length is None else cached_length
+        return self._resident_bytes + self._store.memory_bytes(rows) + self._row.nbytes
 
-    @property
-    def logits(self) -> NDArray[np.float32]:
-        """The row behind the last step's candidates, [V]; overwritten by the next step."""
-        row: NDArray[np.float32] = self._logits[0]
-        return row
+    def cached_rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
+        """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
+        assert isinstance(self._store, KvBuffers)
+        for tensor, array in self._store.arrays():
+            yield tensor, array[0, :, :length]
 
-    def cached_rows(self, length: int) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        """(``"0.key"``, the first ``length`` rows of that buffer, [heads, length, head dim])."""
-        for name, array in self._rows.arrays():
-            yield name, array[0, :, :length]
+    # --- one run ----------------------------------------------------------------------------
 
-    def _bind(self, session: ort.InferenceSession) -> None:
-        manifest = self._manifest
-        kv_type = KV_TYPES[_types(session.get_inputs())["past.0.key"]]
-        self._rows = KvBuffers(
-            manifest.layers, manifest.kv_heads, self._capacity, manifest.head_dim, kv_type
-        )
-        self._binding = session.io_binding()
-        self._ids = np.zeros((1, CHUNK), dtype=np.int64)
-        self._last_index = np.zeros(1, dtype=np.int32)
-        self._length = np.zeros((), dtype=np.int32)
-        self._logits = np.zeros((1, self._info.vocabulary_size), dtype=np.float32)
-        self._ids_values: dict[int, ort.OrtValue] = {}
-        self._bound_length = 0
-        # Held here because onnxruntime borrows the memory of these arrays.
-        self._buffers: list[ort.OrtValue] = []
-        self._bind_input("seqlens_k", self._last_index)
-        self._bind_input("total_sequence_length", self._length)
-        self._binding.bind_ortvalue_output("logits", self._borrow(self._logits))
-        for name, array in self._rows.arrays():
-            value = self._borrow(array)
-            self._binding.bind_ortvalue_input(f"past.{name}", value)
-            self._binding.bind_ortvalue_output(f"present.{name}", value)
-
-    def _borrow(self, array: NDArray[np.generic]) -> ort.OrtValue:
-        value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._buffers.append(value)
-        return value
-
-    def _bind_input(self, name: str, array: NDArray[np.generic]) -> None:
-        self._binding.bind_ortvalue_input(name, self._borrow(array))
-
-    def _forward(self, cached_length: int, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` (1..CHUNK) behind ``cached_length`` rows; logits of the last one."""
+    def _lay_out(self) -> None:
+        """Buffers, and the arrays that inputs are slices of, bound as far as they stay."""
         assert self._session is not None
-        count = len(tokens)
+        self._cache, self._work = TokenCache(self._info), Workspace()
+        self._binding = self._session.io_binding()
+        self._store = self._store_kind(self._graph.caches, self._capacity)
+        roles = self._graph.roles
+        self._ids = np.zeros((1, CHUNK), dtype=roles[Role.IDS].dtype)
+        self._bound_count = 0
+        mask = roles.get(Role.MASK)
+        self._ones = np.ones(self._capacity, dtype=mask.dtype) if mask else None
+        self._counted = {
+            role: np.arange(self._capacity, dtype=roles[role].dtype)
+            for role in (Role.POSITIONS, Role.CACHE_POSITIONS)
+            if role in roles
+        }
+        self._cached: NDArray[Any] | None = None
+        self._lengths: list[tuple[NDArray[Any], int]] = []
+        """Numbers that say how much is cached, and by how many they are less than the length."""
+        for role in roles.keys() & {Role.CACHED, Role.ROWS, Role.LAST_INDEX, Role.LENGTH}:
+            number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
+            self._bind_input(role, number, number.shape)
+            if role is Role.CACHED:
+                self._cached = number
+            elif role is not Role.ROWS:
+                self._lengths.append((number, int(role is Role.LAST_INDEX)))
+        self._row: Row = np.zeros(self._info.vocabulary_size, dtype=np.float32)
+        self._one_row = self._graph.one_row
+        if self._one_row:
+            place = np.float32, (1, self._row.size), self._row.ctypes.data
+            self._binding.bind_output(self._graph.logits.name, "cpu", 0, *place)
+
+    def _forward(self, cached: int, tokens: Sequence[int]) -> NDArray[Any]:
+        """Append ``tokens`` (1..CHUNK) behind ``cached`` rows. Returns the logits that come out, of
+        all rows or the last one, which is then in ``logits``."""
+        assert self._session is not None
+        count, length = len(tokens), cached + len(tokens)
+        self._store.truncate(cached)
         self._ids[0, :count] = tokens
-        if count != self._bound_length:
-            if count not in self._ids_values:
-                view = self._ids[:, :count]
-                self._ids_values[count] = ort.OrtValue.ortvalue_from_numpy(view)
-            self._binding.bind_ortvalue_input("input_ids", self._ids_values[count])
-            self._bound_length = count
-        length = cached_length + count
-        self._last_index[0] = length - 1
-        self._length[()] = length
-        self._rows.touch(length)
-        self._session.run_with_iobinding(self._binding)
+        if count != self._bound_count:
+            self._bind_input(Role.IDS, self._ids, (1, count))
+            self._bound_count = count
+        if self._ones is not None:
+            self._bind_input(Role.MASK, self._ones, (1, length))
+        for role, array in self._counted.items():
+            shape = (1, count) if role is Role.POSITIONS else (count,)
+            self._bind_input(role, array[cached:], shape)
+        if self._cached is not None:
+            self._cached.fill(cached > 0)
+        for number, less in self._lengths:
+            number.fill(length - less)
+        if not self._one_row:
+            self._binding.bind_output(self._graph.logits.name, "cpu")  # before all others
+        self._store.bind(self._binding, cached, count)
+        self._session.run_with_iobinding(self._binding, self._run_options)
+        self._store.advance()
         self._window.held = length
+        if self._one_row:
+            return self._row
+        logits: NDArray[Any] = self._binding.get_outputs()[0].numpy()
+        rows = logits.reshape(-1, logits.shape[-1])
+        self._row[:] = rows[-1]
+        return rows
+
+    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+        """Behind the text in the cache. ``logits`` lose what the constraint forbids; without a
+        token that it allows there are no guesses."""
+        cache, logits = self._cache, self._row
+        mask = cache.mask()
+        if mask is not None:
+            bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+            count = min(bits.size, logits.size)
+            logits[count:] = -np.inf
+            logits[:count][bits[:count] == 0] = -np.inf
+            if logits.max() == -np.inf:
+                return ()
+        return best_candidates(logits, cache.sampling, position, width, cache.counts, self._work)
+
+    def _bind_input(self, role: Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
+        name = self._graph.roles[role].name
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+
+
+def give_back() -> None:
+    """Ask the C library to return what it keeps of freed memory; a model that was closed leaves
+    half of its weights there. Does nothing where the library cannot (only glibc can)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        pass
 
 
 def runtime_version() -> tuple[int, int]:
@@ -389,55 +469,208 @@ def runtime_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _limited(model: ModelInfo, context_length: int) -> ModelInfo:
-    if not 0 <= context_length <= model.context_length:
+def _limited(info: ModelInfo, context_length: int, usual: int) -> ModelInfo:
+    if not 0 <= context_length <= info.context_length:
         raise ValueError(
-            f"context_length is {context_length}, but must be in [0, {model.context_length}]"
+            f"context_length is {context_length}, but must be in [0, {info.context_length}]"
         )
-    length = context_length or model.context_length
-    return ModelInfo(
-        model.name, model.vocabulary, model.vocabulary_size, length, model.eos_token_ids
-    )
+    return replace(info, context_length=context_length or min(info.context_length, usual))
 
 
-def _weights_bytes(folder: Path) -> int:
-    path = folder / MODEL_FILE
-    if not path.is_file():
-        raise DraftModelError(f"{path}: no such file")
-    return sum(part.stat().st_size for part in folder.glob(f"{MODEL_FILE}*"))
+# --- drafts of our own ----------------------------------------------------------------------
 
 
-def _check_signature(path: Path, session: ort.InferenceSession, manifest: DraftManifest) -> None:
-    """The graph against the manifest, before any buffer is sized by the latter."""
-    inputs = {node.name: list(node.shape) for node in session.get_inputs()}
-    outputs = {node.name: list(node.shape) for node in session.get_outputs()}
-    parts = [f"{layer}.{part}" for layer in range(manifest.layers) for part in ("key", "value")]
-    needed = ["input_ids", "seqlens_k", "total_sequence_length", *(f"past.{p}" for p in parts)]
-    for kind, names, found in (
-        ("input", needed, inputs),
-        ("output", ["logits", *(f"present.{p}" for p in parts)], outputs),
+class OnnxDrafter(GraphDrafter):
+    """Over a folder written by ``export.export_draft``.
+
+    ``threads`` 0 chooses by size. ``context_length`` 0 is the model's own; a
+    smaller one bounds the memory of keys and values: texts beyond it are not drafted for.
+    ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
+    (``DraftWindow``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
+    how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
+    a folder that cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int = 0,
+        context_length: int = 0,
+        window: int = 0,
+        chunk: int = CHUNK,
+        providers: Sequence[str] = CPU,
+    ) -> None:
+        self.manifest = manifest = read_manifest(folder)
+        info = _limited(manifest.model, context_length, MAX_CONTEXT_LENGTH)
+        bounded("window", window, 0, info.context_length)
+        bounded("chunk", chunk, 1, CHUNK)
+        trained = min(manifest.window, info.context_length)
+        capacity = window or trained or info.context_length
+        if window or (trained and not context_length):
+            info = replace(info, context_length=MAX_CONTEXT_LENGTH)
+        path = folder / MODEL_FILE
+        two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
+        threads = threads or usual_threads(weights_bytes(path), two_from)
+        session = load_session(path, threads, providers)
+        graph = read_graph(path, ports(session.get_inputs()), ports(session.get_outputs()))
+        _check_manifest(path, graph, manifest)
+        super().__init__(
+            path,
+            session,
+            replace(graph, one_row=True),
+            info,
+            capacity=capacity,
+            proposable=manifest.proposable,
+            resident_per_stored=_RESIDENT_PER_STORED.get(manifest.bits, 1.5),
+            chunk=chunk,
+        )
+        self._lay_out()
+
+
+def _check_manifest(path: Path, graph: DecoderGraph, manifest: DraftManifest) -> None:
+    """Before any buffer is sized by it."""
+    cache = graph.caches[0]
+    for name, found, said in (
+        ("layers", len(graph.caches) // 2, manifest.layers),
+        ("kv_heads", cache.heads, manifest.kv_heads),
+        ("head_dim", cache.head_size, manifest.head_dim),
+        ("ids", graph.logits.shape[-1], manifest.model.vocabulary_size),
     ):
-        missing, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
-        if missing or unknown:
-            raise DraftModelError(
-                f"{path}: not a draft graph of {manifest.layers} layers:"
-                f" {kind}s missing {missing}, unknown {unknown}"
-            )
-    if outputs["logits"] != [1, manifest.model.vocabulary_size]:
-        raise DraftModelError(
-            f"{path}: logits have shape {outputs['logits']}, but the manifest's vocabulary"
-            f" has {manifest.model.vocabulary_size} ids"
-        )
-    heads, dim = inputs["past.0.key"][1], inputs["past.0.key"][3]
-    if (heads, dim) != (manifest.kv_heads, manifest.head_dim):
-        raise DraftModelError(
-            f"{path}: keys have {heads} heads of {dim}, but the manifest says"
-            f" {manifest.kv_heads} of {manifest.head_dim}"
-        )
-    kv_type = _types(session.get_inputs())["past.0.key"]
-    if kv_type not in KV_TYPES:
-        raise DraftModelError(f"{path}: keys are {kv_type}, not one of {sorted(KV_TYPES)}")
+        if found != said:
+            raise DraftModelError(f"{path}: has {found} {name}, but the manifest says {said}")
 
 
-def _types(nodes: Sequence[ort.NodeArg]) -> Mapping[str, str]:
-    return {node.name: node.type for node in nodes}
+# --- drafts that others exported ------------------------------------------------------------
+#
+# Does a graph with a cache behave like one? Four tokens are decoded in four ways and compared.
+#
+#     at once from nothing    a b c d
+#     one by one behind two   a b | c | d
+#     again after a rollback  a b c | d     the last token alone is taken back
+#     several behind a cache  a | b c d     all but the first token are taken back
+#
+# The logits behind ``d`` must agree but for rounding. Early merged decoders were traced with one
+# token behind the cache, so that in a longer feed a token sees those after it. That moves the
+# logits behind ``d`` little, but those behind the first token of a long feed much, so they are
+# compared too. Activations that are rounded to 8 bits for a whole tensor at a time differ a good
+# deal between all these ways, a wrong mask or a wrong row of the cache far more, so the bound
+# between them is wide.
+
+LARGEST_DIFFERENCE = 0.35
+"""Root mean square of a difference of logits, over their standard deviation."""
+_TOKENS = (1, 2, 3, 1)
+_LATER = (4, 5, 6, 7, 8, 9, 10, 11)
+_CHECKED_LENGTH = 2 + len(_LATER)
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How a graph may be used."""
+
+    works: bool
+    """Steps and rollbacks give what decoding from nothing gives."""
+    chunks: bool = False
+    """May several tokens be fed behind a cache, or one at a time only?"""
+    in_place: bool = False
+    """Is a rollback a smaller number, or a copy?"""
+    all_rows: bool = False
+    """Are there logits of every token fed, or of the last one alone?"""
+    reason: str = ""
+    """Why it does not work."""
+
+
+def check_behaviour(
+    decode_rows: Callable[[int, Sequence[int]], Row], vocabulary_size: int
+) -> Behaviour:
+    """``decode_rows(keep, tokens)`` cuts the cache to ``keep`` tokens, feeds the others and returns
+    the logits, [rows, V]."""
+    a, b, c, d, *later = (token % vocabulary_size for token in (*_TOKENS, *_LATER))
+    rows = decode_rows(0, (a, b, c, d))
+    whole = rows[-1]
+    if not np.isfinite(whole).all():
+        return Behaviour(False, reason="its logits are not all finite")
+    decode_rows(0, (a, b))
+    decode_rows(2, (c,))
+    for way in ("decoding token by token", "decoding after a rollback"):
+        difference = _difference(decode_rows(3, (d,))[-1], whole)
+        if not difference <= LARGEST_DIFFERENCE:
+            by = f"by {difference:.2f} standard deviations of the logits"
+            return Behaviour(False, reason=f"{way} differs from decoding at once {by}")
+    several = _difference(decode_rows(1, (b, c, d))[-1], whole)
+    alone, fed = decode_rows(1, (b,))[-1], decode_rows(1, (b, *later))
+    if len(fed) > 1:
+        several = max(several, _difference(fed[0], alone))
+    return Behaviour(True, several <= LARGEST_DIFFERENCE, all_rows=len(rows) > 1)
+
+
+def _difference(row: Row, reference: Row) -> float:
+    """Root mean square of the difference over the reference's standard deviation."""
+    return float(np.sqrt(np.mean((row - reference) ** 2))) / max(float(reference.std()), 1e-12)
+
+
+class ForeignDrafter(GraphDrafter):
+    """Over an ONNX file that somebody else exported.
+
+    ``info`` is what the folder says of the model; the graph's own vocabulary size wins. ``hint``
+    helps where the graph leaves sizes of heads open. ``threads`` 0 chooses by size,
+    ``context_length`` 0 means the model's own, at most 16384. ``token_count`` ids have a text, the
+    others are never proposed; 0: all have. Raises ``DraftModelError`` naming the file and what is
+    wrong with the graph.
+    """
+
+    behaviour: Behaviour
+    """How it is used, after trying."""
+
+    def __init__(
+        self,
+        path: Path,
+        info: ModelInfo,
+        *,
+        hint: HeadHint | None = None,
+        threads: int = 0,
+        context_length: int = 0,
+        token_count: int = 0,
+        providers: Sequence[str] = CPU,
+    ) -> None:
+        session = load_session(path, threads or usual_threads(weights_bytes(path)), providers)
+        inputs, outputs = ports(session.get_inputs()), ports(session.get_outputs())
+        self.graph = graph = read_graph(path, inputs, outputs, hint)
+        limited = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT)
+        size = graph.logits.shape[-1]
+        size = size if isinstance(size, int) else info.vocabulary_size
+        super().__init__(
+            path,
+            session,
+            graph,
+            replace(limited, vocabulary_size=size),
+            capacity=max(limited.context_length, _CHECKED_LENGTH),
+            proposable=min(token_count or size, size),
+            resident_per_stored=1.5,
+        )
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = 4  # what is tried may fail
+        self._settle()
+
+    def _settle(self) -> None:
+        """Find the way to use the graph that works. Raises ``DraftModelError``."""
+        reason = ""
+        in_place = not any(cache.tokens_first for cache in self.graph.caches)
+        for kind in (KvBuffers, ReslicedCache) if in_place else (ReslicedCache,):
+            self._store_kind = kind
+            try:
+                self._lay_out()
+                found = check_behaviour(self._tried, self._info.vocabulary_size)
+            except Exception as error:  # onnxruntime's exceptions share no base of their own
+                reason = f"it does not run: {error}"
+                continue
+            if found.works:
+                self.behaviour = replace(found, in_place=kind is KvBuffers)
+                self._chunks, self._run_options = found.chunks, None
+                self._lay_out()
+                return
+            reason = found.reason
+        raise DraftModelError(f"{self._path}: the graph cannot draft: {reason}")
+
+    def _tried(self, keep_length: int, tokens: Sequence[int]) -> Row:
+        return self._forward(keep_length, tokens).astype(np.float32)

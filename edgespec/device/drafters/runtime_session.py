@@ -1,33 +1,40 @@
-"""A session of onnxruntime for a draft, and what it says of inputs and outputs."""
+"""A session of onnxruntime for a draft, and what it says of inputs, outputs and accelerators."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 import edgespec.device.drafters as drafters
-from edgespec.core.ports import Candidate
-from edgespec.device.drafters.foreign_graph import Port
+from edgespec.device.drafters.decoder_graph import Port
 from edgespec.device.drafters.manifest import DraftModelError
-from edgespec.device.drafters.token_cache import TokenCache
-from edgespec.sampling.arrays import Workspace, best_candidates
 
 MAX_THREADS = 64
 CPU = ("CPUExecutionProvider",)
+EXECUTION: Final = {
+    "cuda": ("CUDAExecutionProvider", *CPU),
+    "tensorrt": ("TensorrtExecutionProvider", *CPU),
+    "dml": ("DmlExecutionProvider", *CPU),
+    "coreml": ("CoreMLExecutionProvider", *CPU),
+    "openvino": ("OpenVINOExecutionProvider", *CPU),
+    "cpu": CPU,
+}
+"""What ``draft.provider`` may name. The CPU behind it has what it does not know; keys and values
+lie in the CPU's memory, so an accelerator may well be slower."""
+_NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
 _PLACES = "session.record_ep_graph_assignment_info"
 _TYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(int8)": "int8",
     "tensor(int64)": "int64",
     "tensor(int32)": "int32",
     "tensor(bool)": "bool",
@@ -56,8 +63,8 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     missing = sorted(set(providers) - set(ort.get_available_providers()))
     if missing or not providers:
         raise DraftModelError(
-            f"execution providers {missing} are not in this onnxruntime, which has"
-            f" {ort.get_available_providers()}"
+            f"execution providers {missing} are not in this onnxruntime {ort.__version__}, which"
+            f" has {ort.get_available_providers()}"
         )
     if not path.is_file():
         raise DraftModelError(f"{path}: no such file")
@@ -70,6 +77,10 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     options.log_severity_level = 3
     if providers[0] not in CPU:
         options.add_session_config_entry(_PLACES, "1")
+    if providers[0] in _NVIDIA:
+        # Libraries of CUDA that came with pip are found in their packages; others by the system.
+        with suppress(Exception):
+            ort.preload_dlls()
     try:
         with drafters.around_deaf_calls():
             session = ort.InferenceSession(
@@ -127,7 +138,7 @@ def placement(session: ort.InferenceSession) -> Placement | None:
 
 
 def ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
-    """Inputs or outputs as a ``ForeignGraph`` is read from them."""
+    """Inputs or outputs as a ``DecoderGraph`` is read from them."""
     return tuple(
         Port(node.name, _TYPES.get(node.type, node.type), tuple(node.shape)) for node in nodes
     )
@@ -136,119 +147,3 @@ def ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
 def weights_bytes(path: Path) -> int:
     """Of the file and of the external data beside it (``model.onnx_data``, ``model.onnx.data``)."""
     return sum(part.stat().st_size for part in path.parent.glob(f"{path.name}*") if part.is_file())
-
-
-# --------------------------------------------------------------------------------------------
-# Which of onnxruntime's execution providers a draft can run on, found by running something.
-#
-# Theory of operation. What an onnxruntime was built with says little about a machine: its libraries
-# may be missing, its driver too old, and onnxruntime then falls back to the CPU without an error.
-# So a provider counts as loadable when a graph of one node, given to it alone, runs on it and its
-# sum is right. A draft's session has the CPU behind the provider that was named, for the nodes that
-# this one does not know. Keys and values lie in the CPU's memory, so an accelerator may well be
-# slower.
-
-
-EXECUTION: Final = {
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "dml": "DmlExecutionProvider",
-    "coreml": "CoreMLExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-    "cpu": "CPUExecutionProvider",
-}
-_PACKAGES: Final = {
-    "cuda": "onnxruntime-gpu",
-    "tensorrt": "onnxruntime-gpu",
-    "dml": "onnxruntime-directml",
-    "coreml": "onnxruntime on macOS",
-    "openvino": "onnxruntime-openvino",
-}
-_SIZE: Final = 4
-_LONGEST_WHY: Final = 300
-
-
-def execution_providers(name: str) -> tuple[str, ...]:
-    """The providers of a session that runs on ``name``, a key of ``EXECUTION``; behind it the CPU
-    has what it does not know. Raises ``DraftModelError`` saying why it does not load and which
-    others do, ``ValueError`` for a name that is none."""
-    if name == "cpu":
-        return CPU
-    if name not in EXECUTION:
-        raise ValueError(f"provider is {name!r}, but must be one of {', '.join(EXECUTION)}")
-    why = why_not_loadable(name)
-    if why is not None:
-        others = ", ".join(one for one in EXECUTION if why_not_loadable(one) is None)
-        raise DraftModelError(f"provider {name} cannot be used: {why}; here there are: {others}")
-    return EXECUTION[name], *CPU
-
-
-def why_not_loadable(name: str) -> str | None:
-    """What keeps a provider from running one node; None: nothing does."""
-    provider = EXECUTION[name]
-    if provider not in ort.get_available_providers():
-        package = _PACKAGES.get(name)
-        hint = f" ({package} has it)" if package else ""
-        return f"this onnxruntime {ort.__version__} was built without {provider}{hint}"
-    if name in ("cuda", "tensorrt"):
-        # Libraries of CUDA that came with pip are found in their packages; others by the system.
-        with contextlib.suppress(Exception):
-            ort.preload_dlls()
-    try:
-        return _run_one_node(provider)
-    except Exception as error:  # onnxruntime's exceptions share no base of their own
-        why = " ".join(str(error).split())
-        return f"{provider} does not run one node: {why[:_LONGEST_WHY]}"
-
-
-def _run_one_node(provider: str) -> str | None:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    if provider not in CPU:
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    session = ort.InferenceSession(_one_node(), options, providers=[provider], enable_fallback=0)
-    if session.get_providers()[0] != provider:
-        return f"{provider} fell back to {session.get_providers()[0]}"
-    numbers = np.arange(_SIZE, dtype=np.float32)
-    (doubled,) = session.run(None, {"x": numbers})
-    if not np.array_equal(doubled, numbers + numbers):
-        return f"{provider} computes {doubled.tolist()} for {(numbers + numbers).tolist()}"
-    return None
-
-
-def _one_node() -> bytes:
-    """y = x + x as an ONNX model: message fields by their numbers in ``onnx.proto``, since a device
-    has no package for them."""
-    shape = _field(1, _number(1, _SIZE))
-    of_type = _field(2, _field(1, _number(1, 1) + _field(2, shape)))
-    node = _field(1, b"x") + _field(1, b"x") + _field(2, b"y") + _field(4, b"Add")
-    ports = _field(11, _field(1, b"x") + of_type) + _field(12, _field(1, b"y") + of_type)
-    graph = _field(1, node) + _field(2, b"probe") + ports
-    return _number(1, 8) + _field(7, graph) + _field(8, _number(2, 17))
-
-
-def _field(number: int, value: bytes) -> bytes:
-    assert len(value) < 128
-    return bytes((number << 3 | 2, len(value))) + value
-
-
-def _number(number: int, value: int) -> bytes:
-    assert 0 <= value < 128
-    return bytes((number << 3, value))
-
-
-def guesses(
-    logits: NDArray[np.float32], cache: TokenCache, position: int, width: int, work: Workspace
-) -> tuple[Candidate, ...]:
-    """``best_candidates`` behind the text in ``cache``. ``logits`` [V] lose what the constraint
-    forbids; without a token that it allows there are no guesses."""
-    mask = cache.mask()
-    if mask is not None:
-        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-        count = min(bits.size, logits.size)
-        logits[count:] = -np.inf
-        logits[:count][bits[:count] == 0] = -np.inf
-        if logits.max() == -np.inf:
-            return ()
-    return best_candidates(logits, cache.sampling, position, width, cache.counts, work)

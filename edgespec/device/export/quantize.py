@@ -298,7 +298,7 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
         token = first[0] if index == 0 and first else token
         for position in range(length):
             token = drafter.step(position, [token], 1)[0].token
-        found = [_largest(name, rows) for name, rows in drafter.cached_rows(length)]
+        found = [_largest(one.part, rows) for one, rows in drafter.cached_rows(length)]
         largest = [np.maximum(a, b) for a, b in zip(largest or found, found, strict=True)]
     scales = [
         np.where(one > 0, one * np.float32(_HEADROOM / 127), 1).astype(np.float32)
@@ -307,10 +307,10 @@ def calibrated_scales(drafter: OnnxDrafter) -> Scales:
     return list(zip(scales[::2], scales[1::2], strict=True))
 
 
-def _largest(name: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
+def _largest(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
     """[heads * head dim]: what bounds each channel of ``rows`` [heads, tokens, head dim]."""
     found: NDArray[np.float32] = np.abs(rows.astype(np.float32))
-    if name.endswith(".key"):
+    if part == "key":
         half = found.shape[-1] // 2
         norm = np.hypot(found[..., :half], found[..., half:])
         found = np.concatenate((norm, norm), axis=-1)

@@ -12,167 +12,14 @@ Known signatures: Optimum ``text-generation-with-past`` and its merged decoders
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from edgespec.device.drafters.manifest import DraftModelError
 
-# --------------------------------------------------------------------------------------------
-# The nodes of an ONNX file, read without the ``onnx`` library and without the weights.
-#
-# A device has onnxruntime, which tells a graph's inputs and outputs but not its operators. An ONNX
-# file is a protobuf message, so the few fields wanted here are walked in the wire format (varints
-# and length-delimited fields); everything else, weights above all, is stepped over in a memory map.
-#
-# Field numbers are those of ``onnx.proto``: ModelProto.graph 7; GraphProto.node 1; NodeProto.input
-# 1, output 2, op_type 4, attribute 5; AttributeProto.name 1, i 3, g 6. Nodes inside the branches of
-# an ``If`` are read as well.
-
-
-_GRAPH, _NODE = 7, 1
-
-_INPUT, _OUTPUT, _KIND, _ATTRIBUTE = 1, 2, 4, 5
-
-_ATTRIBUTE_NAME, _ATTRIBUTE_INTEGER, _ATTRIBUTE_GRAPH = 1, 3, 6
-
-_MAX_DEPTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One operator: what it reads and writes, by name, and its integer attributes."""
-
-    kind: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    integers: dict[str, int]
-    nested: bool
-    """Is it inside a branch of another node?"""
-
-
-def read_nodes(path: Path) -> tuple[Node, ...]:
-    """All nodes of the main graph and of its branches, in order of the file. Raises
-    ``DraftModelError`` naming a file that is no ONNX model."""
-    try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-        ):
-            return tuple(_nodes_of_model(view))
-    except FileNotFoundError as error:
-        raise DraftModelError(f"{path}: no such file") from error
-    except (OSError, ValueError, IndexError) as error:
-        raise DraftModelError(f"{path}: not a readable ONNX file: {error}") from error
-
-
-def node_of(message: memoryview) -> Node:
-    """What a NodeProto says, without the nodes in its branches."""
-    return next(_node(message, 0, len(message), 0))
-
-
-def _nodes_of_model(view: memoryview) -> Iterator[Node]:
-    for number, start, end in message_fields(view, 0, len(view)):
-        if number == _GRAPH:
-            yield from _nodes_of_graph(view, start, end, 0)
-
-
-def _nodes_of_graph(view: memoryview, start: int, end: int, depth: int) -> Iterator[Node]:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"branches are nested more than {_MAX_DEPTH} deep")
-    for number, first, last in message_fields(view, start, end):
-        if number == _NODE:
-            yield from _node(view, first, last, depth)
-
-
-def _node(view: memoryview, start: int, end: int, depth: int) -> Iterator[Node]:
-    inputs: list[str] = []
-    outputs: list[str] = []
-    integers: dict[str, int] = {}
-    branches: list[tuple[int, int]] = []
-    kind = ""
-    for number, first, last in message_fields(view, start, end):
-        if number == _INPUT:
-            inputs.append(_text(view, first, last))
-        elif number == _OUTPUT:
-            outputs.append(_text(view, first, last))
-        elif number == _KIND:
-            kind = _text(view, first, last)
-        elif number == _ATTRIBUTE:
-            branches += _attribute(view, first, last, integers)
-    yield Node(kind, tuple(inputs), tuple(outputs), integers, depth > 0)
-    for first, last in branches:
-        yield from _nodes_of_graph(view, first, last, depth + 1)
-
-
-def _attribute(
-    view: memoryview, start: int, end: int, integers: dict[str, int]
-) -> list[tuple[int, int]]:
-    """Adds an integer to ``integers``; returns where a graph lies, if the attribute is one."""
-    name, branches = "", []
-    value: int | None = None
-    for number, first, last in message_fields(view, start, end):
-        if number == _ATTRIBUTE_NAME:
-            name = _text(view, first, last)
-        elif number == _ATTRIBUTE_INTEGER:
-            value = _varint(view, first)[0]
-        elif number == _ATTRIBUTE_GRAPH:
-            branches.append((first, last))
-    if value is not None:
-        integers[name] = value - (1 << 64) if value >> 63 else value
-    return branches
-
-
-def message_fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, where its value starts, where it ends) of one protobuf message."""
-    at = start
-    while at < end:
-        key, at = _varint(view, at)
-        match key & 7:
-            case 0:
-                _, stop = _varint(view, at)
-                first = at
-            case 1:
-                first, stop = at, at + 8
-            case 2:
-                length, first = _varint(view, at)
-                stop = first + length
-            case 5:
-                first, stop = at, at + 4
-            case other:
-                raise ValueError(f"wire type {other} at byte {at}")
-        if stop > end:
-            raise ValueError(f"a field at byte {at} ends behind its message")
-        yield key >> 3, first, stop
-        at = stop
-
-
-def _varint(view: memoryview, at: int) -> tuple[int, int]:
-    """(the value, where the next one starts)."""
-    value = shift = 0
-    while True:
-        byte = view[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError(f"a number at byte {at} is longer than 64 bits")
-
-
-def _text(view: memoryview, start: int, end: int) -> str:
-    return bytes(view[start:end]).decode("utf-8", errors="replace")
-
-
-_SHARING = "GroupQueryAttention"
-
-# Its inputs 3 and 4 are past key and value, its outputs 1 and 2 the present ones.
-_SHARED_PLACES = {"key": (3, 1), "value": (4, 2)}
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
 MAX_LAYERS = 1024
 
@@ -193,6 +40,8 @@ class Role(Enum):
 _ALIASES = {role.value: role for role in Role} | {"logits_to_keep": Role.ROWS}
 _INTEGERS = ("int64", "int32")
 _FLOATS = ("float32", "float16")
+_CACHED = (*_FLOATS, "int8")
+_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 _TYPES = {
     Role.IDS: (_INTEGERS, (2,)),
     Role.MASK: ((*_INTEGERS, *_FLOATS, "bool"), (2,)),
@@ -239,31 +88,21 @@ class CacheTensor:
     def row_elements(self) -> int:
         return self.heads * self.head_size
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one token."""
+        return self.row_elements * _BYTES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
-class ForeignGraph:
-    """A decoder with a cache, ready to be bound."""
+class DecoderGraph:
+    """A decoder with a cache, ready to be bound; ``caches`` layer by layer keys, then values."""
 
     roles: dict[Role, Port]
     caches: tuple[CacheTensor, ...]
     logits: Port
-    in_place: bool
-    """May past and present be one buffer, so that a rollback is a smaller number?"""
-    in_place_reason: str
-
-    @property
-    def layers(self) -> int:
-        return len(self.caches) // 2
-
-    @property
-    def vocabulary_size(self) -> int:
-        """0 where the graph does not say it."""
-        size = self.logits.shape[-1]
-        return size if isinstance(size, int) else 0
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return sum(one.row_elements * _size(one.dtype) for one in self.caches)
+    one_row: bool = False
+    """Is it known that there are float32 logits [1, V] of the last token alone?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +117,8 @@ def read_graph(
     path: Path,
     inputs: Sequence[Port],
     outputs: Sequence[Port],
-    nodes: Sequence[Node],
     hint: HeadHint | None = None,
-) -> ForeignGraph:
+) -> DecoderGraph:
     """Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
     roles: dict[Role, Port] = {}
     pasts: dict[tuple[int, str], Port] = {}
@@ -298,8 +136,7 @@ def read_graph(
             f"{path}: input 'input_ids' is missing; the graph takes {[p.name for p in inputs]}"
         )
     caches = _caches(path, pasts, outputs, hint or HeadHint())
-    in_place, reason = _shares_buffers(path, caches, nodes)
-    return ForeignGraph(roles, caches, _logits(path, outputs), in_place, reason)
+    return DecoderGraph(roles, caches, _logits(path, outputs))
 
 
 def _place(name: str) -> tuple[int, str] | None:
@@ -389,8 +226,8 @@ def _words(places: Iterable[tuple[int, str]]) -> str:
 
 def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> CacheTensor:
     what = f"{path}: input {past.name!r} is {past.dtype} {list(past.shape)}"
-    if past.dtype not in _FLOATS or present.dtype != past.dtype:
-        raise DraftModelError(f"{what}, but must be one of {_FLOATS}, as must {present.name!r}")
+    if past.dtype not in _CACHED or present.dtype != past.dtype:
+        raise DraftModelError(f"{what}, but must be one of {_CACHED}, as must {present.name!r}")
     if len(past.shape) != 4:
         raise DraftModelError(
             f"{what}, but must be [1, heads, length, head size] or [1, length, heads, head size]"
@@ -415,36 +252,3 @@ def _is_length(dimension: int | str | None) -> bool:
     if isinstance(dimension, int):
         return False
     return dimension is None or not re.search(r"head|kv_num|dim", dimension)
-
-
-def _shares_buffers(
-    path: Path, caches: Sequence[CacheTensor], nodes: Sequence[Node]
-) -> tuple[bool, str]:
-    """Does every past tensor go into grouped-query attention and nowhere else? That operator
-    appends in place, where past and present are one buffer (onnxruntime's ContribOperators.md),
-    and is told the cached length apart from the buffer's."""
-    readers: dict[str, list[tuple[Node, int]]] = {}
-    for node in nodes:
-        for index, name in enumerate(node.inputs):
-            readers.setdefault(name, []).append((node, index))
-        if node.kind == _SHARING and node.integers.get("sliding_window_cache"):
-            raise DraftModelError(
-                f"{path}: {_SHARING} keeps a window of the keys only (sliding_window_cache), and"
-                " what it forgot cannot be rolled back to; export with windowed_kv_cache=false"
-            )
-    for cache in caches:
-        came_in, goes_out = _SHARED_PLACES[cache.part]
-        if cache.tokens_first:
-            return False, f"{cache.past} has its tokens before its heads"
-        for node, index in readers.get(cache.past, ()):
-            if node.kind != _SHARING or index != came_in or node.nested:
-                return False, f"{cache.past} is read by {node.kind}"
-            if node.outputs[goes_out : goes_out + 1] != (cache.present,):
-                return False, f"{cache.present} does not come from the {_SHARING} of its past"
-        if cache.past not in readers:
-            return False, f"{cache.past} is read in a branch"
-    return True, f"every key and value goes through {_SHARING} alone"
-
-
-def _size(dtype: str) -> int:
-    return 2 if dtype == "float16" else 4
